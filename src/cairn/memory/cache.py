@@ -1,0 +1,258 @@
+"""The paged KV cache as the scheduler sees it: page ids only, no tensors.
+
+It owns the allocators of all layer groups and the prefix tree, and moves pages between free,
+owned by a request, and cached. Ownership over one request's rows, by page:
+
+    |-- taken from the tree --|-- computed, published --|-- computed, tail --|-- not yet --|
+     shared with the tree      shared with the tree       private to request    no page
+
+In window groups the left part is given back as soon as no later row can reach it; NULL_PAGE then
+stands in the table, so that page i of every table always holds tokens i * tokens_per_page onwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from cairn.errors import PageError
+from cairn.memory.geometry import PageGeometry
+from cairn.memory.groups import LayerGroup
+from cairn.memory.pages import NULL_PAGE, PageAllocator
+from cairn.memory.radix import EvictionPolicy, Node, PageTokens, PrefixMatch, RadixTree
+
+PageKey = tuple[Node, PageTokens]
+"""A place in the tree: the page with these tokens after this node."""
+
+
+@dataclass(slots=True, eq=False)
+class SequencePages:
+    """The pages of one running request, per layer group."""
+
+    tables: list[list[int]]  # page ids, append-only but for NULL_PAGE in place of released ones
+    generations: list[list[int]]  # what the allocator said when the page entered the table
+    live_from: list[int]  # first page still held; everything before is NULL_PAGE
+    node: Node  # deepest node of the request's pinned path
+    published: int = 0  # pages from the start that are in the tree
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.tables[0])
+
+
+@dataclass(frozen=True, slots=True)
+class GroupUsage:
+    """Pages of one layer group by state; the three add up to all pages."""
+
+    name: str
+    total: int
+    free: int
+    cached: int
+    owned: int
+
+
+@dataclass(slots=True)
+class CacheStats:
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    evicted_pages: int = 0
+    allocated_pages: int = 0
+
+
+class PagedCache:
+    def __init__(
+        self,
+        geometry: PageGeometry,
+        groups: Sequence[LayerGroup],
+        num_pages: Sequence[int],
+        *,
+        eviction: EvictionPolicy = "lru",
+        prefix_caching: bool = True,
+        on_free: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """`num_pages[g]` usable pages per group; `on_free(group, page)` as each becomes free."""
+        self.geometry = geometry
+        self.groups = tuple(groups)
+        self.prefix_caching = prefix_caching
+        self.allocators = [
+            PageAllocator(count, on_free and partial(on_free, g))
+            for g, count in enumerate(num_pages)
+        ]
+        self.tree = RadixTree(geometry, self.groups, self.allocators, eviction)
+        self.stats = CacheStats()
+        self._sequences: set[SequencePages] = set()
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest request the pools can hold when it has them to itself."""
+        capacity = [
+            allocator.num_pages
+            for group, allocator in zip(self.groups, self.allocators, strict=True)
+            if group.window is None
+        ]
+        if not capacity:
+            # Window layers only: length is bounded by the model, not by memory.
+            return 2**62
+        return self.geometry.tokens(min(capacity))
+
+    # -- room ---------------------------------------------------------------------------------
+
+    def available_pages(self, group: int) -> int:
+        return self.allocators[group].free_pages + self.tree.evictable_pages(group)
+
+    def min_available(self) -> int:
+        return min(self.available_pages(g) for g in range(len(self.groups)))
+
+    def new_pages(self, pages: SequencePages | None, tokens: int) -> int:
+        """Pages, the same number in every group, that growing to `tokens` tokens would take."""
+        held = 0 if pages is None else pages.num_pages
+        return max(0, self.geometry.pages(tokens) - held)
+
+    def reachable_tokens(self, pages: SequencePages) -> int:
+        """Tokens the request could hold if it were given all available pages."""
+        return self.geometry.tokens(pages.num_pages + self.min_available())
+
+    def usage(self) -> list[GroupUsage]:
+        result = []
+        for g, (group, allocator) in enumerate(zip(self.groups, self.allocators, strict=True)):
+            cached = self.tree.evictable_pages(g)
+            owned = allocator.used_pages - cached
+            result.append(
+                GroupUsage(group.name, allocator.num_pages, allocator.free_pages, cached, owned)
+            )
+        return result
+
+    # -- the life of a request ----------------------------------------------------------------
+
+    def match(self, namespace: Hashable, tokens: Sequence[int]) -> PrefixMatch:
+        """Cached pages to start from. One token is always left to compute, for its logits."""
+        if not self.prefix_caching:
+            return PrefixMatch(namespace)
+        return self.tree.match(namespace, tokens, self.geometry.complete_pages(len(tokens) - 1))
+
+    def next_page(self, match: PrefixMatch, tokens: Sequence[int]) -> PageKey | None:
+        """Where a request's first page that is not cached will go, if it could be shared at all."""
+        node = self.tree.last_node(match)
+        index = match.num_pages
+        if node is None or index >= self.geometry.complete_pages(len(tokens) - 1):
+            return None
+        return node, self._page_tokens(tokens, index)
+
+    def pending_page(self, pages: SequencePages, tokens: Sequence[int]) -> PageKey | None:
+        """The next page a running request will publish, if all its tokens are known."""
+        if not self.prefix_caching or pages.published >= self.geometry.complete_pages(len(tokens)):
+            return None
+        return pages.node, self._page_tokens(tokens, pages.published)
+
+    def available_after(self, match: PrefixMatch, group: int) -> int:
+        return self.available_pages(group) - self.tree.evictable_in(match, group)
+
+    def open(self, match: PrefixMatch, lookup_tokens: int) -> SequencePages:
+        """Start a request on a matched prefix."""
+        self.stats.lookup_tokens += lookup_tokens
+        self.stats.hit_tokens += self.geometry.tokens(match.num_pages)
+        node = self.tree.pin(match)
+        row = match.num_pages * self.geometry.page_size
+        tables, generations, live_from = [], [], []
+        for g, group in enumerate(self.groups):
+            first = group.first_reachable_page(row, self.geometry.page_size)
+            table = [NULL_PAGE] * first + [path_node.pages[g] for path_node in match.path[first:]]
+            for page in table[first:]:
+                self.tree.hold_page(g, page)
+            tables.append(table)
+            generations.append([self.allocators[g].generation(page) for page in table])
+            live_from.append(first)
+        pages = SequencePages(tables, generations, live_from, node, published=match.num_pages)
+        self._sequences.add(pages)
+        return pages
+
+    def grow(self, pages: SequencePages, tokens: int) -> int:
+        """Give the request pages for `tokens` tokens in every group, or none at all.
+
+        Returns how many pages each table grew by; raises PageError if there is no room.
+        """
+        count = self.new_pages(pages, tokens)
+        if count > self.min_available():
+            raise PageError(f"{count} pages wanted, {self.min_available()} available")
+        for g, allocator in enumerate(self.allocators):
+            while allocator.free_pages < count:
+                self.tree.evict_one(g)
+                self.stats.evicted_pages += 1
+            for _ in range(count):
+                page = allocator.allocate()
+                pages.tables[g].append(page)
+                pages.generations[g].append(allocator.generation(page))
+        self.stats.allocated_pages += count * len(self.groups)
+        return count
+
+    def commit(self, pages: SequencePages, token_ids: Sequence[int], computed: int) -> None:
+        """The first `computed` tokens are in the cache: publish complete pages, slide windows."""
+        if self.prefix_caching:
+            self._publish(pages, token_ids, computed)
+        self._slide(pages, computed)
+
+    def close(self, pages: SequencePages) -> None:
+        """The request leaves. Published pages stay cached, private ones become free."""
+        self._sequences.remove(pages)
+        for g, table in enumerate(pages.tables):
+            # Deepest page first: on ties of recency the tail is given up before the head.
+            for page in reversed(table[pages.live_from[g] :]):
+                self.tree.release_page(g, page)
+        self.tree.unpin(pages.node)
+
+    def _publish(self, pages: SequencePages, token_ids: Sequence[int], computed: int) -> None:
+        for index in range(pages.published, self.geometry.complete_pages(computed)):
+            key = self._page_tokens(token_ids, index)
+            pages.node = self.tree.extend(pages.node, key, [table[index] for table in pages.tables])
+            pages.published = index + 1
+
+    def _page_tokens(self, tokens: Sequence[int], index: int) -> PageTokens:
+        step = self.geometry.tokens_per_page
+        return tuple(tokens[index * step : (index + 1) * step])
+
+    def _slide(self, pages: SequencePages, computed: int) -> None:
+        next_row = self.geometry.rows(computed)
+        for g, group in enumerate(self.groups):
+            first = group.first_reachable_page(next_row, self.geometry.page_size)
+            table = pages.tables[g]
+            for index in range(pages.live_from[g], min(first, len(table))):
+                self.tree.release_page(g, table[index])
+                table[index] = NULL_PAGE
+                pages.generations[g][index] = self.allocators[g].generation(NULL_PAGE)
+                pages.live_from[g] = index + 1
+
+    # -- invariants ---------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise PageError if any rule about pages is broken. Cheap enough to run when idle."""
+        problems: list[str] = []
+        self.tree.check(problems.append)
+        for g, allocator in enumerate(self.allocators):
+            expected = [0] * (allocator.num_pages + 1)
+            for node in self.tree.nodes():
+                expected[node.pages[g]] += 1
+            for pages in self._sequences:
+                for page, generation in zip(pages.tables[g], pages.generations[g], strict=True):
+                    expected[page] += 1
+                    if generation != allocator.generation(page):
+                        problems.append(f"a table names page {page} of an earlier generation")
+            problems.extend(
+                f"page {page} of group {self.groups[g].name} has {allocator.refcount(page)} "
+                f"references and {expected[page]} holders"
+                for page in range(1, allocator.num_pages + 1)
+                if expected[page] != allocator.refcount(page)
+            )
+            if sum(count > 0 for count in expected[1:]) != allocator.used_pages:
+                problems.append("free and used pages do not add up")
+            cached = sum(
+                1
+                for node in self.tree.nodes()
+                if node.pages[g] != NULL_PAGE
+                and (node.pins == 0 or self.groups[g].window is not None)
+                and allocator.refcount(node.pages[g]) == 1
+            )
+            if cached != self.tree.evictable_pages(g):
+                problems.append("evictable pages are miscounted")
+        if problems:
+            raise PageError("; ".join(problems))

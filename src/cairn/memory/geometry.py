@@ -1,0 +1,57 @@
+"""How tokens lie in pages.
+
+A page has `page_size` rows, of which the first `tokens_per_page` hold tokens. The two differ for
+models that end every page with a landmark row: 64 rows then hold 63 tokens. Everything a user sees
+counts tokens, everything the KV cache stores counts rows, and this is the only place that converts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cairn.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class PageGeometry:
+    page_size: int
+    tokens_per_page: int
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1:
+            raise ConfigError(f"page_size is {self.page_size}; it must be at least 1")
+        if not 0 <= self.page_size - self.tokens_per_page <= 1 or self.tokens_per_page < 1:
+            raise ConfigError(
+                f"tokens_per_page is {self.tokens_per_page} for page_size {self.page_size}; "
+                "a page holds page_size tokens, or one fewer and a landmark row"
+            )
+
+    @property
+    def has_landmark_row(self) -> bool:
+        return self.tokens_per_page < self.page_size
+
+    def rows(self, tokens: int) -> int:
+        """Rows that `tokens` tokens occupy, the landmark rows of complete pages included."""
+        pages, rest = divmod(tokens, self.tokens_per_page)
+        return pages * self.page_size + rest
+
+    def row_of(self, token: int) -> int:
+        """The row of token number `token`, counted from 0."""
+        page, offset = divmod(token, self.tokens_per_page)
+        return page * self.page_size + offset
+
+    def pages(self, tokens: int) -> int:
+        """Pages that `tokens` tokens touch."""
+        return -(-tokens // self.tokens_per_page)
+
+    def complete_pages(self, tokens: int) -> int:
+        return tokens // self.tokens_per_page
+
+    def tokens_in(self, rows: int) -> int:
+        """The most tokens whose rows, landmark rows included, are at most `rows`."""
+        pages, rest = divmod(rows, self.page_size)
+        return pages * self.tokens_per_page + min(rest, self.tokens_per_page - 1)
+
+    def tokens(self, pages: int) -> int:
+        """Tokens that fit in `pages` pages."""
+        return pages * self.tokens_per_page

@@ -1,0 +1,83 @@
+"""Layer groups: layers that keep the same rows of the past share page tables and a page pool.
+
+Full layers keep every page. Sliding-window layers keep the pages their window can still reach and
+free the rest, so each group is sized and charged on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cairn.errors import ConfigError
+from cairn.memory.geometry import PageGeometry
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    name: str
+    layers: tuple[int, ...]
+    window: int | None = None
+    """Rows a query sees, itself included; None for all of them."""
+
+    def first_reachable_page(self, row: int, page_size: int) -> int:
+        """The earliest page that a query at `row` or later can read."""
+        if self.window is None:
+            return 0
+        return max(0, row - self.window + 1) // page_size
+
+    def peak_pages(self, tokens: int, chunk_tokens: int, geometry: PageGeometry) -> int:
+        """Most pages held at once while a request grows to `tokens`, `chunk_tokens` at a time."""
+        pages = geometry.pages(tokens)
+        if self.window is None:
+            return pages
+        # The window may straddle one page more than it fills; so may the chunk.
+        reach = -(-(self.window - 1) // geometry.page_size) + 1
+        return min(pages, reach + geometry.pages(chunk_tokens) + 1)
+
+
+def group_layers(windows: Sequence[int | None]) -> tuple[LayerGroup, ...]:
+    """Group layers by window, full layers first. windows[i] belongs to layer i."""
+    distinct = sorted(set(windows), key=lambda window: (window is not None, window or 0))
+    return tuple(
+        LayerGroup(
+            name="full" if window is None else f"window-{window}",
+            layers=tuple(i for i, w in enumerate(windows) if w == window),
+            window=window,
+        )
+        for window in distinct
+    )
+
+
+def split_budget(
+    budget_bytes: int,
+    groups: Sequence[LayerGroup],
+    page_bytes: Sequence[int],
+    wanted_pages: Sequence[int],
+) -> list[int]:
+    """Pages for each group. page_bytes[i] is what one page of groups[i] costs.
+
+    Window groups get the pages they can use (`wanted_pages`), full groups share the rest; where
+    that would leave a window group with more pages than the full group, both get equally many.
+    """
+    capped: dict[int, int] = {}
+    while True:
+        left = budget_bytes - sum(capped[i] * page_bytes[i] for i in capped)
+        open_groups = [i for i in range(len(groups)) if i not in capped]
+        if not open_groups:
+            return [capped[i] for i in range(len(groups))]
+        equal = left // sum(page_bytes[i] for i in open_groups)
+        newly = {
+            i: wanted_pages[i]
+            for i in open_groups
+            if groups[i].window is not None and wanted_pages[i] < equal
+        }
+        if not newly:
+            if equal < 1:
+                raise ConfigError(
+                    f"the KV cache budget of {budget_bytes / 2**30:.3f} GiB holds no page; a page "
+                    f"of all layers takes {sum(page_bytes) / 2**30:.3f} GiB: raise kv_cache_gib or "
+                    "mem_fraction_static, or lower page_size"
+                )
+            return [capped.get(i, equal) for i in range(len(groups))]
+        capped.update(newly)

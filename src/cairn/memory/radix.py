@@ -1,0 +1,299 @@
+"""The prefix cache: a radix tree whose every edge is one complete page of tokens.
+
+A node owns one reference to its page in each layer group. In full groups the page lives as long as
+the node; in window groups it may be given up earlier (NULL_PAGE stays behind), since a long prefix
+is usable as soon as the last window of it is there. Requests pin the path they stand on: a pinned
+node is never evicted, an unpinned one only as a leaf. Keys are tokens, one namespace per tenant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cairn.memory.eviction import EvictionQueue
+from cairn.memory.geometry import PageGeometry
+from cairn.memory.groups import LayerGroup
+from cairn.memory.pages import NULL_PAGE, PageAllocator
+
+EvictionPolicy = Literal["lru", "lfu"]
+PageTokens = tuple[int, ...]
+
+
+class Node:
+    """One cached page. Compared and hashed by identity."""
+
+    __slots__ = ("children", "hits", "key", "last_use", "pages", "parent", "pins")
+
+    def __init__(self, key: PageTokens, parent: Node | None, pages: list[int]) -> None:
+        self.key = key
+        self.parent = parent
+        self.children: dict[PageTokens, Node] = {}
+        self.pages = pages  # one page id per layer group
+        self.pins = 0  # requests whose path contains this node
+        self.hits = 0
+        self.last_use = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """Nodes from the namespace's root, itself left out, down to the deepest usable page."""
+
+    namespace: Hashable
+    path: tuple[Node, ...] = ()
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.path)
+
+
+class RadixTree:
+    def __init__(
+        self,
+        geometry: PageGeometry,
+        groups: Sequence[LayerGroup],
+        allocators: Sequence[PageAllocator],
+        policy: EvictionPolicy = "lru",
+    ) -> None:
+        self._geometry = geometry
+        self._groups = groups
+        self._allocators = allocators
+        self._roots: dict[Hashable, Node] = {}
+        self._namespace_of: dict[Node, Hashable] = {}
+        self._tick = 0
+        self._unpinned = 0
+        self.num_nodes = 0
+        priority = _least_recent if policy == "lru" else _least_frequent
+        # Full groups: unpinned leaves. Window groups: nodes whose page no request holds.
+        self._idle = [EvictionQueue[Node](priority) for _ in groups]
+        self._node_of: list[dict[int, Node]] = [{} for _ in groups]
+        self._full = [i for i, group in enumerate(groups) if group.window is None]
+        self._windowed = [i for i, group in enumerate(groups) if group.window is not None]
+
+    # -- looking up ---------------------------------------------------------------------------
+
+    def match(self, namespace: Hashable, tokens: Sequence[int], max_pages: int) -> PrefixMatch:
+        """The longest cached prefix a request can start from. Changes nothing."""
+        node = self._roots.get(namespace)
+        if node is None:
+            return PrefixMatch(namespace)
+        step = self._geometry.tokens_per_page
+        path: list[Node] = []
+        for start in range(0, min(max_pages, len(tokens) // step) * step, step):
+            child = node.children.get(tuple(tokens[start : start + step]))
+            if child is None:
+                break
+            path.append(child)
+            node = child
+        return PrefixMatch(namespace, tuple(path[: self._usable_pages(path)]))
+
+    def _usable_pages(self, path: Sequence[Node]) -> int:
+        """How much of a path still has every window page that the next row would read."""
+        best = len(path)
+        if not self._windowed:
+            return best
+        page_size = self._geometry.page_size
+        usable = [True] * (len(path) + 1)
+        for g in self._windowed:
+            held = 0  # consecutive pages present, ending here
+            for count, node in enumerate(path, start=1):
+                held = held + 1 if node.pages[g] != NULL_PAGE else 0
+                first = self._groups[g].first_reachable_page(count * page_size, page_size)
+                usable[count] = usable[count] and held >= count - first
+        return max(count for count in range(len(path) + 1) if usable[count])
+
+    def last_node(self, match: PrefixMatch) -> Node | None:
+        """Where a match ends: a node, a root, or nowhere if the namespace is new."""
+        return match.path[-1] if match.path else self._roots.get(match.namespace)
+
+    # -- pinning ------------------------------------------------------------------------------
+
+    def pin(self, match: PrefixMatch) -> Node:
+        """Protect a matched path, mark it as used now, and return its last node."""
+        self._tick += 1
+        node = self._roots.get(match.namespace)
+        if node is None:
+            node = Node((), None, [NULL_PAGE] * len(self._groups))
+            self._roots[match.namespace] = node
+            self._namespace_of[node] = match.namespace
+        node.pins += 1
+        for node in match.path:
+            node.last_use = self._tick
+            node.hits += 1
+            self._pin_node(node)
+        return node
+
+    def unpin(self, node: Node) -> None:
+        """Let go of the path from the root to `node`."""
+        while node.parent is not None:
+            parent = node.parent
+            node.pins -= 1
+            if node.pins == 0:
+                self._unpinned += 1
+                if not node.children:
+                    self._offer(node)
+            node = parent
+        node.pins -= 1
+        self._forget_if_empty(node)
+
+    def _pin_node(self, node: Node) -> None:
+        if node.pins == 0:
+            self._unpinned -= 1
+            for g in self._full:
+                self._idle[g].discard(node)
+        node.pins += 1
+
+    def _offer(self, node: Node) -> None:
+        """An unpinned leaf: evictable, or already empty and so removed at once."""
+        if all(page == NULL_PAGE for page in node.pages):
+            self._remove(node)
+            return
+        for g in self._full:
+            self._idle[g].push(node)
+
+    # -- growing ------------------------------------------------------------------------------
+
+    def extend(self, parent: Node, key: PageTokens, pages: Sequence[int]) -> Node:
+        """Add the page after `parent` and move one pin onto it.
+
+        If the page is cached already the first one stays and the caller keeps its own copy:
+        page tables are append-only. Window pages the cached node has lost are taken over.
+        """
+        self._tick += 1
+        node = parent.children.get(key)
+        if node is None:
+            node = parent.children[key] = Node(key, parent, [NULL_PAGE] * len(pages))
+            self.num_nodes += 1
+            self._unpinned += 1
+            node.hits = 1
+        for g, page in enumerate(pages):
+            if node.pages[g] == NULL_PAGE and page != NULL_PAGE:
+                self._allocators[g].retain(page)
+                node.pages[g] = page
+                self._node_of[g][page] = node
+        node.last_use = self._tick
+        self._pin_node(node)
+        return node
+
+    # -- window pages of requests -------------------------------------------------------------
+
+    def hold_page(self, group: int, page: int) -> None:
+        """A request starts to use a cached page."""
+        self._allocators[group].retain(page)
+        if self._groups[group].window is not None:
+            self._idle[group].discard(self._node_of[group][page])
+
+    def release_page(self, group: int, page: int) -> None:
+        """A request stops using a page, cached or not."""
+        left = self._allocators[group].release(page)
+        if left == 1 and self._groups[group].window is not None:
+            node = self._node_of[group].get(page)
+            if node is not None:
+                self._idle[group].push(node)
+
+    # -- evicting -----------------------------------------------------------------------------
+
+    def evictable_pages(self, group: int) -> int:
+        return self._unpinned if group in self._full else len(self._idle[group])
+
+    def evictable_in(self, match: PrefixMatch, group: int) -> int:
+        """How many of the group's evictable pages would be in use once `match` is taken."""
+        if group in self._full:
+            return sum(node.pins == 0 for node in match.path)
+        row = match.num_pages * self._geometry.page_size
+        first = self._groups[group].first_reachable_page(row, self._geometry.page_size)
+        return sum(node in self._idle[group] for node in match.path[first:])
+
+    def evict_one(self, group: int) -> None:
+        """Free one page of the group. The caller has checked that one is evictable."""
+        node = self._idle[group].pop()
+        if group in self._full:
+            self._remove(node)
+        else:
+            self._drop_page(node, group)
+            if node.pins == 0 and not node.children and not any(node.pages):
+                self._remove(node)
+
+    def clear(self) -> None:
+        """Evict all that no request stands on."""
+        for g in range(len(self._groups)):
+            while len(self._idle[g]):
+                self.evict_one(g)
+
+    def _drop_page(self, node: Node, group: int) -> None:
+        page = node.pages[group]
+        if page == NULL_PAGE:
+            return
+        node.pages[group] = NULL_PAGE
+        del self._node_of[group][page]
+        self._idle[group].discard(node)
+        self._allocators[group].release(page)
+
+    def _remove(self, node: Node) -> None:
+        """Take out an unpinned leaf; its parent may become one."""
+        parent = node.parent
+        assert parent is not None and not node.children and node.pins == 0
+        for g in range(len(self._groups)):
+            self._drop_page(node, g)
+        del parent.children[node.key]
+        node.parent = None
+        self.num_nodes -= 1
+        self._unpinned -= 1
+        if parent.parent is not None:
+            if not parent.children and parent.pins == 0:
+                self._offer(parent)
+        else:
+            self._forget_if_empty(parent)
+
+    def _forget_if_empty(self, root: Node) -> None:
+        """Namespaces come from users: an empty one must not stay behind."""
+        if not root.children and root.pins == 0:
+            del self._roots[self._namespace_of.pop(root)]
+
+    # -- for tests and idle checks ------------------------------------------------------------
+
+    def nodes(self) -> Iterator[Node]:
+        stack = [child for root in self._roots.values() for child in root.children.values()]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def check(self, fail: Callable[[str], None]) -> None:
+        """Report every broken rule of the tree itself."""
+        if any(not root.children and root.pins == 0 for root in self._roots.values()):
+            fail("an empty namespace stayed behind")
+        nodes = list(self.nodes())
+        if len(nodes) != self.num_nodes:
+            fail(f"tree counts {self.num_nodes} nodes, has {len(nodes)}")
+        if sum(node.pins == 0 for node in nodes) != self._unpinned:
+            fail("tree miscounts its unpinned nodes")
+        for node in nodes:
+            parent = node.parent
+            assert parent is not None
+            if len(node.key) != self._geometry.tokens_per_page:
+                fail("a node holds an incomplete page")
+            if parent.parent is not None and parent.pins < node.pins:
+                fail("a node is pinned more often than its parent")
+            for g in self._full:
+                if node.pages[g] == NULL_PAGE:
+                    fail("a node lost its page in a full group")
+                if (node in self._idle[g]) != (node.pins == 0 and not node.children):
+                    fail("eviction queue of a full group is not the set of unpinned leaves")
+            for g in self._windowed:
+                page = node.pages[g]
+                idle = page != NULL_PAGE and self._allocators[g].refcount(page) == 1
+                if (node in self._idle[g]) != idle:
+                    fail("eviction queue of a window group is not the set of idle pages")
+            for g, page in enumerate(node.pages):
+                if page != NULL_PAGE and self._node_of[g].get(page) is not node:
+                    fail(f"page {page} does not lead back to its node")
+
+
+def _least_recent(node: Node) -> tuple[int, ...]:
+    return (node.last_use,)
+
+
+def _least_frequent(node: Node) -> tuple[int, ...]:
+    return (node.hits, node.last_use)
