@@ -1,0 +1,129 @@
+"""Reads a model's config.json strictly: a field that changes the math is honoured or refused.
+
+An architecture takes the fields it honours. What is left over must be known to have no effect on
+the forward pass, or be neutral (null, false, empty); anything else is an error that names it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+from cairn.errors import ConfigError
+
+T = TypeVar("T")
+
+# Bookkeeping, training and generation defaults: never part of the forward pass.
+_NO_EFFECT = frozenset(
+    """
+    architectures auto_map model_type transformers_version torch_dtype dtype use_cache name_or_path
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id unk_token_id
+    initializer_range initializer_factor init_std attention_dropout hidden_dropout dropout
+    attention_probs_dropout_prob embd_pdrop resid_pdrop classifier_dropout pretraining_tp
+    chunk_size_feed_forward is_decoder is_encoder_decoder id2label label2id num_labels
+    problem_type finetuning_task task_specific_params tokenizer_class return_dict
+    return_dict_in_generate output_attentions output_hidden_states output_scores torchscript
+    use_bfloat16 prefix pruned_heads tf_legacy_loss max_length min_length do_sample early_stopping
+    num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p min_p
+    repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
+    bad_words_ids num_return_sequences forced_bos_token_id forced_eos_token_id
+    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    max_new_tokens license library_name unsloth_version unsloth_fixed model_name
+    """.split()
+)
+
+
+class ConfigReader:
+    def __init__(
+        self, values: Mapping[str, Any], source: str, ignored: Collection[str] = ()
+    ) -> None:
+        self.source = source
+        self._values = dict(values)
+        self._taken: set[str] = set()
+        self._ignored = frozenset(ignored)
+
+    @classmethod
+    def from_folder(cls, folder: Path, ignored: Collection[str] = ()) -> ConfigReader:
+        path = folder / "config.json"
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be read ({error.strerror}); a model folder holds a config.json"
+            ) from error
+        except ValueError as error:
+            raise ConfigError(f"{path} is not valid JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path} does not hold a JSON object")
+        return cls(values, str(path), ignored)
+
+    @property
+    def architecture(self) -> str:
+        names = self._values.get("architectures")
+        if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+            raise ConfigError(f"{self.source}: architectures must be a list with one name")
+        return names[0]
+
+    @overload
+    def take(self, name: str, kind: type[T]) -> T: ...
+    @overload
+    def take(self, name: str, kind: type[T], default: T) -> T: ...
+    def take(self, name: str, kind: type[T], default: T | None = None) -> T:
+        """A field of the given type; null counts as absent, absent without default is an error."""
+        value = self.take_optional(name, kind)
+        if value is not None:
+            return value
+        if default is None:
+            raise ConfigError(f"{self.source}: {name} is missing")
+        return default
+
+    def take_optional(self, name: str, kind: type[T]) -> T | None:
+        self._taken.add(name)
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ConfigError(
+                f"{self.source}: {name} is {value!r}; a value of type {kind.__name__} is expected"
+            )
+        return value
+
+    def take_positive(self, name: str, default: int | None = None) -> int:
+        value = self.take(name, int) if default is None else self.take(name, int, default)
+        if value < 1:
+            raise ConfigError(f"{self.source}: {name} is {value}; it must be at least 1")
+        return value
+
+    def peek(self, name: str) -> Any:
+        """A field's raw value, without taking it."""
+        return self._values.get(name)
+
+    def require(self, name: str, allowed: Collection[object], default: object) -> None:
+        """A field that is only supported with certain values."""
+        self._taken.add(name)
+        value = self._values.get(name)
+        value = default if value is None else value
+        if value not in allowed:
+            choices = ", ".join(repr(choice) for choice in allowed)
+            raise self.unsupported(name, value, f"supported: {choices}")
+
+    def unsupported(self, name: str, value: object, remedy: str) -> ConfigError:
+        return ConfigError(f"{self.source}: {name} is {value!r}, which is not supported; {remedy}")
+
+    def finish(self) -> None:
+        """Refuse what nobody took."""
+        for name, value in self._values.items():
+            if name in self._taken or name in _NO_EFFECT or name in self._ignored:
+                continue
+            if name.startswith("_") or not value:
+                continue
+            raise self.unsupported(
+                name,
+                value,
+                "it may change the model's output. If it does not, pass "
+                f"ignore_config_fields={name!r}",
+            )

@@ -1,0 +1,83 @@
+"""Config fields that Llama-like architectures read the same way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cairn.errors import ConfigError
+from cairn.models.config_reader import ConfigReader
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Dimensions:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def read_dimensions(
+    config: ConfigReader, *, default_head_dim: int | None = None, own_head_dim: bool = True
+) -> Dimensions:
+    """The head size is hidden_size / heads unless the config or `default_head_dim` says otherwise;
+    without `own_head_dim` the architecture honours no other."""
+    config.require("hidden_act", ("silu", "swish"), "silu")
+    hidden = config.take_positive("hidden_size")
+    heads = config.take_positive("num_attention_heads")
+    kv_heads = config.take_positive("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ConfigError(
+            f"{config.source}: num_attention_heads {heads} is not a multiple of "
+            f"num_key_value_heads {kv_heads}"
+        )
+    head_dim = config.take_optional("head_dim", int) or default_head_dim
+    if head_dim is None or not own_head_dim:
+        if hidden % heads:
+            raise ConfigError(
+                f"{config.source}: hidden_size {hidden} is not a multiple of "
+                f"num_attention_heads {heads}, and there is no head_dim"
+            )
+        if head_dim not in (None, hidden // heads):
+            raise config.unsupported("head_dim", head_dim, f"it must be {hidden // heads}")
+        head_dim = hidden // heads
+    if head_dim % 2:
+        raise config.unsupported("head_dim", head_dim, "rotary embedding needs an even number")
+    return Dimensions(
+        vocab_size=config.take_positive("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=config.take_positive("intermediate_size"),
+        num_layers=config.take_positive("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+    )
+
+
+def read_layer_types(config: ConfigReader, default: list[str]) -> list[str]:
+    """`layer_types`, one of full_attention and sliding_attention per layer."""
+    types = config.take("layer_types", list, default)
+    if len(types) != len(default):
+        raise ConfigError(
+            f"{config.source}: layer_types names {len(types)} layers, num_hidden_layers is "
+            f"{len(default)}"
+        )
+    for layer_type in types:
+        if layer_type not in (FULL, SLIDING):
+            raise config.unsupported("layer_types", layer_type, f"supported: {FULL}, {SLIDING}")
+    return types
+
+
+def read_window(config: ConfigReader, layer_types: list[str]) -> int | None:
+    """`sliding_window`, which sliding layers cannot do without."""
+    window = config.take_optional("sliding_window", int)
+    if SLIDING in layer_types and (window is None or window < 1):
+        raise ConfigError(
+            f"{config.source}: sliding_window is {window} but layer_types has {SLIDING} layers; "
+            "it must be at least 1"
+        )
+    return window

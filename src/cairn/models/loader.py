@@ -1,0 +1,95 @@
+"""Builds a model and fills it: every tensor must fit a slot, and every slot be filled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from cairn.errors import LoadError
+from cairn.models.checkpoint import Checkpoint
+from cairn.models.decoder import CausalLM
+from cairn.models.layers import Factory, named_slots
+from cairn.models.spec import DecoderSpec
+
+Progress = Callable[[int, int], None]
+"""progress(done, total) after each tensor."""
+
+_DUMMY_STD = 0.02
+
+
+def build_model(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    return CausalLM(spec, Factory(dtype, device)).eval()
+
+
+def load_checkpoint(model: CausalLM, folder: Path, progress: Progress | None = None) -> None:
+    """Stream a safetensors checkpoint into the model, one tensor at a time."""
+    checkpoint = Checkpoint.open(folder)
+    slots = named_slots(model)
+    # Buffers that old exports carry; they follow from the config.
+    names = {name for name in checkpoint.names if not name.endswith("rotary_emb.inv_freq")}
+    tied = "lm_head.weight" if model.spec.tie_embeddings else None
+    missing = sorted(slots.keys() - names)
+    if missing:
+        raise LoadError(f"{folder}: {_listed(missing)} missing from the checkpoint")
+    unexpected = sorted(names - slots.keys() - {tied})
+    if unexpected:
+        raise LoadError(
+            f"{folder}: {_listed(unexpected)} not part of {model.spec.architecture} as config.json "
+            "describes it"
+        )
+    tied_head: tuple[Path, torch.Tensor] | None = None
+    for done, (path, name, tensor) in enumerate(checkpoint.tensors(), start=1):
+        if name == tied:
+            tied_head = path, tensor
+        elif name in slots:
+            slot = slots[name]
+            if tuple(tensor.shape) != slot.shape:
+                raise LoadError(
+                    f"{path}: tensor {name} has shape {list(tensor.shape)}, "
+                    f"the config asks for {list(slot.shape)}"
+                )
+            if not tensor.is_floating_point():
+                raise LoadError(
+                    f"{path}: tensor {name} has type {tensor.dtype}; only float weights are read"
+                )
+            slot.write(tensor)
+        if progress is not None:
+            progress(done, len(checkpoint.names))
+    if tied_head is not None:
+        _check_tied(model, *tied_head)
+
+
+def fill_dummy(model: CausalLM, seed: int) -> None:
+    """Random weights: matrices N(0, 0.02), norm weights 1, biases 0."""
+    parameters = dict(model.named_parameters())
+    norms = {name for name, slot in named_slots(model).items() if slot.is_norm}
+    for name in sorted(parameters):
+        parameter = parameters[name].data
+        if name in norms:
+            parameter.fill_(1.0)
+        elif parameter.dim() == 1:
+            parameter.zero_()
+        else:
+            generator = torch.Generator(parameter.device).manual_seed(seed)
+            parameter.normal_(0.0, _DUMMY_STD, generator=generator)
+            seed += 1
+
+
+def _check_tied(model: CausalLM, path: Path, tensor: torch.Tensor) -> None:
+    """A tied head in the file is redundant; a different one means the config is wrong."""
+    embedding = model.model.embed_tokens.weight
+    same = tensor.shape == embedding.shape and torch.equal(tensor.to(embedding), embedding.detach())
+    if not same:
+        raise LoadError(
+            f"{path}: tensor lm_head.weight differs from the embedding although "
+            "tie_word_embeddings is true; set it to false in config.json"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    if len(names) == 1:
+        return f"tensor {names[0]} is"
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"tensors {', '.join(names[:5])}{more} are"

@@ -1,0 +1,243 @@
+"""Rotary position embeddings: default, linear, dynamic, yarn and llama3 scaling.
+
+Configs come in two forms: transformers 4 (`rope_theta` and `rope_scaling`) and transformers 5
+(`rope_parameters`, possibly one per layer type). Both become `RopeParameters`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cairn.errors import ConfigError
+from cairn.models.config_reader import ConfigReader
+
+_KNOWN_FIELDS = {
+    "default": set[str](),
+    "linear": {"factor"},
+    "dynamic": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
+    "yarn": {
+        "factor",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeParameters:
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original_context: int = 0
+    """Positions the model was trained on, before scaling."""
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rope by layer type, and the context length that follows from it."""
+
+    by_layer_type: Mapping[str, RopeParameters]
+    context_length: int
+
+
+def read_rope(
+    config: ConfigReader,
+    layer_types: Sequence[str],
+    default_theta: float,
+    *,
+    scale_only: str | None = None,
+) -> RopeConfig:
+    """Rope of every layer type. With `scale_only`, a transformers-4 `rope_scaling` applies to that
+    layer type alone and the others keep the default."""
+    context = config.take_positive("max_position_embeddings")
+    theta = config.take("rope_theta", float, default_theta)
+    config.require("partial_rotary_factor", (1, 1.0), 1.0)
+    scaling = config.take_optional("rope_scaling", dict)
+    given = config.take_optional("rope_parameters", dict)
+    outer_original = config.take_optional("original_max_position_embeddings", int)
+    if scaling is not None and given is not None:
+        raise ConfigError(f"{config.source}: has both rope_scaling and rope_parameters; keep one")
+    types = sorted(set(layer_types))
+    by_type: dict[str, RopeParameters] = {}
+    for layer_type in types:
+        if given is not None:
+            nested = any(t in given for t in ("full_attention", "sliding_attention"))
+            values = given.get(layer_type) if nested else given
+            field = f"rope_parameters.{layer_type}" if nested else "rope_parameters"
+        else:
+            applies = scale_only is None or layer_type == scale_only
+            values, field = (scaling if applies else None), "rope_scaling"
+        by_type[layer_type] = _parse(config, field, values or {}, theta, context, outer_original)
+    length = max(_scaled_context(rope, context) for rope in by_type.values())
+    return RopeConfig(by_type, length)
+
+
+def _parse(
+    config: ConfigReader,
+    field: str,
+    values: Mapping[str, Any],
+    theta: float,
+    context: int,
+    outer_original: int | None,
+) -> RopeParameters:
+    kind = values.get("rope_type", values.get("type", "default"))
+    if kind not in _KNOWN_FIELDS:
+        raise config.unsupported(
+            f"{field}.rope_type", kind, f"supported: {', '.join(_KNOWN_FIELDS)}"
+        )
+    common = {"rope_type", "type", "rope_theta", "original_max_position_embeddings"}
+    for name, value in values.items():
+        if name == "partial_rotary_factor" and value in (None, 1, 1.0):
+            continue
+        if name not in common | _KNOWN_FIELDS[kind] and value is not None:
+            raise config.unsupported(f"{field}.{name}", value, f"rope type {kind!r} has no such")
+    numbers = {
+        name: values[name]
+        for name in _KNOWN_FIELDS[kind]
+        if values.get(name) is not None  # null means the default
+    }
+    for name, value in numbers.items():
+        if not isinstance(value, int | float) or (name != "truncate" and isinstance(value, bool)):
+            raise ConfigError(f"{config.source}: {field}.{name} is {value!r}; it must be a number")
+    required = {"factor", "low_freq_factor", "high_freq_factor"} & _KNOWN_FIELDS[kind]
+    for name in sorted(required - numbers.keys()):
+        raise ConfigError(f"{config.source}: {field}.{name} is missing for rope type {kind!r}")
+    if kind != "default" and numbers["factor"] < 1:
+        raise ConfigError(
+            f"{config.source}: {field}.factor is {numbers['factor']}; it must be at least 1"
+        )
+    # Dynamic scaling starts from max_position_embeddings, whatever else the config says.
+    original = context
+    if kind in ("yarn", "llama3"):
+        original = outer_original or values.get("original_max_position_embeddings") or context
+    own_theta = values.get("rope_theta")
+    return RopeParameters(
+        theta=float(theta if own_theta is None else own_theta),
+        kind=kind,
+        original_context=int(original),
+        **numbers,
+    )
+
+
+def _scaled_context(rope: RopeParameters, context: int) -> int:
+    if rope.kind in ("linear", "dynamic"):
+        return int(context * rope.factor)
+    if rope.kind == "yarn":
+        return max(context, int(rope.original_context * rope.factor))
+    return context
+
+
+class Rotary:
+    """Turns positions into the cosines and sines that rotate queries and keys."""
+
+    def __init__(
+        self, rope: RopeParameters, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._rope = rope
+        self._head_dim = head_dim
+        # Angles as transformers computes them, in float32; more only for float64 models.
+        self._angle_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self._dtype = dtype
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device)
+        self._exponents = exponents.to(self._angle_dtype) / head_dim
+        frequencies, self._scale = _frequencies(rope, head_dim, self._exponents)
+        self._frequencies = frequencies  # [head_dim / 2]
+
+    def __call__(
+        self, positions: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions, lengths [rows] -> cos, sin [rows, 1, head_dim / 2].
+
+        `lengths` is the sequence length each row is rotated for; only dynamic scaling reads it.
+        """
+        frequencies = self._frequencies
+        if self._rope.kind == "dynamic":
+            frequencies = self._dynamic_frequencies(lengths)
+        angles = positions.to(self._angle_dtype)[:, None] * frequencies
+        cos = (angles.cos() * self._scale).to(self._dtype)
+        sin = (angles.sin() * self._scale).to(self._dtype)
+        return cos[:, None], sin[:, None]
+
+    def _dynamic_frequencies(self, lengths: torch.Tensor) -> torch.Tensor:
+        rope, dim = self._rope, self._head_dim
+        length = lengths.clamp(min=rope.original_context).to(self._angle_dtype)
+        stretch = rope.factor * length / rope.original_context - (rope.factor - 1)
+        theta = rope.theta * stretch ** (dim / (dim - 2))  # [rows]
+        return 1.0 / theta[:, None] ** self._exponents  # [rows, head_dim / 2]
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [rows, heads, head_dim]; dimensions j and j + head_dim / 2 form a pair."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _frequencies(
+    rope: RopeParameters, dim: int, exponents: torch.Tensor
+) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies [dim / 2], and the factor on cos and sin."""
+    inverse = 1.0 / rope.theta**exponents
+    if rope.kind == "linear":
+        return inverse / rope.factor, 1.0
+    if rope.kind == "llama3":
+        return _llama3(rope, inverse), 1.0
+    if rope.kind == "yarn":
+        return _yarn(rope, dim, inverse), _yarn_attention_factor(rope)
+    return inverse, 1.0
+
+
+def _llama3(rope: RopeParameters, inverse: torch.Tensor) -> torch.Tensor:
+    """Long wavelengths are stretched by `factor`, short ones kept, the band between blended."""
+    turns = rope.original_context * inverse / (2 * math.pi)  # rotations within the old context
+    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend = blend.clamp(0, 1)
+    return (1 - blend) * inverse / rope.factor + blend * inverse
+
+
+def _yarn(rope: RopeParameters, dim: int, inverse: torch.Tensor) -> torch.Tensor:
+    """Dimensions that turn more than beta_fast times in the old context are kept, those that
+    turn less than beta_slow times stretched, with a linear ramp between."""
+
+    def dimension(rotations: float) -> float:
+        turns = rope.original_context / (rotations * 2 * math.pi)
+        return dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001  # an infinitely steep ramp
+    index = torch.arange(dim // 2, dtype=inverse.dtype, device=inverse.device)
+    stretched = ((index - low) / (high - low)).clamp(0, 1)
+    return inverse / rope.factor * stretched + inverse * (1 - stretched)
+
+
+def _yarn_attention_factor(rope: RopeParameters) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def magnitude(mscale: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
+    return magnitude(1.0)

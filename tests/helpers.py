@@ -1,0 +1,93 @@
+"""Tiny models on disk, and memory that shows when somebody reads what is not theirs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from cairn.engine.engine import Engine
+from cairn.models.config_reader import ConfigReader
+from cairn.models.layers import named_slots
+from cairn.models.loader import build_model
+from cairn.models.registry import read_spec
+
+GOLDENS = Path(__file__).parent / "goldens"
+
+TINY: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rope_theta": 10_000.0,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 2,
+}
+
+TINY_OLMO3: dict[str, Any] = {
+    **TINY,
+    "architectures": ["Olmo3ForCausalLM"],
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 11,
+}
+
+TINY_LLAMA: dict[str, Any] = {**TINY, "architectures": ["LlamaForCausalLM"]}
+
+
+def write_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
+    """A model folder with random weights in which every parameter matters."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    spec = read_spec(ConfigReader(config, "test"))
+    slots = named_slots(build_model(spec, torch.float32, torch.device("cpu")))
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, slot in slots.items():
+        noise = torch.randn(slot.shape, generator=generator)
+        if slot.is_norm:
+            tensors[name] = 1 + 0.25 * noise
+        elif len(slot.shape) == 1:
+            tensors[name] = 0.1 * noise
+        elif name == "model.embed_tokens.weight":
+            tensors[name] = 0.5 * noise
+        else:
+            tensors[name] = noise / slot.shape[1] ** 0.5
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def poison_free_memory(engine: Engine) -> None:
+    """NaN in every slot nobody owns, now and whenever a page is freed."""
+    pool = engine._runner._pool
+    for tensor in (*pool.keys.values(), *pool.values.values()):
+        tensor.fill_(float("nan"))
+    for g, allocator in enumerate(engine.scheduler.cache.allocators):
+
+        def poison(page: int, group: int = g) -> None:
+            pool.fill_page(group, page, float("nan"))
+
+        allocator._on_free = poison
+
+
+def tokens_of(length: int, seed: int = 0, vocab: int = 61) -> list[int]:
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return torch.randint(3, vocab, (length,), generator=generator).tolist()
+
+
+def byte_tokenizer() -> FastTokenizer:
+    """Every byte is a token, so that characters are cut and stop strings cross tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    fast = FastTokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.decoder = decoders.ByteLevel()
+    return fast
