@@ -1,0 +1,102 @@
+"""Every option of the engine, in one place. Keyword arguments and CLI flags are made from it."""
+
+from __future__ import annotations
+
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+from cairn.errors import ConfigError
+
+DEVICES = ("auto", "cpu", "cuda", "mps")
+DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
+LOAD_FORMATS = ("safetensors", "dummy")
+EVICTION_POLICIES = ("lru", "lfu")
+
+
+def _option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
+    return field(default=default, metadata={"help": text, "choices": choices})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    model: str = _option("", "Folder with config.json and safetensors, or a preset's name.")
+    load_format: str = _option(
+        "safetensors", "Read the folder's weights, or draw random ones.", LOAD_FORMATS
+    )
+    ignore_config_fields: str = _option(
+        "", "Comma-separated fields of config.json that are known not to change the output."
+    )
+    device: str = _option("auto", "Where to run: auto takes cuda, then mps, then cpu.", DEVICES)
+    dtype: str = _option(
+        "auto", "Type of weights and KV cache: auto is the checkpoint's, float32 on a CPU.", DTYPES
+    )
+    context_length: int | None = _option(
+        None, "Most tokens of a request, prompt and output; the model's own limit by default."
+    )
+    page_size: int = _option(64, "Rows of the KV cache in a page.")
+    kv_cache_gib: float | None = _option(
+        None, "Memory for the KV cache. By default a quarter of what is free on a CPU."
+    )
+    mem_fraction_static: float | None = _option(
+        None, "CUDA: share of the device for weights and KV cache together; 0.85 by default."
+    )
+    disable_radix_cache: bool = _option(False, "Do not reuse the KV of common prefixes.")
+    eviction: str = _option("lru", "Which cached pages to give up first.", EVICTION_POLICIES)
+    chunked_prefill_size: int = _option(2048, "Rows a step computes for prefill and decode.")
+    max_running_requests: int = _option(64, "Requests in the batch at once.")
+    max_queued_requests: int = _option(10_000, "Requests that may wait; more are refused.")
+    max_step_ms: float | None = _option(
+        None, "Shrink prefill chunks so that a step stays under this time."
+    )
+    attention_backend: str = _option("auto", "Attention kernels: auto or torch.")
+    seed: int = _option(0, "Seeds dummy weights and the requests that bring no seed.")
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("model is empty; give a model folder or a preset's name")
+        for name, choices in (
+            ("device", DEVICES),
+            ("dtype", DTYPES),
+            ("load_format", LOAD_FORMATS),
+            ("eviction", EVICTION_POLICIES),
+        ):
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(choices)}")
+        for name in ("page_size", "chunked_prefill_size", "max_running_requests"):
+            self._check_whole(name, 1)
+        self._check_whole("max_queued_requests", 1)
+        self._check_whole("seed", 0)
+        if self.context_length is not None:
+            self._check_whole("context_length", 1)
+        for name in ("kv_cache_gib", "max_step_ms"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} is {value!r}; it must be above 0")
+        share = self.mem_fraction_static
+        if share is not None:
+            if not 0 < share < 1:
+                raise ConfigError(f"mem_fraction_static is {share!r}; it must be between 0 and 1")
+            if self.kv_cache_gib is not None:
+                raise ConfigError(
+                    "mem_fraction_static and kv_cache_gib size the same pool; give one"
+                )
+
+    def _check_whole(self, name: str, low: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least {low}")
+
+    @classmethod
+    def from_kwargs(cls, values: dict[str, Any]) -> EngineConfig:
+        known = {option.name for option in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ConfigError(
+                f"unknown option {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+            )
+        return cls(**values)
+
+    @classmethod
+    def options(cls) -> tuple[Field[Any], ...]:
+        return fields(cls)

@@ -1,0 +1,236 @@
+"""Puts an engine together from its config: model, memory, backend, scheduler."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cairn.attention.backend import AttentionShape, resolve_backend
+from cairn.config import EngineConfig
+from cairn.engine.engine import Engine
+from cairn.engine.runner import Runner
+from cairn.engine.scheduler import Limits, Scheduler
+from cairn.errors import ConfigError
+from cairn.memory.cache import PagedCache
+from cairn.memory.geometry import PageGeometry
+from cairn.memory.groups import LayerGroup, group_layers, split_budget
+from cairn.memory.kv_pool import KVPool
+from cairn.models.config_reader import ConfigReader
+from cairn.models.loader import Progress, build_model, fill_dummy, load_checkpoint
+from cairn.models.presets import PRESETS
+from cairn.models.registry import read_spec
+from cairn.models.spec import DecoderSpec
+
+_DEFAULT_MEM_FRACTION = 0.85
+_DEFAULT_FREE_SHARE = 0.25
+_CACHE_HEADROOM = 2
+"""Without an explicit budget, room for this many times what running requests can need."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model comes from: a folder, or a preset's config."""
+
+    config: ConfigReader
+    folder: Path | None
+
+
+def find_model(config: EngineConfig) -> ModelSource:
+    ignored = [name.strip() for name in config.ignore_config_fields.split(",") if name.strip()]
+    folder = Path(config.model).expanduser()
+    if folder.is_dir():
+        return ModelSource(ConfigReader.from_folder(folder, ignored), folder)
+    if config.model in PRESETS:
+        if config.load_format != "dummy":
+            raise ConfigError(
+                f"model {config.model!r} is a preset, a shape without weights; use "
+                "load_format=dummy, or give a folder"
+            )
+        values = PRESETS[config.model]
+        return ModelSource(ConfigReader(values, f"preset {config.model}", ignored), None)
+    raise ConfigError(
+        f"model {config.model!r} is neither a folder nor a preset; presets: {', '.join(PRESETS)}"
+    )
+
+
+def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
+    source = find_model(config)
+    spec = read_spec(source.config)
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, source.config, device)
+    model = build_model(spec, dtype, device)
+    if config.load_format == "dummy":
+        fill_dummy(model, config.seed)
+    else:
+        assert source.folder is not None
+        load_checkpoint(model, source.folder, progress)
+
+    geometry = PageGeometry(config.page_size, spec.tokens_per_page(config.page_size))
+    groups = group_layers(spec.windows)
+    context = config.context_length or spec.context_length
+    num_pages = _size_pools(config, spec, geometry, groups, context, dtype, device)
+    pool = KVPool(
+        groups, num_pages, geometry.page_size, spec.num_kv_heads, spec.head_dim, dtype, device
+    )
+    cache = PagedCache(
+        geometry,
+        groups,
+        num_pages,
+        eviction="lfu" if config.eviction == "lfu" else "lru",
+        prefix_caching=not config.disable_radix_cache,
+    )
+    shape = AttentionShape(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        scale=spec.head_dim**-0.5,
+        page_size=geometry.page_size,
+        dtype=dtype,
+        device=device,
+        groups=groups,
+    )
+    backend = resolve_backend(config.attention_backend, device)(shape, pool)
+    limits = Limits(
+        chunked_prefill_size=config.chunked_prefill_size,
+        max_running_requests=config.max_running_requests,
+        max_queued_requests=config.max_queued_requests,
+        max_step_seconds=None if config.max_step_ms is None else config.max_step_ms / 1e3,
+    )
+    runner = Runner(
+        model,
+        pool,
+        backend,
+        geometry,
+        num_groups=len(groups),
+        num_slots=config.max_running_requests,
+        max_pages=geometry.pages(min(context, cache.max_tokens)),
+        device=device,
+    )
+    return Engine(
+        spec,
+        Scheduler(cache, limits, time.perf_counter),
+        runner,
+        context_length=context,
+        eos_token_ids=_eos_token_ids(source),
+        seed=config.seed,
+    )
+
+
+def resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda', but torch finds no CUDA device; see `cairn doctor`")
+    if name == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("device is 'mps', but torch finds no Apple GPU; see `cairn doctor`")
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, config: ConfigReader, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        # CPUs without bfloat16 units are far slower in it; float32 is exact and fast everywhere.
+        if device.type == "cpu":
+            return torch.float32
+        name = config.peek("dtype") or config.peek("torch_dtype") or "bfloat16"
+    names = ("float32", "float16", "bfloat16", "float64")
+    if name not in names:
+        raise ConfigError(f"dtype is {name!r}; choose one of {', '.join(names)}")
+    if name == "float64" and device.type == "mps":
+        raise ConfigError("dtype is 'float64', which Apple GPUs do not have; use float32")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _size_pools(
+    config: EngineConfig,
+    spec: DecoderSpec,
+    geometry: PageGeometry,
+    groups: tuple[LayerGroup, ...],
+    context: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[int]:
+    """Pages per layer group."""
+    page_bytes = [
+        KVPool.page_bytes(group, geometry.page_size, spec.num_kv_heads, spec.head_dim, dtype)
+        for group in groups
+    ]
+    chunk = min(config.chunked_prefill_size, context)
+    wanted = [
+        # What all running requests can hold at once, prefill counted once, twice over for reuse.
+        _CACHE_HEADROOM
+        * (
+            config.max_running_requests * group.peak_pages(context, 1, geometry)
+            + geometry.pages(chunk)
+        )
+        for group in groups
+    ]
+    budget = _kv_budget(config, device)
+    if budget is None:
+        free = _free_memory(device) * _DEFAULT_FREE_SHARE
+        needed = sum(pages * size for pages, size in zip(wanted, page_bytes, strict=True))
+        budget = int(min(free, needed))
+    pages = split_budget(budget, groups, page_bytes, wanted)
+    for group, count in zip(groups, pages, strict=True):
+        # One request must be able to move on by itself, a page at a time.
+        least = group.peak_pages(min(context, geometry.tokens(max(pages))), 1, geometry)
+        if group.window is not None and count < least:
+            raise ConfigError(
+                f"the KV cache gives group {group.name} {count} pages, its window needs {least}; "
+                "raise kv_cache_gib or mem_fraction_static"
+            )
+    return pages
+
+
+def _kv_budget(config: EngineConfig, device: torch.device) -> int | None:
+    """Bytes for the KV cache, or None to size it by need."""
+    if config.kv_cache_gib is not None:
+        return int(config.kv_cache_gib * 2**30)
+    if device.type != "cuda":
+        if config.mem_fraction_static is not None:
+            raise ConfigError(
+                f"mem_fraction_static is for CUDA and the device is {device.type}; use kv_cache_gib"
+            )
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    share = config.mem_fraction_static or _DEFAULT_MEM_FRACTION
+    return max(0, int(free - total * (1 - share)))
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes this process may still take, a container's limit included."""
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists():
+        text = limit.read_text().strip()
+        if text != "max":
+            free = min(free, int(text) - int(used.read_text()))
+    return max(0, free)
+
+
+def _eos_token_ids(source: ModelSource) -> frozenset[int]:
+    """End tokens of generation_config.json and config.json, one or several each."""
+    values: list[Any] = [source.config.peek("eos_token_id")]
+    if source.folder is not None:
+        path = source.folder / "generation_config.json"
+        if path.exists():
+            try:
+                values.append(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
+            except (ValueError, AttributeError) as error:
+                raise ConfigError(f"{path} is not a JSON object: {error}") from error
+    ids = set()
+    for value in values:
+        for token in value if isinstance(value, list) else [value]:
+            if token is not None:
+                ids.add(int(token))
+    return frozenset(ids)

@@ -1,0 +1,53 @@
+"""What one step does, as a value: the scheduler makes it, the runner carries it out.
+
+A plan holds everything the runner needs (tokens, table edits, sampling parameters), so it can be
+compared in a test, logged, or sent to another process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cairn.engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TableEdit:
+    """Page ids to write into a slot's page table, starting at `index`."""
+
+    group: int
+    slot: int
+    index: int
+    page_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """One request computes its tokens [start, stop) in this step."""
+
+    request_id: str
+    slot: int
+    start: int
+    stop: int
+    token_ids: tuple[int, ...]  # tokens start..stop
+    samples: bool
+    """The last token is the newest known one: sample what follows it."""
+    prompt_len: int
+    params: SamplingParams
+    seed: int
+    score_prompt: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    advances: tuple[Advance, ...] = ()
+    edits: tuple[TableEdit, ...] = ()
+    """Applied before the step's first row is computed."""
+    retracted: tuple[str, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(advance.stop - advance.start for advance in self.advances)
+
+    def __bool__(self) -> bool:
+        return bool(self.advances)

@@ -1,0 +1,75 @@
+"""A request: tokens computed catch up with tokens known."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Literal
+
+from cairn.engine.sampling_params import SamplingParams
+from cairn.memory.cache import SequencePages
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class State(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """Seconds on the engine's clock; 0 where the event has not happened."""
+
+    arrival: float = 0.0
+    first_scheduled: float = 0.0
+    first_token: float = 0.0
+    finished: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    id: str
+    token_ids: list[int]  # prompt, then output
+    params: SamplingParams
+    seed: int
+    max_total_tokens: int
+    """Prompt and output together; reaching it ends the request with "length"."""
+    stop_token_ids: frozenset[int] = frozenset()
+    namespace: Hashable = None
+    """Requests share cached prefixes only within a namespace."""
+    score_prompt: bool = False
+    """Return logits of every prompt token and generate nothing; cached pages are not reused."""
+
+    # set by the scheduler
+    state: State = State.WAITING
+    computed: int = 0
+    pages: SequencePages | None = None
+    slot: int = -1
+    planned_pages: int = 0  # length of the page tables as the last plan left them
+    planned_live: list[int] = field(default_factory=list)  # likewise SequencePages.live_from
+    cached_tokens: int = 0
+    retractions: int = 0
+    finish_reason: FinishReason | None = None
+    stopped_by_token: bool = False
+    times: RequestTimes = field(default_factory=RequestTimes)
+    # fixed at creation
+    prompt_len: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.token_ids)
+
+    @property
+    def remaining(self) -> int:
+        """Known tokens whose KV is not computed yet."""
+        return len(self.token_ids) - self.computed
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.prompt_len :]
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.prompt_len

@@ -1,0 +1,60 @@
+"""Turns a plan into the flat rows that the model computes, all requests back to back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cairn.engine.plan import StepPlan
+from cairn.memory.geometry import PageGeometry
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """Host arrays over the rows of a step; sequence s is plan.advances[s]."""
+
+    token_ids: np.ndarray  # [rows]
+    positions: (
+        np.ndarray
+    )  # [rows] what rotary embedding counts; landmark rows share the next token's
+    lengths: np.ndarray  # [rows] sequence length a row is rotated for, see Rotary
+    cache_rows: np.ndarray  # [rows] place in the sequence's cache
+    seq: np.ndarray  # [rows] sequence of each row
+    query_lens: np.ndarray  # [seqs] rows of each sequence
+    kv_lens: np.ndarray  # [seqs] rows in the cache after the step
+    cu_query: np.ndarray  # [seqs + 1]
+    is_token: np.ndarray  # [rows] False for landmark rows
+    last_token_rows: np.ndarray  # [seqs] row of each sequence's last token
+
+
+def build_rows(plan: StepPlan, geometry: PageGeometry, landmark_id: int | None = None) -> StepRows:
+    """A page's landmark row, where the model has one, rides in the step of its last token."""
+    size, per_page = geometry.page_size, geometry.tokens_per_page
+    starts = np.array([advance.start for advance in plan.advances], dtype=np.int64)
+    stops = np.array([advance.stop for advance in plan.advances], dtype=np.int64)
+    prompts = np.array([advance.prompt_len for advance in plan.advances], dtype=np.int64)
+    first_rows = starts // per_page * size + starts % per_page
+    kv_lens = stops // per_page * size + stops % per_page
+    query_lens = kv_lens - first_rows
+    cu_query = np.concatenate(([0], np.cumsum(query_lens)))
+    seq = np.repeat(np.arange(len(plan.advances)), query_lens)
+    cache_rows = np.arange(cu_query[-1]) - cu_query[seq] + first_rows[seq]
+    positions = cache_rows - cache_rows // size * (size - per_page)
+    is_token = cache_rows % size < per_page
+    token_ids = np.full(cu_query[-1], -1 if landmark_id is None else landmark_id, dtype=np.int64)
+    token_ids[is_token] = np.concatenate([advance.token_ids for advance in plan.advances])
+    last_tokens = stops - 1
+    last_rows = last_tokens // per_page * size + last_tokens % per_page
+    return StepRows(
+        token_ids=token_ids,
+        positions=positions,
+        lengths=np.maximum(prompts[seq], positions + 1),
+        cache_rows=cache_rows,
+        seq=seq,
+        query_lens=query_lens,
+        kv_lens=kv_lens,
+        cu_query=cu_query,
+        is_token=is_token,
+        last_token_rows=cu_query[:-1] + last_rows - first_rows,
+    )

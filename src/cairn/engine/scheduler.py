@@ -1,0 +1,399 @@
+"""Decides what every step computes.
+
+One rule: tokens computed catch up with tokens known. A request that has one token to catch up is
+decoding, one that has many is prefilling, and both ride in the same step. Running requests go
+first, oldest first; prefill fills what is left of the row budget; when pages run out the youngest
+running request is retracted and later resumes from whatever of its prefix is still cached.
+
+Nobody starves: decoding requests are in every step, prefill always gets at least a page's worth of
+rows, admission and pages follow arrival order, and the oldest request can always proceed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+from cairn.engine.plan import Advance, StepPlan, TableEdit
+from cairn.engine.request import FinishReason, Request, State
+from cairn.engine.step_time import StepTimeModel
+from cairn.errors import PageError, QueueFullError
+from cairn.memory.cache import PagedCache, PageKey
+from cairn.memory.pages import NULL_PAGE
+from cairn.memory.radix import PrefixMatch
+
+_MAX_ADMISSIONS = 64
+"""Waiting requests looked at in one step: bounds planning however long the queue is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    chunked_prefill_size: int
+    """Rows per step that running requests and prefill share."""
+    max_running_requests: int
+    max_queued_requests: int
+    max_step_seconds: float | None = None
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    steps: int = 0
+    retractions: int = 0
+    finished: int = 0
+    aborted: int = 0
+
+
+class _Step:
+    """The plan under construction: budget spent, work collected. Lives for one `plan()`."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.rows = 0
+        self.pairs = 0
+        self.prefill_rows = 0
+        self.advances: list[Advance] = []
+        self.edits: list[TableEdit] = []
+        self.retracted: list[str] = []
+
+    def spend(self, rows: int, context: int, *, prefill: bool) -> None:
+        self.rows += rows
+        self.pairs += attention_pairs(rows, context)
+        if prefill:
+            self.prefill_rows += rows
+            self.budget -= rows
+
+
+def attention_pairs(rows: int, context: int) -> int:
+    """(row, key) pairs scored by `rows` new rows after `context` earlier ones."""
+    return rows * context + rows * (rows + 1) // 2
+
+
+class Scheduler:
+    def __init__(
+        self,
+        cache: PagedCache,
+        limits: Limits,
+        clock: Callable[[], float],
+        step_time: StepTimeModel | None = None,
+    ) -> None:
+        self.cache = cache
+        self.limits = limits
+        self.stats = SchedulerStats()
+        self.step_time = step_time or StepTimeModel()
+        self._clock = clock
+        self._requests: dict[str, Request] = {}
+        self._waiting: OrderedDict[str, Request] = OrderedDict()
+        self._running: dict[str, Request] = {}  # in order of admission, which is order of arrival
+        self._free_slots = list(range(limits.max_running_requests - 1, -1, -1))
+
+    # -- requests come and go -----------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def get(self, request_id: str) -> Request | None:
+        return self._requests.get(request_id)
+
+    def add(self, request: Request) -> None:
+        if len(self._waiting) >= self.limits.max_queued_requests:
+            raise QueueFullError(
+                f"{len(self._waiting)} requests are waiting and max_queued_requests is "
+                f"{self.limits.max_queued_requests}; send it again later or raise the limit"
+            )
+        if request.id in self._requests:
+            raise ValueError(f"request id {request.id!r} is in use")
+        request.times.arrival = self._clock()
+        self._requests[request.id] = request
+        self._waiting[request.id] = request
+
+    def finish(self, request_id: str, reason: FinishReason) -> Request | None:
+        """End a request now, wherever it is. None if it is unknown or has ended."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._end(request, reason)
+        return request
+
+    # -- planning -----------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan:
+        """Choose the next step's work and give it its pages."""
+        step = _Step(self.limits.chunked_prefill_size)
+        prefilling = []
+        for request in list(self._running.values()):
+            if request.state is not State.RUNNING:
+                continue  # retracted for an older one
+            if request.remaining == 1:
+                self._plan_decode(step, request)
+            else:
+                prefilling.append(request)
+        # Prefill must move on however many requests decode.
+        floor = min(self.cache.geometry.page_size, self.limits.chunked_prefill_size)
+        step.budget = max(step.budget - step.rows, floor)
+        for request in prefilling:
+            if request.state is State.RUNNING:
+                self._plan_prefill(step, request)
+        if not step.retracted:
+            self._admit(step)
+        self.stats.steps += bool(step.advances)
+        return StepPlan(tuple(step.advances), tuple(step.edits), tuple(step.retracted))
+
+    def _plan_decode(self, step: _Step, request: Request) -> None:
+        if self._make_room(step, request, request.computed + 1):
+            self._advance(step, request, 1, prefill=False)
+
+    def _plan_prefill(self, step: _Step, request: Request) -> bool:
+        """Advance by a chunk; False if there is no budget or no room for any of it."""
+        tokens = self._chunk(step, request)
+        if tokens <= 0 or not self._make_room(step, request, request.computed + 1):
+            return False
+        assert request.pages is not None
+        fits = self.cache.reachable_tokens(request.pages) - request.computed
+        self._advance(step, request, min(tokens, fits), prefill=True)
+        return True
+
+    def _chunk(self, step: _Step, request: Request) -> int:
+        """Tokens of a prefilling request that the row budget and the time limit allow."""
+        rows = step.budget
+        if rows <= 0:
+            return 0
+        geometry = self.cache.geometry
+        context = geometry.rows(request.computed)
+        limit = self.limits.max_step_seconds
+        if limit is not None:
+            fit = self.step_time.rows_within(limit, step.rows, step.pairs, context, rows)
+            # A step without any prefill would starve it; a page a step is the least.
+            least = 0 if step.prefill_rows else min(rows, geometry.page_size)
+            rows = max(fit, least)
+            if rows <= 0:
+                return 0
+        # A token that completes a page may take more than one row.
+        tokens = max(1, geometry.tokens_in(context + rows) - request.computed)
+        return min(request.remaining, tokens)
+
+    def _make_room(self, step: _Step, request: Request, tokens: int) -> bool:
+        """Retract younger requests until `request` can grow to `tokens`, or it must go itself."""
+        while self.cache.new_pages(request.pages, tokens) > self.cache.min_available():
+            victim = next(reversed(self._running.values()))
+            self._retract(step, victim)
+            if victim is request:
+                return False
+        return True
+
+    def _admit(self, step: _Step) -> None:
+        """Start waiting requests in their order, while slots, rows and pages last.
+
+        A request whose next page a running one is about to publish is passed over until then,
+        instead of computing that page a second time.
+        """
+        if not (self._waiting and self._free_slots and step.budget > 0):
+            return
+        promised = [self._promised_pages(g) for g in range(len(self.cache.groups))]
+        pending = {self._pending_page(request) for request in self._running.values()}
+        pending.discard(None)
+        for request in list(islice(self._waiting.values(), _MAX_ADMISSIONS)):
+            if not self._free_slots or step.budget <= 0:
+                return
+            match = self._match(request)
+            if self._next_page(request, match) in pending:
+                continue
+            # Alone, a request always fits: its length was checked against the pool.
+            if self._running and not self._fits(request, match, promised):
+                return
+            self._start(request, match)
+            if not self._plan_prefill(step, request):
+                return
+            if (page := self._pending_page(request)) is not None:
+                pending.add(page)
+            for g in range(len(promised)):
+                promised[g] += self._outstanding_pages(request, g)
+
+    def _start(self, request: Request, match: PrefixMatch) -> None:
+        del self._waiting[request.id]
+        self._running[request.id] = request
+        request.state = State.RUNNING
+        request.slot = self._free_slots.pop()
+        request.pages = self.cache.open(match, len(request.token_ids))
+        request.computed = self.cache.geometry.tokens(match.num_pages)
+        request.planned_pages = 0
+        request.planned_live = [0] * len(self.cache.groups)
+        if request.times.first_scheduled == 0.0:
+            request.times.first_scheduled = self._clock()
+            request.cached_tokens = request.computed
+
+    def _pending_page(self, request: Request) -> PageKey | None:
+        assert request.pages is not None
+        return self.cache.pending_page(request.pages, request.token_ids)
+
+    def _next_page(self, request: Request, match: PrefixMatch) -> PageKey | None:
+        return None if request.score_prompt else self.cache.next_page(match, request.token_ids)
+
+    def _match(self, request: Request) -> PrefixMatch:
+        if request.score_prompt:
+            return PrefixMatch(request.namespace)
+        return self.cache.match(request.namespace, request.token_ids)
+
+    def _fits(self, request: Request, match: PrefixMatch, promised: list[int]) -> bool:
+        """Room for all the request's known tokens and the next one, beside what others will need.
+
+        Admitting on less would only lead to retractions.
+        """
+        geometry = self.cache.geometry
+        row = match.num_pages * geometry.page_size
+        for g, group in enumerate(self.cache.groups):
+            matched = match.num_pages - group.first_reachable_page(row, geometry.page_size)
+            need = self._peak_pages(request, g) - matched + promised[g]
+            if need > self.cache.available_after(match, g):
+                return False
+        return True
+
+    def _promised_pages(self, group: int) -> int:
+        return sum(self._outstanding_pages(request, group) for request in self._running.values())
+
+    def _outstanding_pages(self, request: Request, group: int) -> int:
+        """Pages a running request still needs for the tokens it knows and the next one."""
+        pages = request.pages
+        assert pages is not None
+        held = pages.num_pages - pages.live_from[group]
+        return max(0, self._peak_pages(request, group) - held)
+
+    def _peak_pages(self, request: Request, group: int) -> int:
+        return self.cache.groups[group].peak_pages(
+            len(request.token_ids) + 1, self.limits.chunked_prefill_size, self.cache.geometry
+        )
+
+    def _advance(self, step: _Step, request: Request, tokens: int, *, prefill: bool) -> None:
+        geometry = self.cache.geometry
+        start, stop = request.computed, request.computed + tokens
+        assert request.pages is not None
+        self.cache.grow(request.pages, stop)
+        self._collect_edits(step, request)
+        context = geometry.rows(start)
+        rows = geometry.rows(stop) - context
+        step.spend(rows, context, prefill=prefill)
+        step.advances.append(
+            Advance(
+                request_id=request.id,
+                slot=request.slot,
+                start=start,
+                stop=stop,
+                token_ids=tuple(request.token_ids[start:stop]),
+                samples=stop == len(request.token_ids) and not request.score_prompt,
+                prompt_len=request.prompt_len,
+                params=request.params,
+                seed=request.seed,
+                score_prompt=request.score_prompt,
+            )
+        )
+
+    def _collect_edits(self, step: _Step, request: Request) -> None:
+        """The difference between the request's tables and what earlier plans said of them."""
+        pages = request.pages
+        assert pages is not None
+        for g, table in enumerate(pages.tables):
+            before, now = request.planned_live[g], pages.live_from[g]
+            dropped = min(now, request.planned_pages) - before
+            if dropped > 0:
+                step.edits.append(TableEdit(g, request.slot, before, (NULL_PAGE,) * dropped))
+            request.planned_live[g] = now
+            if len(table) > request.planned_pages:
+                added = tuple(table[request.planned_pages :])
+                step.edits.append(TableEdit(g, request.slot, request.planned_pages, added))
+        request.planned_pages = pages.num_pages
+
+    # -- committing ---------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, sampled: Mapping[str, int]) -> list[Request]:
+        """Take in a finished step. Returns the requests that got a token or came to their end."""
+        progressed = []
+        now = self._clock()
+        for advance in plan.advances:
+            request = self._requests.get(advance.request_id)
+            if request is None:
+                continue  # ended after the plan was made
+            assert request.pages is not None
+            request.computed = advance.stop
+            self.cache.commit(request.pages, request.token_ids, request.computed)
+            if advance.samples:
+                self._append(request, sampled[request.id], now)
+                progressed.append(request)
+            elif request.score_prompt and request.remaining == 0:
+                self._end(request, "length")
+                progressed.append(request)
+        return progressed
+
+    def _append(self, request: Request, token: int, now: float) -> None:
+        request.token_ids.append(token)
+        if request.num_output == 1:
+            request.times.first_token = now
+        if token in request.stop_token_ids:
+            request.stopped_by_token = True
+            self._end(request, "stop")
+        elif (
+            request.num_output >= request.params.max_tokens
+            or len(request.token_ids) >= request.max_total_tokens
+        ):
+            self._end(request, "length")
+
+    # -- leaving ------------------------------------------------------------------------------
+
+    def _retract(self, step: _Step, request: Request) -> None:
+        """Give up a request's pages; it resumes, ahead of all that wait, by prefix match."""
+        self._leave(request)
+        request.state = State.WAITING
+        request.computed = 0
+        request.retractions += 1
+        self.stats.retractions += 1
+        self._waiting[request.id] = request
+        self._waiting.move_to_end(request.id, last=False)
+        step.retracted.append(request.id)
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        if request.state is State.RUNNING:
+            self._leave(request)
+        else:
+            del self._waiting[request.id]
+        del self._requests[request.id]
+        request.state = State.FINISHED
+        request.finish_reason = reason
+        request.times.finished = self._clock()
+        self.stats.finished += 1
+        self.stats.aborted += reason == "abort"
+
+    def _leave(self, request: Request) -> None:
+        assert request.pages is not None
+        self.cache.close(request.pages)
+        request.pages = None
+        del self._running[request.id]
+        self._free_slots.append(request.slot)
+        request.slot = -1
+
+    # -- invariants ---------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise PageError if the books do not balance."""
+        self.cache.check()
+        slots = [request.slot for request in self._running.values()]
+        if sorted(slots + self._free_slots) != list(range(self.limits.max_running_requests)):
+            raise PageError("table slots are lost or shared")
+        for request in self._requests.values():
+            running = request.id in self._running
+            if running == (request.id in self._waiting) or running != (request.pages is not None):
+                raise PageError(f"request {request.id} is in no queue, or in two")
+            if request.pages is None:
+                if request.computed:
+                    raise PageError(f"request {request.id} waits but claims computed tokens")
+            else:
+                held = self.cache.geometry.tokens(request.pages.num_pages)
+                if not request.computed <= min(held, len(request.token_ids)):
+                    raise PageError(f"request {request.id} computed more than it holds")

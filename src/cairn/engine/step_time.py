@@ -1,0 +1,70 @@
+"""How long a step takes, learnt while serving, so that prefill can be cut to fit a time limit.
+
+    seconds ~ a + b * rows + c * pairs         pairs = (row, key) pairs that attention scores
+
+a, b, c follow the machine by least squares with forgetting; none may be negative, since more work
+is never faster.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+_FORGET = 0.97
+_SAFETY = 0.9  # aim below the limit: steps vary
+
+
+class StepTimeModel:
+    def __init__(self) -> None:
+        self._normal = np.zeros((3, 3))
+        self._moment = np.zeros(3)
+        self._weights = np.zeros(3)
+        self._scale = np.ones(3)
+        self.observations = 0
+
+    def observe(self, rows: int, pairs: int, seconds: float) -> None:
+        x = np.array([1.0, rows, pairs])
+        self._scale = np.maximum(self._scale, x)
+        self._normal = _FORGET * self._normal + np.outer(x, x)
+        self._moment = _FORGET * self._moment + x * seconds
+        self.observations += 1
+        self._weights = self._fit()
+
+    def predict(self, rows: int, pairs: int) -> float:
+        return float(self._weights @ np.array([1.0, rows, pairs]))
+
+    def rows_within(self, limit: float, rows: int, pairs: int, context: int, most: int) -> int:
+        """Rows of a sequence with `context` rows before them that still fit into the step.
+
+        `rows` and `pairs` are in the step already. Before anything is known, take all.
+        """
+        if self.observations == 0:
+            return most
+        left = limit * _SAFETY - self.predict(rows, pairs)
+        if left <= 0:
+            return 0
+        _, b, c = self._weights
+        # n rows cost b n + c (n context + n^2 / 2); solve for n.
+        linear, quadratic = b + c * context, c / 2
+        if quadratic > 0:
+            fit = (-linear + np.sqrt(linear * linear + 4 * quadratic * left)) / (2 * quadratic)
+        elif linear > 0:
+            fit = left / linear
+        else:
+            return most
+        return min(most, int(fit))
+
+    def _fit(self) -> np.ndarray:
+        """Non-negative least squares over three features: drop the most negative, refit."""
+        active = [0, 1, 2]
+        normal = self._normal / np.outer(self._scale, self._scale)
+        moment = self._moment / self._scale
+        while active:
+            ridge = 1e-9 * np.eye(len(active)) * max(1.0, normal[0, 0])
+            solution = np.linalg.solve(normal[np.ix_(active, active)] + ridge, moment[active])
+            if solution.min() >= 0:
+                weights = np.zeros(3)
+                weights[active] = solution
+                return weights / self._scale
+            del active[int(solution.argmin())]
+        return np.zeros(3)

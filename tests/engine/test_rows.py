@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import numpy as np
+
+from cairn.engine.plan import Advance, StepPlan
+from cairn.engine.rows import build_rows
+from cairn.engine.sampling_params import SamplingParams
+from cairn.memory.geometry import PageGeometry
+
+
+def advance(start: int, stop: int, prompt_len: int = 5) -> Advance:
+    tokens = tuple(100 + t for t in range(start, stop))
+    return Advance("r", 0, start, stop, tokens, True, prompt_len, SamplingParams(), 0)
+
+
+def test_rows_of_a_plain_model_are_its_tokens() -> None:
+    rows = build_rows(StepPlan((advance(3, 6), advance(9, 10))), PageGeometry(4, 4))
+    assert rows.token_ids.tolist() == [103, 104, 105, 109]
+    assert rows.positions.tolist() == rows.cache_rows.tolist() == [3, 4, 5, 9]
+    assert rows.lengths.tolist() == [5, 5, 6, 10]
+    assert rows.seq.tolist() == [0, 0, 0, 1]
+    assert rows.kv_lens.tolist() == [6, 10]
+    assert rows.cu_query.tolist() == [0, 3, 4]
+    assert rows.last_token_rows.tolist() == [2, 3]
+    assert rows.is_token.all()
+
+
+def test_landmark_rows_ride_with_the_last_token_of_their_page() -> None:
+    # Pages of 4 rows: three tokens and a landmark row.
+    plan = StepPlan((advance(1, 5), advance(5, 6), advance(6, 7)))
+    rows = build_rows(plan, PageGeometry(4, 3), landmark_id=999)
+    assert rows.token_ids.tolist() == [101, 102, 999, 103, 104, 105, 999, 106]
+    assert rows.cache_rows.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    # A landmark row has the position of the token after it.
+    assert rows.positions.tolist() == [1, 2, 3, 3, 4, 5, 6, 6]
+    assert rows.query_lens.tolist() == [5, 2, 1]
+    assert rows.kv_lens.tolist() == [6, 8, 9]
+    # Logits come from the last token, not from the landmark row behind it.
+    assert rows.last_token_rows.tolist() == [4, 5, 7]
+    assert np.flatnonzero(~rows.is_token).tolist() == [2, 6]

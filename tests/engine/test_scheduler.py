@@ -1,0 +1,395 @@
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from cairn.engine.plan import StepPlan
+from cairn.engine.request import Request, State
+from cairn.engine.sampling_params import SamplingParams
+from cairn.engine.scheduler import Limits, Scheduler, attention_pairs
+from cairn.engine.step_time import StepTimeModel
+from cairn.errors import QueueFullError
+from cairn.memory.cache import PagedCache
+from cairn.memory.geometry import PageGeometry
+from cairn.memory.groups import group_layers
+from cairn.memory.pages import NULL_PAGE
+
+Row = tuple[Hashable, tuple[int, ...]]
+
+
+def next_token(namespace: Hashable, tokens: tuple[int, ...]) -> int:
+    """A model whose next token depends on the whole past."""
+    return hash((namespace, tokens)) % 3
+
+
+def reference(request: Request, prompt: list[int], most: int) -> list[int]:
+    """What a request must generate, whatever the scheduler does."""
+    tokens = list(prompt)
+    while True:
+        token = next_token(request.namespace, tuple(tokens))
+        tokens.append(token)
+        generated = len(tokens) - len(prompt)
+        if (
+            token in request.stop_token_ids
+            or generated == request.params.max_tokens
+            or len(tokens) == most
+        ):
+            return tokens[len(prompt) :]
+
+
+class PagedMemory:
+    """Stands in for the runner: follows table edits alone and stores what every slot holds."""
+
+    def __init__(self, cache: PagedCache, slots: int) -> None:
+        self.cache = cache
+        self.tables = [[[NULL_PAGE] * 64 for _ in range(slots)] for _ in cache.groups]
+        self.rows: list[dict[tuple[int, int], Row]] = [{} for _ in cache.groups]
+
+    def freed(self, group: int, page: int) -> None:
+        for offset in range(self.cache.geometry.page_size):
+            self.rows[group].pop((page, offset), None)
+
+    def run(self, plan: StepPlan, scheduler: Scheduler) -> dict[str, int]:
+        geometry = self.cache.geometry
+        for edit in plan.edits:
+            end = edit.index + len(edit.page_ids)
+            self.tables[edit.group][edit.slot][edit.index : end] = edit.page_ids
+        for advance in plan.advances:
+            pages = scheduler._requests[advance.request_id].pages
+            assert pages is not None
+            for g, table in enumerate(pages.tables):
+                assert self.tables[g][advance.slot][: len(table)] == table
+        written: set[tuple[int, int, int]] = set()
+        sampled = {}
+        for advance in plan.advances:
+            owner = scheduler._requests[advance.request_id]
+            tokens, namespace = tuple(owner.token_ids), owner.namespace
+            assert advance.token_ids == tokens[advance.start : advance.stop]
+            for g, group in enumerate(self.cache.groups):
+                table = self.tables[g][advance.slot]
+
+                def slot(token: int, table: list[int] = table) -> tuple[int, int]:
+                    page, offset = divmod(geometry.row_of(token), geometry.page_size)
+                    return table[page], offset
+
+                for token in range(advance.start, advance.stop):
+                    assert slot(token)[0] != NULL_PAGE
+                    assert (g, *slot(token)) not in written
+                    written.add((g, *slot(token)))
+                    self.rows[g][slot(token)] = (namespace, tokens[: token + 1])
+                for query in range(advance.start, advance.stop):
+                    row = geometry.row_of(query)
+                    for key in range(query + 1):
+                        if group.window is None or geometry.row_of(key) > row - group.window:
+                            assert self.rows[g][slot(key)] == (namespace, tokens[: key + 1])
+            if advance.samples:
+                assert advance.stop == len(tokens)
+                sampled[advance.request_id] = next_token(namespace, tokens)
+        return sampled
+
+
+def make(
+    pages: list[int],
+    windows: list[int | None],
+    *,
+    page_size: int = 4,
+    landmark: bool = False,
+    chunk: int = 8,
+    running: int = 3,
+    queued: int = 50,
+    max_step_seconds: float | None = None,
+    caching: bool = True,
+) -> tuple[Scheduler, PagedMemory]:
+    memory: PagedMemory
+    cache = PagedCache(
+        PageGeometry(page_size, page_size - landmark),
+        group_layers(windows),
+        pages,
+        prefix_caching=caching,
+        on_free=lambda g, page: memory.freed(g, page),
+    )
+    memory = PagedMemory(cache, running)
+    ticks = iter(range(1, 10**9))
+    limits = Limits(chunk, running, queued, max_step_seconds)
+    return Scheduler(cache, limits, lambda: float(next(ticks))), memory
+
+
+def request(
+    name: str, prompt: list[int], max_tokens: int = 4, most: int = 40, salt: Hashable = None
+) -> Request:
+    return Request(
+        id=name,
+        token_ids=list(prompt),
+        params=SamplingParams(max_tokens=max_tokens),
+        seed=0,
+        max_total_tokens=most,
+        namespace=salt,
+    )
+
+
+def drain(scheduler: Scheduler, memory: PagedMemory, most_steps: int = 1000) -> list[Request]:
+    finished: list[Request] = []
+    for _ in range(most_steps):
+        if not scheduler.has_work:
+            return finished
+        plan = scheduler.plan()
+        progressed = scheduler.commit(plan, memory.run(plan, scheduler))
+        scheduler.check()
+        finished += [r for r in progressed if r.finish_reason]
+    raise AssertionError("work was left undone")
+
+
+def test_decode_and_prefill_ride_in_one_step() -> None:
+    scheduler, memory = make([40], [None], chunk=8)
+    scheduler.add(request("a", [1, 2, 3]))
+    plan = scheduler.plan()
+    scheduler.commit(plan, memory.run(plan, scheduler))
+    scheduler.add(request("b", list(range(20))))
+    plan = scheduler.plan()
+    # One row decodes, seven of the budget of eight prefill.
+    assert [(a.request_id, a.start, a.stop, a.samples) for a in plan.advances] == [
+        ("a", 3, 4, True),
+        ("b", 0, 7, False),
+    ]
+
+
+def test_a_plan_is_a_value() -> None:
+    plans = []
+    for _ in range(2):
+        scheduler, _memory = make([40], [None, 6][:1])
+        scheduler.add(request("a", list(range(11))))
+        scheduler.add(request("b", list(range(5))))
+        plans.append(scheduler.plan())
+    assert plans[0] == plans[1]
+    assert hash(plans[0]) == hash(plans[1])
+
+
+def test_prefill_is_not_starved_by_more_decodes_than_budget() -> None:
+    scheduler, memory = make([60], [None], chunk=2, running=4, page_size=4)
+    for name in "abc":
+        scheduler.add(request(name, [1, 2], max_tokens=30))
+    for _ in range(6):
+        plan = scheduler.plan()
+        scheduler.commit(plan, memory.run(plan, scheduler))
+    scheduler.add(request("late", [1] * 7))
+    plan = scheduler.plan()
+    assert {a.request_id for a in plan.advances} == {"a", "b", "c", "late"}
+
+
+def test_the_youngest_is_retracted_and_resumes_from_its_prefix() -> None:
+    scheduler, memory = make([6], [None], chunk=16, running=2)
+    prompts = {"old": [0, 1, 2, 0, 1, 2, 0], "young": [2, 2, 2, 2, 1, 1, 1]}
+    for name, prompt in prompts.items():
+        scheduler.add(request(name, prompt, max_tokens=12, most=24))
+    finished = {r.id: r for r in drain(scheduler, memory)}
+    assert finished["old"].retractions == 0
+    assert finished["young"].retractions > 0
+    for name, done in finished.items():
+        assert done.output_ids == reference(done, prompts[name], 24)
+
+
+def test_a_shared_prefix_is_waited_for_instead_of_computed_twice() -> None:
+    scheduler, memory = make([40], [None], chunk=12, running=4)
+    shared = [1, 2, 0, 1, 2, 0, 1, 2]
+    scheduler.add(request("a", [*shared, 0]))
+    scheduler.add(request("b", [*shared, 1]))
+    scheduler.add(request("c", [2, 2, 2]))
+    plan = scheduler.plan()
+    # "b" would repeat pages that "a" is computing; "c" has nothing to wait for.
+    assert [a.request_id for a in plan.advances] == ["a", "c"]
+    scheduler.commit(plan, memory.run(plan, scheduler))
+    starts = {a.request_id: a.start for a in scheduler.plan().advances}
+    assert starts["b"] == 8
+
+
+def test_the_queue_has_a_limit() -> None:
+    scheduler, _ = make([8], [None], queued=2)
+    scheduler.add(request("a", [1]))
+    scheduler.add(request("b", [1]))
+    with pytest.raises(QueueFullError, match="max_queued_requests is 2"):
+        scheduler.add(request("c", [1]))
+    assert scheduler.num_waiting == 2
+
+
+def test_results_of_an_ended_request_are_dropped() -> None:
+    scheduler, memory = make([8], [None])
+    scheduler.add(request("a", [1, 2]))
+    scheduler.add(request("b", [1, 1]))
+    plan = scheduler.plan()
+    sampled = memory.run(plan, scheduler)
+    aborted = scheduler.finish("a", "abort")
+    assert aborted is not None and aborted.output_ids == []
+    assert [r.id for r in scheduler.commit(plan, sampled)] == ["b"]
+    scheduler.check()
+    assert scheduler.finish("a", "abort") is None
+
+
+def test_a_step_time_limit_shrinks_prefill_but_never_to_nothing() -> None:
+    model = StepTimeModel()
+    for rows in (1, 64, 128, 512):
+        model.observe(rows, attention_pairs(rows, 0), 0.001 + rows * 1e-4)
+    scheduler, _ = make([400], [None], chunk=1000, page_size=4, max_step_seconds=0.02)
+    scheduler.step_time = model
+    scheduler.add(request("a", [1] * 900, most=1000))
+    (advance,) = scheduler.plan().advances
+    # 0.9 * 20 ms - 1 ms leaves 17 ms: 170 rows at 0.1 ms each
+    assert 160 <= advance.stop <= 172
+    scheduler, _ = make([400], [None], chunk=1000, page_size=4, max_step_seconds=1e-6)
+    scheduler.step_time = model
+    scheduler.add(request("a", [1] * 900, most=1000))
+    (advance,) = scheduler.plan().advances
+    assert advance.stop == 4
+
+
+def test_step_time_model_recovers_a_machine_with_costly_context() -> None:
+    model = StepTimeModel()
+    for rows, context in [(1, 100), (64, 0), (64, 4096), (512, 0), (512, 8192), (32, 16384)]:
+        pairs = attention_pairs(rows, context)
+        model.observe(rows, pairs, 2e-3 + 1e-5 * rows + 2e-9 * pairs)
+    assert model.predict(256, attention_pairs(256, 4096)) == pytest.approx(
+        2e-3 + 1e-5 * 256 + 2e-9 * attention_pairs(256, 4096), rel=1e-3
+    )
+    few = model.rows_within(0.02, 0, 0, 65536, 4096)
+    many = model.rows_within(0.02, 0, 0, 0, 4096)
+    assert 0 < few < many
+    assert model.predict(few, attention_pairs(few, 65536)) <= 0.02
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Any interleaving of arrivals, steps and departures yields what each request would alone."""
+
+    @initialize(
+        page_size=st.integers(2, 4),
+        landmark=st.booleans(),
+        windows=st.sampled_from([(None,), (None, 5), (3, None, 9)]),
+        chunk=st.integers(1, 12),
+        running=st.integers(1, 4),
+        caching=st.sampled_from([True, True, False]),
+        limited=st.booleans(),
+    )
+    def setup(
+        self,
+        page_size: int,
+        landmark: bool,
+        windows: tuple[int | None, ...],
+        chunk: int,
+        running: int,
+        caching: bool,
+        limited: bool,
+    ) -> None:
+        groups = group_layers(windows)
+        geometry = PageGeometry(page_size, page_size - landmark)
+        pages = [
+            7 if group.window is None else min(7, group.peak_pages(999, 1, geometry))
+            for group in groups
+        ]
+        self.scheduler, self.memory = make(
+            pages,
+            list(windows),
+            page_size=page_size,
+            landmark=landmark,
+            chunk=chunk,
+            running=running,
+            caching=caching,
+            max_step_seconds=1e-3 if limited else None,
+        )
+        self.most = self.scheduler.cache.max_tokens
+        self.prompts: dict[str, list[int]] = {}
+        self.all: dict[str, Request] = {}
+
+    @rule(
+        prompt=st.lists(st.integers(0, 2), min_size=1, max_size=12),
+        shared=st.booleans(),
+        max_tokens=st.integers(1, 10),
+        stop=st.sampled_from([frozenset(), frozenset({0})]),
+        salt=st.integers(0, 1),
+    )
+    def add(
+        self, prompt: list[int], shared: bool, max_tokens: int, stop: frozenset[int], salt: int
+    ) -> None:
+        if shared and self.prompts:
+            prompt = (list(self.prompts.values())[-1] + prompt)[:12]
+        prompt = prompt[: self.most - 1]
+        name = str(len(self.all))
+        new = request(name, prompt, max_tokens, self.most, salt)
+        new.stop_token_ids = stop
+        self.prompts[name], self.all[name] = prompt, new
+        self.scheduler.add(new)
+
+    @rule(seconds=st.floats(1e-5, 1e-2))
+    def step(self, seconds: float) -> None:
+        tables = {
+            name: [list(table) for table in r.pages.tables]
+            for name, r in self.all.items()
+            if r.pages is not None
+        }
+        decoding = {name for name, r in self.scheduler._running.items() if r.remaining == 1}
+        plan = self.scheduler.plan()
+        if not plan:
+            assert not self.scheduler.has_work or plan.retracted
+            return
+        self.check_budget(plan, decoding)
+        self.check_append_only(plan, tables)
+        self.scheduler.step_time.observe(plan.num_tokens, plan.num_tokens, seconds)
+        sampled = self.memory.run(plan, self.scheduler)
+        for done in self.scheduler.commit(plan, sampled):
+            expected = reference(done, self.prompts[done.id], self.most)
+            assert done.output_ids == expected[: done.num_output]
+            if done.finish_reason is not None:
+                assert done.output_ids == expected
+
+    @precondition(lambda self: self.scheduler.has_work)
+    @rule(data=st.data(), reason=st.sampled_from(["abort", "stop"]))
+    def leave(self, data: st.DataObject, reason: str) -> None:
+        name = data.draw(st.sampled_from(sorted(self.scheduler._requests)))
+        ended = self.scheduler.finish(name, "abort" if reason == "abort" else "stop")
+        assert ended is self.all[name]
+        assert ended.state is State.FINISHED
+
+    def check_budget(self, plan: StepPlan, decoding: set[str]) -> None:
+        geometry = self.scheduler.cache.geometry
+        chunk = self.scheduler.limits.chunked_prefill_size
+        decode = prefill = 0
+        for advance in plan.advances:
+            rows = geometry.rows(advance.stop) - geometry.rows(advance.start)
+            if advance.request_id in decoding:
+                decode += rows
+            else:
+                prefill += rows
+        allowed = max(chunk - decode, min(chunk, geometry.page_size))
+        # A token that completes a page brings its landmark row along.
+        assert prefill <= allowed + geometry.has_landmark_row
+
+    def check_append_only(self, plan: StepPlan, before: dict[str, list[list[int]]]) -> None:
+        for name, tables in before.items():
+            pages = self.all[name].pages
+            if pages is None or name in plan.retracted:
+                continue
+            for old, new in zip(tables, pages.tables, strict=True):
+                assert new[: len(old)] == old
+
+    @invariant()
+    def books_balance(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.scheduler.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        # Everyone finishes within the steps it takes to compute everything one token at a time.
+        work = sum(len(p) + self.all[n].params.max_tokens for n, p in self.prompts.items())
+        for _ in range(20 + 8 * work):
+            if not self.scheduler.has_work:
+                break
+            self.step(1e-4)
+        assert not self.scheduler.has_work
+        assert all(r.finish_reason for r in self.all.values())
+        self.scheduler.cache.tree.clear()
+        self.scheduler.check()
+        assert all(a.used_pages == 0 for a in self.scheduler.cache.allocators)
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
