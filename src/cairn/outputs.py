@@ -1,0 +1,73 @@
+"""What callers get back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cairn.engine.request import FinishReason, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    """Prompt tokens whose KV was found in the prefix cache."""
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds since the request was submitted, None for what did not happen."""
+
+    queued: float | None
+    first_token: float | None
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A finished request."""
+
+    request_id: str
+    text: str | None
+    """None without a tokenizer. A stop string or stop token is not part of it."""
+    token_ids: list[int]
+    """All generated ids, the one that ended the text included."""
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of a stream. The last one has a finish reason and the whole result."""
+
+    request_id: str
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    result: Generation | None = None
+
+
+def summarize(request: Request, text: str | None, reason: FinishReason) -> Generation:
+    times = request.times
+
+    def since_arrival(moment: float) -> float | None:
+        return moment - times.arrival if moment else None
+
+    return Generation(
+        request_id=request.id,
+        text=text,
+        token_ids=request.output_ids,
+        finish_reason=reason,
+        usage=Usage(request.prompt_len, request.num_output, request.cached_tokens),
+        timings=Timings(
+            queued=since_arrival(times.first_scheduled),
+            first_token=since_arrival(times.first_token),
+            total=times.finished - times.arrival,
+        ),
+    )

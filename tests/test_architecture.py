@@ -1,0 +1,78 @@
+"""The rules of docs/architecture.md that a machine can check."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import cairn
+
+ROOT = Path(cairn.__file__).parent
+
+# Each room may import from itself and from rooms further down.
+ROOMS = [
+    {"cli"},
+    {"llm"},
+    {"outputs", "progress"},
+    {"engine"},
+    {"text"},
+    {"models"},
+    {"attention"},
+    {"memory"},
+    {"config"},
+    {"errors"},
+]
+
+
+def room_of(module: str) -> int:
+    name = module.split(".")[1]
+    return next(i for i, names in enumerate(ROOMS) if name in names)
+
+
+def imports_of(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+    return {name for name in found if name.startswith("cairn.")}
+
+
+def test_rooms_import_only_downwards() -> None:
+    checked = 0
+    for path in ROOT.rglob("*.py"):
+        module = ".".join(("cairn", *path.relative_to(ROOT).with_suffix("").parts))
+        if module == "cairn.__init__":
+            continue
+        for imported in imports_of(path):
+            checked += 1
+            assert room_of(imported) >= room_of(module), f"{module} imports {imported}"
+    assert checked > 50
+
+
+def test_the_scheduler_knows_no_feature_by_name() -> None:
+    words = set(re.findall(r"[a-z]+", (ROOT / "engine" / "scheduler.py").read_text().lower()))
+    assert not words & {"hsa", "hils", "hisparse", "sparse", "landmark", "quest", "tier"}
+
+
+def test_the_core_imports_without_the_servers_packages() -> None:
+    missing = [
+        "fastapi",
+        "uvicorn",
+        "msgspec",
+        "zmq",
+        "prometheus_client",
+        "triton",
+        "transformers",
+    ]
+    script = (
+        "import sys\n"
+        f"sys.modules.update(dict.fromkeys({missing!r}))\n"
+        "from cairn import LLM, SamplingParams\n"
+        "import cairn.cli.main\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cairn import LLM, SamplingParams
+from cairn.engine.engine import Engine
+from cairn.errors import CairnError, ConfigError, RequestError
+from tests.helpers import TINY_LLAMA, byte_tokenizer, poison_free_memory, tokens_of, write_model
+
+CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text-model")
+    write_model(path, {**TINY_LLAMA, "vocab_size": 256, "eos_token_id": [250, 251]})
+    byte_tokenizer().save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
+    return path
+
+
+@pytest.fixture
+def llm(folder: Path) -> Any:
+    with LLM(folder, device="cpu", dtype="float64", page_size=16) as llm:
+        poison_free_memory(llm.engine)
+        yield llm
+        llm.engine.scheduler.check()
+        assert llm.engine.scheduler.num_running == llm.engine.scheduler.num_waiting == 0
+
+
+def test_one_prompt_gives_one_result_and_many_give_many(llm: LLM) -> None:
+    one = llm.generate("hello", max_tokens=5)
+    assert one.text is not None
+    assert llm.generate(["hello"], max_tokens=5)[0].token_ids == one.token_ids
+    by_ids = llm.generate(list(b"hello"), max_tokens=5)
+    ids = llm.tokenizer.encode("hello") if llm.tokenizer else []
+    assert llm.generate([ids, ids], max_tokens=5)[1].token_ids == one.token_ids
+    assert by_ids.usage.prompt_tokens == 5
+
+
+def test_results_carry_usage_reason_and_timings(llm: LLM) -> None:
+    result = llm.generate("hello", max_tokens=7, ignore_eos=True)
+    assert result.finish_reason == "length"
+    assert result.usage.completion_tokens == len(result.token_ids) == 7
+    assert result.usage.total_tokens == 12
+    times = result.timings
+    assert times.queued is not None and times.first_token is not None
+    assert 0 <= times.queued <= times.first_token <= times.total
+
+
+def test_sampling_by_keyword_equals_sampling_params(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=9, temperature=1.0, seed=3, ignore_eos=True)
+    by_keyword = llm.generate("x", max_tokens=9, temperature=1.0, seed=3, ignore_eos=True)
+    assert llm.generate("x", params).token_ids == by_keyword.token_ids
+    other = llm.generate("x", max_tokens=9, temperature=1.0, seed=4, ignore_eos=True)
+    assert other.token_ids != by_keyword.token_ids
+
+
+def test_unseeded_requests_differ_but_follow_the_engines_seed(folder: Path) -> None:
+    runs = []
+    for _ in range(2):
+        with LLM(folder, device="cpu", seed=5) as llm:
+            runs.append(
+                [llm.generate("x", temperature=2.0, max_tokens=9).token_ids for _ in range(2)]
+            )
+    assert runs[0] == runs[1]
+    assert runs[0][0] != runs[0][1]
+
+
+def test_a_stop_token_ends_the_text_and_is_not_in_it(llm: LLM) -> None:
+    free = llm.generate("hello", max_tokens=12, ignore_eos=True)
+    stop = free.token_ids[4]
+    at = free.token_ids.index(stop)
+    result = llm.generate("hello", max_tokens=12, ignore_eos=True, stop_token_ids=[stop])
+    assert result.finish_reason == "stop"
+    assert result.token_ids == free.token_ids[: at + 1]
+    assert llm.tokenizer is not None
+    assert result.text == llm.tokenizer.decode(free.token_ids[:at])
+
+
+def test_every_eos_id_of_the_model_ends_the_text(folder: Path, llm: LLM) -> None:
+    eos = llm.engine._eos_token_ids
+    assert eos == {250, 251}
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 249}))
+    try:
+        with LLM(folder, device="cpu") as other:
+            assert other.engine._eos_token_ids == {249, 250, 251}
+    finally:
+        (folder / "generation_config.json").unlink()
+
+
+def test_a_stop_string_ends_the_text_across_tokens(llm: LLM) -> None:
+    free = llm.generate("hello", max_tokens=30, temperature=1.0, seed=8, ignore_eos=True)
+    assert free.text is not None
+    stop = free.text[6:9]
+    at = free.text.index(stop)
+    options: dict[str, Any] = {"max_tokens": 30, "temperature": 1.0, "seed": 8, "ignore_eos": True}
+    result = llm.generate("hello", stop=stop, **options)
+    assert result.finish_reason == "stop"
+    assert result.text == free.text[:at]
+    assert len(result.token_ids) < 30
+    streamed = list(llm.stream("hello", stop=[stop], **options))
+    assert "".join(chunk.text for chunk in streamed) == result.text
+    assert streamed[-1].finish_reason == "stop"
+
+
+def test_stream_gives_the_same_text_piece_by_piece(llm: LLM) -> None:
+    whole = llm.generate("hello", max_tokens=20, temperature=0.9, seed=1, ignore_eos=True)
+    chunks = list(llm.stream("hello", max_tokens=20, temperature=0.9, seed=1, ignore_eos=True))
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert [t for chunk in chunks for t in chunk.token_ids] == whole.token_ids
+    assert [c.finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].result is not None
+    assert chunks[-1].result.text == whole.text
+
+
+def test_two_streams_share_steps(llm: LLM) -> None:
+    one = llm.stream("abc", max_tokens=10, ignore_eos=True)
+    two = llm.stream("xyz", max_tokens=10, ignore_eos=True)
+    pairs = list(zip(one, two, strict=True))
+    assert len(pairs) == 10
+    # Twenty tokens in hardly more than ten steps.
+    assert llm.engine.stats.steps <= 12
+
+
+def test_abort_closes_a_stream_and_leaves_others_alone(llm: LLM) -> None:
+    expected = llm.generate("other", max_tokens=10, ignore_eos=True).token_ids
+    doomed = llm.stream("hello", max_tokens=50, ignore_eos=True)
+    other = llm.stream("other", max_tokens=10, ignore_eos=True)
+    next(doomed)
+    assert llm.abort(doomed.request_id)
+    rest = list(doomed)
+    assert rest[-1].finish_reason == "abort"
+    assert rest[-1].result is not None and len(rest[-1].result.token_ids) >= 1
+    assert not llm.abort(doomed.request_id)
+    assert [t for chunk in other for t in chunk.token_ids] == expected
+
+
+def test_a_stream_nobody_wants_any_more_is_aborted(llm: LLM) -> None:
+    stream = llm.stream("hello", max_tokens=50, ignore_eos=True)
+    next(stream)
+    del stream
+    gc.collect()
+    assert not llm.engine.has_work
+    with llm.stream("hello", max_tokens=50, ignore_eos=True):
+        pass
+    assert not llm.engine.has_work
+
+
+def test_chat_uses_the_models_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    answer = llm.chat(messages, max_tokens=6, ignore_eos=True)
+    assert answer.token_ids == llm.generate("user: hi\n", max_tokens=6, ignore_eos=True).token_ids
+    streamed = list(llm.stream_chat(messages, max_tokens=6, ignore_eos=True))
+    assert [t for chunk in streamed for t in chunk.token_ids] == answer.token_ids
+
+
+def test_ctrl_c_leaves_a_working_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = llm.generate("hello", max_tokens=5, ignore_eos=True).token_ids
+    steps = iter(range(3))
+    whole_step = Engine.step
+
+    def interrupted(engine: Engine) -> Any:
+        if next(steps) == 2:
+            raise KeyboardInterrupt
+        return whole_step(engine)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["hello", "world"], max_tokens=50, ignore_eos=True)
+    assert not llm.engine.has_work
+    assert llm.generate("hello", max_tokens=5, ignore_eos=True).token_ids == expected
+
+
+def test_more_prompts_than_the_queue_holds_are_fed_in(folder: Path) -> None:
+    with LLM(folder, device="cpu", max_queued_requests=3, max_running_requests=2) as llm:
+        results = llm.generate([f"prompt {i}" for i in range(20)], max_tokens=3, ignore_eos=True)
+        assert len(results) == 20
+
+
+def test_output_stops_at_the_context_length(folder: Path) -> None:
+    with LLM(folder, device="cpu", context_length=20, page_size=4) as llm:
+        result = llm.generate(tokens_of(15), max_tokens=100, ignore_eos=True)
+        assert (len(result.token_ids), result.finish_reason) == (5, "length")
+        assert llm.logprobs(tokens_of(20)).shape == (20, 256)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "named"),
+    [
+        ("", "prompt is empty"),
+        ([], "prompt is empty"),
+        ([[]], "prompt is empty"),
+        ([1, 256], "token id 256.*0 to 255"),
+        ([-1], "token id -1"),
+        ([1.5], "whole numbers"),
+        (3, "prompts is a int"),
+        (list(range(10)) * 60, r"600 tokens, at most 511.*context length is 512.*KV cache holds"),
+    ],
+)
+def test_bad_prompts_are_refused_by_name(llm: LLM, prompt: Any, named: str) -> None:
+    with pytest.raises(RequestError, match=named):
+        llm.generate(prompt, max_tokens=4)
+    assert not llm.engine.has_work
+
+
+def test_a_prompt_larger_than_the_pool_is_refused_with_both_numbers(folder: Path) -> None:
+    with LLM(folder, device="cpu", dtype="float32", page_size=16, kv_cache_gib=4e-5) as llm:
+        holds = llm.engine.scheduler.cache.max_tokens
+        assert 0 < holds < 200
+        with pytest.raises(RequestError, match=rf"210 tokens.*context length is 512.*{holds}"):
+            llm.generate(tokens_of(210))
+        assert len(llm.generate(tokens_of(holds - 2), ignore_eos=True).token_ids) == 2
+
+
+def test_one_bad_prompt_is_named_and_nothing_else_is_disturbed(llm: LLM) -> None:
+    running = llm.stream("hello", max_tokens=10, ignore_eos=True)
+    first = next(running)
+    with pytest.raises(RequestError, match=r"prompts\[1\]: the prompt is empty"):
+        llm.generate(["fine", "", "fine too"])
+    tokens = first.token_ids + [t for chunk in running for t in chunk.token_ids]
+    assert tokens == llm.generate("hello", max_tokens=10, ignore_eos=True).token_ids
+
+
+def test_bad_sampling_fields_are_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="unknown sampling field tempreature"):
+        llm.generate("x", tempreature=1.0)
+    with pytest.raises(RequestError, match="stop_token_ids holds token id 900"):
+        llm.generate("x", stop_token_ids=[900])
+    with pytest.raises(RequestError, match="not both"):
+        llm.generate("x", SamplingParams(), max_tokens=3)
+    with pytest.raises(RequestError, match="2 entries for 1 prompts"):
+        llm.generate(["x"], [SamplingParams()] * 2)
+    with pytest.raises(RequestError, match="cache_salt"):
+        llm.generate("x", cache_salt=3)  # type: ignore[call-overload]
+
+
+def test_a_folder_without_tokenizer_works_with_ids(tmp_path: Path) -> None:
+    write_model(tmp_path, TINY_LLAMA)
+    with LLM(tmp_path, device="cpu") as llm:
+        result = llm.generate([5, 6, 7], max_tokens=3, ignore_eos=True)
+        assert result.text is None
+        assert len(result.token_ids) == 3
+        with pytest.raises(RequestError, match=r"a text prompt needs.*no tokenizer\.json"):
+            llm.generate("text")
+        with pytest.raises(RequestError, match=r"stop needs.*no tokenizer\.json"):
+            llm.generate([5], stop="x")
+        with pytest.raises(RequestError, match=r"chat needs.*no tokenizer\.json"):
+            llm.chat([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"page_sise": 16}, "unknown option page_sise"),
+        ({"page_size": 0}, "page_size is 0"),
+        ({"device": "tpu"}, "device is 'tpu'"),
+        ({"device": "cuda", "dtype": "int4"}, "dtype is 'int4'"),
+        ({"eviction": "random"}, "eviction is 'random'"),
+        ({"attention_backend": "magic"}, "attention_backend is 'magic'"),
+        ({"kv_cache_gib": 0}, "kv_cache_gib is 0"),
+        ({"kv_cache_gib": 1e-9}, "holds no page"),
+        ({"mem_fraction_static": 0.5}, "mem_fraction_static is for CUDA"),
+        ({"mem_fraction_static": 2.0}, "mem_fraction_static is 2.0"),
+        ({"mem_fraction_static": 0.5, "kv_cache_gib": 1.0}, "give one"),
+        ({"max_step_ms": -1}, "max_step_ms is -1"),
+        ({"context_length": 0}, "context_length is 0"),
+        ({"chunked_prefill_size": 1.5}, "chunked_prefill_size is 1.5"),
+        ({"max_queued_requests": 0}, "max_queued_requests is 0"),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_bad_options_are_refused_by_name(folder: Path, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        LLM(folder, **{"device": "cpu", **options})
+
+
+def test_a_closed_llm_says_so(folder: Path) -> None:
+    llm = LLM(folder, device="cpu")
+    stream = llm.stream("hello", max_tokens=50)
+    llm.close()
+    assert list(stream)[-1].finish_reason == "abort"
+    with pytest.raises(CairnError, match="closed"):
+        llm.generate("hello")
+
+
+def test_a_step_time_limit_still_serves_everything(folder: Path) -> None:
+    with LLM(folder, device="cpu", max_step_ms=0.01, page_size=16) as llm:
+        results = llm.generate([tokens_of(100, seed=i) for i in range(3)], max_tokens=3)
+        assert all(result.finish_reason for result in results)
