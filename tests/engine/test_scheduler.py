@@ -55,8 +55,8 @@ class PagedMemory:
     def run(self, plan: StepPlan, scheduler: Scheduler) -> dict[str, int]:
         geometry = self.cache.geometry
         for edit in plan.edits:
-            end = edit.index + len(edit.page_ids)
-            self.tables[edit.group][edit.slot][edit.index : end] = edit.page_ids
+            end = edit.first + len(edit.page_ids)
+            self.tables[edit.group][edit.slot][edit.first : end] = edit.page_ids
         for advance in plan.advances:
             pages = scheduler._requests[advance.request_id].pages
             assert pages is not None

@@ -7,22 +7,21 @@ compared in a test, logged, or sent to another process.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cairn.engine.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class TableEdit:
-    """Page ids to write into a slot's page table, starting at `index`."""
+class TableEdit(NamedTuple):
+    """Page ids to write into a slot's page table, starting at entry `first`."""
 
     group: int
     slot: int
-    index: int
+    first: int
     page_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Advance:
+class Advance(NamedTuple):
     """One request computes its tokens [start, stop) in this step."""
 
     request_id: str

@@ -49,8 +49,8 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         for edit in plan.edits:
-            stop = edit.index + len(edit.page_ids)
-            self._tables[edit.group][edit.slot, edit.index : stop] = edit.page_ids
+            stop = edit.first + len(edit.page_ids)
+            self._tables[edit.group][edit.slot, edit.first : stop] = edit.page_ids
         rows = build_rows(plan, self._geometry)
         batch = self._batch(plan, rows)
         metadata = self._backend.prepare(batch)

@@ -20,7 +20,7 @@ from cairn.engine.plan import Advance, StepPlan, TableEdit
 from cairn.engine.request import FinishReason, Request, State
 from cairn.engine.step_time import StepTimeModel
 from cairn.errors import PageError, QueueFullError
-from cairn.memory.cache import PagedCache, PageKey
+from cairn.memory.cache import PagedCache, PageKey, SequencePages
 from cairn.memory.pages import NULL_PAGE
 from cairn.memory.radix import PrefixMatch
 
@@ -183,7 +183,9 @@ class Scheduler:
 
     def _make_room(self, step: _Step, request: Request, tokens: int) -> bool:
         """Retract younger requests until `request` can grow to `tokens`, or it must go itself."""
-        while self.cache.new_pages(request.pages, tokens) > self.cache.min_available():
+        while (new := self.cache.new_pages(request.pages, tokens)) and (
+            new > self.cache.min_available()
+        ):
             victim = next(reversed(self._running.values()))
             self._retract(step, victim)
             if victim is request:
@@ -275,9 +277,12 @@ class Scheduler:
     def _advance(self, step: _Step, request: Request, tokens: int, *, prefill: bool) -> None:
         geometry = self.cache.geometry
         start, stop = request.computed, request.computed + tokens
-        assert request.pages is not None
-        self.cache.grow(request.pages, stop)
-        self._collect_edits(step, request)
+        pages = request.pages
+        assert pages is not None
+        if stop > geometry.tokens(pages.num_pages):
+            self.cache.grow(pages, stop)
+        if pages.num_pages > request.planned_pages or pages.live_from != request.planned_live:
+            self._collect_edits(step, request, pages)
         context = geometry.rows(start)
         rows = geometry.rows(stop) - context
         step.spend(rows, context, prefill=prefill)
@@ -296,10 +301,8 @@ class Scheduler:
             )
         )
 
-    def _collect_edits(self, step: _Step, request: Request) -> None:
+    def _collect_edits(self, step: _Step, request: Request, pages: SequencePages) -> None:
         """The difference between the request's tables and what earlier plans said of them."""
-        pages = request.pages
-        assert pages is not None
         for g, table in enumerate(pages.tables):
             before, now = request.planned_live[g], pages.live_from[g]
             dropped = min(now, request.planned_pages) - before

@@ -18,7 +18,7 @@ class StepTimeModel:
     def __init__(self) -> None:
         self._normal = np.zeros((3, 3))
         self._moment = np.zeros(3)
-        self._weights = np.zeros(3)
+        self._fitted: np.ndarray | None = None
         self._scale = np.ones(3)
         self.observations = 0
 
@@ -28,10 +28,10 @@ class StepTimeModel:
         self._normal = _FORGET * self._normal + np.outer(x, x)
         self._moment = _FORGET * self._moment + x * seconds
         self.observations += 1
-        self._weights = self._fit()
+        self._fitted = None
 
     def predict(self, rows: int, pairs: int) -> float:
-        return float(self._weights @ np.array([1.0, rows, pairs]))
+        return float(self._weights() @ np.array([1.0, rows, pairs]))
 
     def rows_within(self, limit: float, rows: int, pairs: int, context: int, most: int) -> int:
         """Rows of a sequence with `context` rows before them that still fit into the step.
@@ -43,7 +43,7 @@ class StepTimeModel:
         left = limit * _SAFETY - self.predict(rows, pairs)
         if left <= 0:
             return 0
-        _, b, c = self._weights
+        _, b, c = self._weights()
         # n rows cost b n + c (n context + n^2 / 2); solve for n.
         linear, quadratic = b + c * context, c / 2
         if quadratic > 0:
@@ -53,6 +53,12 @@ class StepTimeModel:
         else:
             return most
         return min(most, int(fit))
+
+    def _weights(self) -> np.ndarray:
+        """a, b, c; fitted when they are asked for, which without a time limit is never."""
+        if self._fitted is None:
+            self._fitted = self._fit()
+        return self._fitted
 
     def _fit(self) -> np.ndarray:
         """Non-negative least squares over three features: drop the most negative, refit."""

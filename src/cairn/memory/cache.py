@@ -81,6 +81,7 @@ class PagedCache:
         ]
         self.tree = RadixTree(geometry, self.groups, self.allocators, eviction)
         self.stats = CacheStats()
+        self._windowed = [g for g, group in enumerate(self.groups) if group.window is not None]
         self._sequences: set[SequencePages] = set()
 
     @property
@@ -188,9 +189,10 @@ class PagedCache:
 
     def commit(self, pages: SequencePages, token_ids: Sequence[int], computed: int) -> None:
         """The first `computed` tokens are in the cache: publish complete pages, slide windows."""
-        if self.prefix_caching:
+        if self.prefix_caching and computed >= self.geometry.tokens(pages.published + 1):
             self._publish(pages, token_ids, computed)
-        self._slide(pages, computed)
+        if self._windowed:
+            self._slide(pages, computed)
 
     def close(self, pages: SequencePages) -> None:
         """The request leaves. Published pages stay cached, private ones become free."""
@@ -213,8 +215,8 @@ class PagedCache:
 
     def _slide(self, pages: SequencePages, computed: int) -> None:
         next_row = self.geometry.rows(computed)
-        for g, group in enumerate(self.groups):
-            first = group.first_reachable_page(next_row, self.geometry.page_size)
+        for g in self._windowed:
+            first = self.groups[g].first_reachable_page(next_row, self.geometry.page_size)
             table = pages.tables[g]
             for index in range(pages.live_from[g], min(first, len(table))):
                 self.tree.release_page(g, table[index])
