@@ -68,8 +68,7 @@ def test_unknown_flags_and_values_are_named(
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ([], "--model is missing"),
-        (["--model", "nowhere"], "'nowhere' is neither a folder nor a preset"),
+        (["--model", "nowhere"], "'nowhere' is no folder, no .gguf file"),
         (["--model", "MODEL", "--temperature", "-1"], "temperature is -1.0"),
         (["--model", "MODEL", "--top-p", "0"], "top_p is 0.0"),
         (["--model", "MODEL", "--kv-cache-gib", "1e-9"], "holds no page"),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass, field, fields
+import math
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from cairn.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
-LOAD_FORMATS = ("safetensors", "dummy")
+MODEL_IMPLS = ("cairn", "transformers")
+LOAD_FORMATS = ("auto", "dummy")
 EVICTION_POLICIES = ("lru", "lfu")
 
 
@@ -19,9 +21,14 @@ def _option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    model: str = _option("", "Folder with config.json and safetensors, or a preset's name.")
+    model: str = _option(
+        "smollm2", "Model folder, .gguf file, hub id (owner/name), pulled model or preset."
+    )
+    model_impl: str = _option(
+        "cairn", "Cairn's own model code, or transformers' with Cairn's attention.", MODEL_IMPLS
+    )
     load_format: str = _option(
-        "safetensors", "Read the folder's weights, or draw random ones.", LOAD_FORMATS
+        "auto", "Read the model's weights, or draw random ones.", LOAD_FORMATS
     )
     ignore_config_fields: str = _option(
         "", "Comma-separated fields of config.json that are known not to change the output."
@@ -58,6 +65,7 @@ class EngineConfig:
             ("device", DEVICES),
             ("dtype", DTYPES),
             ("load_format", LOAD_FORMATS),
+            ("model_impl", MODEL_IMPLS),
             ("eviction", EVICTION_POLICIES),
         ):
             value = getattr(self, name)
@@ -66,26 +74,31 @@ class EngineConfig:
         for name in ("page_size", "chunked_prefill_size", "max_running_requests"):
             self._check_whole(name, 1)
         self._check_whole("max_queued_requests", 1)
-        self._check_whole("seed", 0)
+        self._check_whole("seed", 0, 2**63 - 1)
         if self.context_length is not None:
             self._check_whole("context_length", 1)
         for name in ("kv_cache_gib", "max_step_ms"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} is {value!r}; it must be above 0")
+            if value is not None and not (_is_number(value) and 0 < value < math.inf):
+                raise ConfigError(f"{name} is {value!r}; it must be a number above 0")
+        for name in ("model", "ignore_config_fields", "attention_backend"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be a string")
         share = self.mem_fraction_static
         if share is not None:
-            if not 0 < share < 1:
+            if not (_is_number(share) and 0 < share < 1):
                 raise ConfigError(f"mem_fraction_static is {share!r}; it must be between 0 and 1")
             if self.kv_cache_gib is not None:
                 raise ConfigError(
                     "mem_fraction_static and kv_cache_gib size the same pool; give one"
                 )
 
-    def _check_whole(self, name: str, low: int) -> None:
+    def _check_whole(self, name: str, low: int, high: int = 2**31 - 1) -> None:
         value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least {low}")
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise ConfigError(
+                f"{name} is {value!r}; it must be a whole number from {low} to {high}"
+            )
 
     @classmethod
     def from_kwargs(cls, values: dict[str, Any]) -> EngineConfig:
@@ -97,6 +110,6 @@ class EngineConfig:
             )
         return cls(**values)
 
-    @classmethod
-    def options(cls) -> tuple[Field[Any], ...]:
-        return fields(cls)
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

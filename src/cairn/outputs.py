@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
+from cairn.engine.logprobs import TokenLogprob
 from cairn.engine.request import FinishReason, Request
 
 
@@ -40,15 +42,26 @@ class Generation:
     finish_reason: FinishReason
     usage: Usage
     timings: Timings
+    logprobs: list[TokenLogprob] | None = None
+    """One entry per generated token, if asked for."""
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    """One entry per prompt token, if asked for; None for the first, which nothing precedes."""
+    alternatives: tuple[Generation, ...] = ()
+    """The other n - 1 answers to the same prompt."""
+
+    def with_alternatives(self, others: Iterable[Generation]) -> Generation:
+        return replace(self, alternatives=tuple(others))
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of a stream. The last one has a finish reason and the whole result."""
+    """A piece of a stream. The last one of each choice has a finish reason and its result."""
 
     request_id: str
     text: str
     token_ids: list[int]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    choice: int = 0
     finish_reason: FinishReason | None = None
     result: Generation | None = None
 
@@ -70,4 +83,8 @@ def summarize(request: Request, text: str | None, reason: FinishReason) -> Gener
             first_token=since_arrival(times.first_token),
             total=times.finished - times.arrival,
         ),
+        logprobs=None if request.params.logprobs is None else list(request.logprobs),
+        prompt_logprobs=[None, *request.prompt_logprobs]
+        if request.prompt_scores == "top"
+        else None,
     )

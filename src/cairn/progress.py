@@ -1,4 +1,4 @@
-"""A progress bar for loading weights: on standard error, and only where somebody looks."""
+"""A progress bar for what takes long: on standard error, and only where somebody looks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 
 @contextmanager
@@ -15,8 +15,7 @@ def loading_bar(label: str) -> Iterator[Callable[[int, int], None]]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("tensors"),
+        TaskProgressColumn(),
         TimeElapsedColumn(),
     )
     with Progress(

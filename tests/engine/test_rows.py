@@ -4,13 +4,12 @@ import numpy as np
 
 from cairn.engine.plan import Advance, StepPlan
 from cairn.engine.rows import build_rows
-from cairn.engine.sampling_params import SamplingParams
 from cairn.memory.geometry import PageGeometry
 
 
 def advance(start: int, stop: int, prompt_len: int = 5) -> Advance:
     tokens = tuple(100 + t for t in range(start, stop))
-    return Advance("r", 0, start, stop, tokens, True, prompt_len, SamplingParams(), 0)
+    return Advance("r", 0, start, stop, tokens, prompt_len, samples=True)
 
 
 def test_rows_of_a_plain_model_are_its_tokens() -> None:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from cairn import LLM
 from cairn.errors import ConfigError, LoadError
 from cairn.models.config_reader import ConfigReader
+from cairn.models.decoder import CausalLM
 from cairn.models.layers import named_slots
 from cairn.models.loader import build_model, fill_dummy
 from cairn.models.presets import PRESETS
@@ -65,6 +66,7 @@ def test_fused_weights_are_the_checkpoints_rows(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     with load(folder) as llm:
         model = llm.engine._runner._model
+        assert isinstance(model, CausalLM)
         fused = model.get_parameter("model.layers.1.self_attn.qkv_proj.weight")
         names = ("q_proj", "k_proj", "v_proj")
         stacked = torch.cat([tensors[f"model.layers.1.self_attn.{n}.weight"] for n in names])
@@ -186,7 +188,7 @@ def test_config_that_is_no_json_is_named(folder: Path) -> None:
 
 
 def test_a_model_that_is_neither_folder_nor_preset_lists_the_presets() -> None:
-    with pytest.raises(ConfigError, match=r"neither a folder nor a preset.*qwen3-0.6b"):
+    with pytest.raises(ConfigError, match=r"known: smollm2, qwen3-0.6b"):
         LLM("no-such-model")
 
 

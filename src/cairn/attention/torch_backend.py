@@ -37,18 +37,26 @@ class _Splits:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A block of consecutive queries of one sequence, and the keys they can see."""
+    """Consecutive queries of a chunk, and the keys they can see."""
 
     rows: slice  # of the step
-    pages: torch.Tensor  # [pages] page ids, the first holding row `first_key`
-    num_keys: int  # keys from the first row of the first page to the last query
+    keys: slice  # of the chunk's keys
     mask: torch.Tensor  # [queries, keys] True where visible
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """All new rows of one sequence that has several."""
+
+    pages: torch.Tensor  # [pages] page ids, from the first that any of its queries reads
+    num_keys: int  # keys from the first row of the first page to the last query
+    blocks: tuple[_Block, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _GroupMetadata:
     splits: _Splits | None
-    blocks: tuple[_Block, ...]
+    chunks: tuple[_Chunk, ...]
 
 
 class TorchBackend:
@@ -71,9 +79,7 @@ class TorchBackend:
         return [
             _GroupMetadata(
                 splits=self._splits(batch, g, group, decoding) if len(decoding) else None,
-                blocks=tuple(
-                    block for s in chunks for block in self._blocks(batch, g, group, int(s))
-                ),
+                chunks=tuple(self._chunk(batch, g, group, int(s)) for s in chunks),
             )
             for g, group in enumerate(self._groups)
         ]
@@ -104,31 +110,33 @@ class TorchBackend:
             unwritten=_to(slot_rows[ends - 1] >= kv_lens[:, None], device),
         )
 
-    def _blocks(self, batch: AttentionBatch, g: int, group: LayerGroup, s: int) -> list[_Block]:
-        size = batch.page_size
+    def _chunk(self, batch: AttentionBatch, g: int, group: LayerGroup, s: int) -> _Chunk:
+        size, device = batch.page_size, batch.device
         kv_len, query_len = int(batch.kv_lens[s]), int(batch.query_lens[s])
-        base = int(batch.cu_query[s])
+        base, past = int(batch.cu_query[s]), kv_len - query_len
+        first_page = group.first_reachable_page(past, size)
         blocks = []
         for begin in range(0, query_len, _QUERY_BLOCK):
             end = min(begin + _QUERY_BLOCK, query_len)
-            first_query = kv_len - query_len + begin
-            last_key = kv_len - query_len + end  # one past
-            first_page = group.first_reachable_page(first_query, size)
-            queries = torch.arange(first_query, last_key, device=batch.device)[:, None]
-            keys = torch.arange(first_page * size, last_key, device=batch.device)[None, :]
+            first_key = group.first_reachable_page(past + begin, size) * size
+            queries = torch.arange(past + begin, past + end, device=device)[:, None]
+            keys = torch.arange(first_key, past + end, device=device)[None, :]
             mask = keys <= queries
             if group.window is not None:
                 mask &= keys > queries - group.window
-            last_page = -(-last_key // size)
+            origin = first_page * size
             blocks.append(
                 _Block(
                     rows=slice(base + begin, base + end),
-                    pages=batch.groups[g].page_table[s, first_page:last_page].long(),
-                    num_keys=last_key - first_page * size,
+                    keys=slice(first_key - origin, past + end - origin),
                     mask=mask,
                 )
             )
-        return blocks
+        return _Chunk(
+            pages=batch.groups[g].page_table[s, first_page : -(-kv_len // size)].long(),
+            num_keys=kv_len - first_page * size,
+            blocks=tuple(blocks),
+        )
 
     # -- once per layer -----------------------------------------------------------------------
 
@@ -139,8 +147,13 @@ class TorchBackend:
         out = torch.empty_like(query)
         if group.splits is not None:
             out[group.splits.rows] = self._decode(layer, query[group.splits.rows], group.splits)
-        for block in group.blocks:
-            out[block.rows] = self._extend(layer, query[block.rows], block)
+        for chunk in group.chunks:
+            key = _gather(self._pool.keys[layer], chunk.pages)[:, : chunk.num_keys]
+            value = _gather(self._pool.values[layer], chunk.pages)[:, : chunk.num_keys]
+            for block in chunk.blocks:
+                out[block.rows] = self._extend(
+                    query[block.rows], key[:, block.keys], value[:, block.keys], block.mask
+                )
         return out
 
     def _decode(self, layer: int, query: torch.Tensor, splits: _Splits) -> torch.Tensor:
@@ -168,20 +181,20 @@ class TorchBackend:
         out.index_add_(0, splits.seq, partial * weight)
         return out.view(seqs, heads, dim)
 
-    def _extend(self, layer: int, query: torch.Tensor, block: _Block) -> torch.Tensor:
-        """query [rows, heads, dim]: consecutive rows of one sequence."""
+    def _extend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """query [rows, heads, dim] over key, value [kv_heads, keys, dim] of the same sequence."""
         rows, heads, dim = query.shape
-        kv_heads = self._shape.num_kv_heads
-        key = _gather(self._pool.keys[layer], block.pages)[:, : block.num_keys]
-        value = _gather(self._pool.values[layer], block.pages)[:, : block.num_keys]
+        kv_heads, keys, _ = key.shape
         # [kv_heads, group, rows, dim] against [kv_heads, 1 -> group, keys, dim]
         grouped = query.view(rows, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
-        shape = (kv_heads, heads // kv_heads, block.num_keys, dim)
+        shape = (kv_heads, heads // kv_heads, keys, dim)
         out = F.scaled_dot_product_attention(
             grouped,
             key[:, None].expand(shape),
             value[:, None].expand(shape),
-            attn_mask=block.mask,
+            attn_mask=mask,
             scale=self._shape.scale,
         )
         return out.permute(2, 0, 1, 3).reshape(rows, heads, dim)

@@ -18,6 +18,8 @@ _PACKAGES = (
     "tokenizers",
     "jinja2",
     "rich",
+    "gguf",
+    "huggingface_hub",
     "triton",
     "transformers",
 )

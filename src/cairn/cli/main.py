@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 from cairn import __version__
-from cairn.cli.flags import add_flags, collect
+from cairn.cli_flags import add_flags, collect
 from cairn.config import EngineConfig
 from cairn.engine.sampling_params import SamplingParams
 from cairn.errors import CairnError, ConfigError, RequestError
 
 _USAGE_ERROR, _FAILURE, _INTERRUPTED = 2, 1, 130
 
+# The engine's --seed seeds the requests; one answer is printed, without scores.
+_NOT_FOR_TEXT = ("seed", "n", "logprobs", "prompt_logprobs", "logit_bias")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character
     arguments = _parser().parse_args(argv)
     try:
         code: int = arguments.run(arguments)
@@ -29,6 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("cairn: interrupted", file=sys.stderr)
         return _INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone; keep Python from complaining when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _FAILURE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -44,10 +55,25 @@ def _parser() -> argparse.ArgumentParser:
         "generate", help="complete a prompt; only the text goes to stdout", allow_abbrev=False
     )
     generate.add_argument("prompt", metavar="PROMPT")
-    # The engine's --seed seeds the one request as well.
-    add_flags(generate.add_argument_group("sampling"), SamplingParams, skip=("seed",))
+    add_flags(generate.add_argument_group("sampling"), SamplingParams, skip=_NOT_FOR_TEXT)
     add_flags(generate.add_argument_group("engine"), EngineConfig)
     generate.set_defaults(run=_generate)
+
+    chat = commands.add_parser("chat", help="talk to a model in the terminal", allow_abbrev=False)
+    chat.add_argument("--system", metavar="TEXT", help="A system message to begin with.")
+    add_flags(chat.add_argument_group("sampling"), SamplingParams, skip=_NOT_FOR_TEXT)
+    add_flags(chat.add_argument_group("engine"), EngineConfig)
+    chat.set_defaults(run=_chat)
+
+    pull = commands.add_parser(
+        "pull", help="fetch a model into the user's cache folder", allow_abbrev=False
+    )
+    pull.add_argument("name", metavar="NAME")
+    pull.set_defaults(run=_pull)
+
+    from cairn.bench.command import add_bench
+
+    add_bench(commands)
 
     doctor = commands.add_parser(
         "doctor", help="versions, devices, and what runs here or why not", allow_abbrev=False
@@ -58,18 +84,38 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
+    from cairn.cli.start import start
     from cairn.llm import LLM
 
-    options = collect(arguments, EngineConfig)
-    sampling = collect(arguments, SamplingParams)
-    sampling.pop("seed", None)
-    params = SamplingParams(**sampling)
-    if "model" not in options:
-        raise ConfigError("--model is missing; give a model folder, or a preset's name")
-    with LLM(**options) as llm, llm.stream(arguments.prompt, params) as stream:
-        for chunk in stream:
-            print(chunk.text, end="", flush=True)
-    print()
+    params = SamplingParams(**collect(arguments, SamplingParams, skip=_NOT_FOR_TEXT))
+    with LLM.from_frontend(start(arguments)) as llm:
+        with llm.stream(arguments.prompt, params) as stream:
+            for chunk in stream:
+                print(chunk.text, end="", flush=True)
+        print()
+    return 0
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    from cairn.cli.chat import Chat
+    from cairn.cli.start import start
+    from cairn.llm import LLM
+
+    given = collect(arguments, SamplingParams, skip=_NOT_FOR_TEXT)
+    params = SamplingParams(**{"max_tokens": 512, "temperature": 0.7, "top_p": 0.9, **given})
+    with LLM.from_frontend(start(arguments)) as llm:
+        return Chat(llm, params, system=arguments.system).run()
+
+
+def _pull(arguments: argparse.Namespace) -> int:
+    from cairn.models.pull import PULLABLE, pull
+    from cairn.progress import loading_bar
+
+    if arguments.name not in PULLABLE:
+        raise ConfigError(f"NAME is {arguments.name!r}; choose one of {', '.join(PULLABLE)}")
+    with loading_bar(f"Unpacking {arguments.name}") as progress:
+        path = pull(arguments.name, progress)
+    print(path)
     return 0
 
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,59 +17,45 @@ from cairn.memory.cache import PagedCache
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.groups import LayerGroup, group_layers, split_budget
 from cairn.memory.kv_pool import KVPool
+from cairn.models.checkpoint import Checkpoint
 from cairn.models.config_reader import ConfigReader
-from cairn.models.loader import Progress, build_model, fill_dummy, load_checkpoint
-from cairn.models.presets import PRESETS
+from cairn.models.interface import LanguageModel
+from cairn.models.loader import Progress, build_model, fill, fill_dummy
 from cairn.models.registry import read_spec
-from cairn.models.spec import DecoderSpec
+from cairn.models.source import Confirm, ModelSource, find_model
+from cairn.models.spec import ModelSpec
 
 _DEFAULT_MEM_FRACTION = 0.85
 _DEFAULT_FREE_SHARE = 0.25
+_FALLBACK_MEMORY = 8 * 2**30  # where the system does not tell what is free
 _CACHE_HEADROOM = 2
 """Without an explicit budget, room for this many times what running requests can need."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSource:
-    """Where a model comes from: a folder, or a preset's config."""
-
-    config: ConfigReader
-    folder: Path | None
-
-
-def find_model(config: EngineConfig) -> ModelSource:
-    ignored = [name.strip() for name in config.ignore_config_fields.split(",") if name.strip()]
-    folder = Path(config.model).expanduser()
-    if folder.is_dir():
-        return ModelSource(ConfigReader.from_folder(folder, ignored), folder)
-    if config.model in PRESETS:
-        if config.load_format != "dummy":
-            raise ConfigError(
-                f"model {config.model!r} is a preset, a shape without weights; use "
-                "load_format=dummy, or give a folder"
-            )
-        values = PRESETS[config.model]
-        return ModelSource(ConfigReader(values, f"preset {config.model}", ignored), None)
-    raise ConfigError(
-        f"model {config.model!r} is neither a folder nor a preset; presets: {', '.join(PRESETS)}"
+def locate(
+    config: EngineConfig, confirm: Confirm | None = None, progress: Progress | None = None
+) -> ModelSource:
+    """Find the model, fetching it where that is possible."""
+    ignored = (name.strip() for name in config.ignore_config_fields.split(","))
+    return find_model(
+        config.model,
+        ignored_fields=tuple(name for name in ignored if name),
+        confirm=confirm,
+        progress=progress,
     )
 
 
-def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
-    source = find_model(config)
-    spec = read_spec(source.config)
+def build_engine(
+    config: EngineConfig, source: ModelSource, progress: Progress | None = None
+) -> Engine:
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, source.config, device)
-    model = build_model(spec, dtype, device)
-    if config.load_format == "dummy":
-        fill_dummy(model, config.seed)
-    else:
-        assert source.folder is not None
-        load_checkpoint(model, source.folder, progress)
-
+    backend_class = resolve_backend(config.attention_backend, device)
+    model = load_model(config, source, dtype, device, progress)
+    spec = model.spec
     geometry = PageGeometry(config.page_size, spec.tokens_per_page(config.page_size))
     groups = group_layers(spec.windows)
-    context = config.context_length or spec.context_length
+    context = _context_length(config, spec)
     num_pages = _size_pools(config, spec, geometry, groups, context, dtype, device)
     pool = KVPool(
         groups, num_pages, geometry.page_size, spec.num_kv_heads, spec.head_dim, dtype, device
@@ -89,13 +71,12 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
-        scale=spec.head_dim**-0.5,
+        scale=spec.scale,
         page_size=geometry.page_size,
         dtype=dtype,
         device=device,
         groups=groups,
     )
-    backend = resolve_backend(config.attention_backend, device)(shape, pool)
     limits = Limits(
         chunked_prefill_size=config.chunked_prefill_size,
         max_running_requests=config.max_running_requests,
@@ -105,7 +86,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     runner = Runner(
         model,
         pool,
-        backend,
+        backend_class(shape, pool),
         geometry,
         num_groups=len(groups),
         num_slots=config.max_running_requests,
@@ -117,9 +98,50 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         Scheduler(cache, limits, time.perf_counter),
         runner,
         context_length=context,
-        eos_token_ids=_eos_token_ids(source),
+        eos_token_ids=source.eos_token_ids(),
         seed=config.seed,
     )
+
+
+def load_model(
+    config: EngineConfig,
+    source: ModelSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None,
+) -> LanguageModel:
+    if config.model_impl == "transformers":
+        if source.folder is None or config.load_format == "dummy":
+            raise ConfigError(
+                "model_impl=transformers needs a model folder or a hub id, with weights"
+            )
+        from cairn.models.hf_model import load_transformers_model
+
+        return load_transformers_model(source.folder, dtype, device)
+    decoder = read_spec(source.config)
+    model = build_model(decoder, dtype, device)
+    if config.load_format == "dummy":
+        fill_dummy(model, config.seed)
+    elif source.gguf is not None:
+        fill(model, source.gguf, source.gguf.path, progress)
+    elif source.folder is not None:
+        fill(model, Checkpoint.open(source.folder), source.folder, progress)
+    else:
+        raise ConfigError(
+            f"model {config.model!r} is a preset, a shape without weights; use load_format=dummy"
+        )
+    return model
+
+
+def _context_length(config: EngineConfig, spec: ModelSpec) -> int:
+    if config.context_length is None:
+        return spec.context_length
+    if config.context_length > spec.context_length:
+        raise ConfigError(
+            f"context_length is {config.context_length}, the model's own limit is "
+            f"{spec.context_length}; lower it, or scale rope in the model's config"
+        )
+    return config.context_length
 
 
 def resolve_device(name: str) -> torch.device:
@@ -151,7 +173,7 @@ def resolve_dtype(name: str, config: ConfigReader, device: torch.device) -> torc
 
 def _size_pools(
     config: EngineConfig,
-    spec: DecoderSpec,
+    spec: ModelSpec,
     geometry: PageGeometry,
     groups: tuple[LayerGroup, ...],
     context: int,
@@ -209,28 +231,15 @@ def _free_memory(device: torch.device) -> int:
     """Bytes this process may still take, a container's limit included."""
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists():
-        text = limit.read_text().strip()
-        if text != "max":
-            free = min(free, int(text) - int(used.read_text()))
+    free = _FALLBACK_MEMORY
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, group = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.stat")
+    if limit.exists() and group.exists() and limit.read_text().strip() != "max":
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        stat = dict(line.split() for line in group.read_text().splitlines())
+        # File cache is given back when it is needed.
+        free = min(free, int(limit.read_text()) - used + int(stat.get("inactive_file", 0)))
     return max(0, free)
-
-
-def _eos_token_ids(source: ModelSource) -> frozenset[int]:
-    """End tokens of generation_config.json and config.json, one or several each."""
-    values: list[Any] = [source.config.peek("eos_token_id")]
-    if source.folder is not None:
-        path = source.folder / "generation_config.json"
-        if path.exists():
-            try:
-                values.append(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
-            except (ValueError, AttributeError) as error:
-                raise ConfigError(f"{path} is not a JSON object: {error}") from error
-    ids = set()
-    for value in values:
-        for token in value if isinstance(value, list) else [value]:
-            if token is not None:
-                ids.add(int(token))
-    return frozenset(ids)

@@ -8,15 +8,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
+from cairn.engine.logprobs import TokenLogprob
+from cairn.engine.plan import PromptScores
 from cairn.engine.request import Request
-from cairn.engine.runner import Runner
+from cairn.engine.runner import Runner, StepResult
+from cairn.engine.sampler import derived_seed
 from cairn.engine.sampling_params import MAX_SEED, SamplingParams
 from cairn.engine.scheduler import Scheduler, attention_pairs
 from cairn.errors import RequestError
 from cairn.memory.cache import GroupUsage
-from cairn.models.spec import DecoderSpec
+from cairn.models.spec import ModelSpec
 
 
 @dataclass(slots=True)
@@ -36,7 +37,7 @@ class Progress:
 
     request: Request
     new_tokens: tuple[int, ...] = ()
-    scores: torch.Tensor | None = None  # [len(prompt), vocab] when a scored prompt is complete
+    logprobs: tuple[TokenLogprob, ...] = ()  # of the new tokens, if asked for
 
     @property
     def finished(self) -> bool:
@@ -46,7 +47,7 @@ class Progress:
 class Engine:
     def __init__(
         self,
-        spec: DecoderSpec,
+        spec: ModelSpec,
         scheduler: Scheduler,
         runner: Runner,
         *,
@@ -64,40 +65,49 @@ class Engine:
         self._eos_token_ids = eos_token_ids
         self._random = random.Random(seed)
         self._ids = itertools.count()
-        self._scores: dict[str, list[torch.Tensor]] = {}
 
     # -- requests -----------------------------------------------------------------------------
 
-    def make_request(
+    def make_requests(
         self,
         prompt_ids: Sequence[int],
         params: SamplingParams,
         *,
         cache_salt: str | None = None,
-        score_prompt: bool = False,
-    ) -> Request:
-        """Check a prompt and wrap it. Raises RequestError; nothing is queued yet."""
-        self._check_prompt(prompt_ids, scored=score_prompt)
-        for token in params.stop_token_ids:
-            self._check_token("stop_token_ids", token)
+        whole_scores: bool = False,
+    ) -> list[Request]:
+        """Check a prompt and wrap it, once for each of the `n` choices it asks for.
+
+        Raises RequestError; nothing is queued yet.
+        """
+        self._check_prompt(prompt_ids, scored=whole_scores)
+        for name, tokens in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", [token for token, _ in params.bias]),
+        ):
+            self._check_tokens(name, tokens)
         eos = frozenset() if params.ignore_eos else self._eos_token_ids
-        return Request(
-            id=str(next(self._ids)),
-            token_ids=list(prompt_ids),
-            params=params,
-            seed=self._random.randint(0, MAX_SEED) if params.seed is None else params.seed,
-            max_total_tokens=self.max_tokens,
-            stop_token_ids=eos | frozenset(params.stop_token_ids),
-            namespace=(cache_salt, self._rope_length(len(prompt_ids))),
-            score_prompt=score_prompt,
-        )
+        seed = self._random.randint(0, MAX_SEED) if params.seed is None else params.seed
+        scores: PromptScores = "none" if params.prompt_logprobs is None else "top"
+        return [
+            Request(
+                id=str(next(self._ids)),
+                token_ids=list(prompt_ids),
+                params=params,
+                seed=derived_seed(seed, choice),
+                max_total_tokens=self.max_tokens,
+                stop_token_ids=eos | frozenset(params.stop_token_ids),
+                namespace=(cache_salt, self._rope_length(len(prompt_ids))),
+                prompt_scores="whole" if whole_scores else scores,
+            )
+            for choice in range(params.n)
+        ]
 
     def submit(self, request: Request) -> None:
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request at once; its tokens so far remain. None if it is not there any more."""
-        self._scores.pop(request_id, None)
         return self.scheduler.finish(request_id, "abort")
 
     def stop(self, request_id: str) -> Request | None:
@@ -125,7 +135,11 @@ class Engine:
             self.scheduler.check()
             return []
         planned = time.perf_counter()
-        result = self._runner.run(plan)
+        try:
+            result = self._runner.run(plan)
+        except BaseException:  # Ctrl-C too: the books must balance whatever happens
+            self.scheduler.undo(plan)
+            raise
         ran = time.perf_counter()
         geometry = self.scheduler.cache.geometry
         rows = pairs = 0
@@ -134,10 +148,9 @@ class Engine:
             new = geometry.rows(advance.stop) - context
             rows, pairs = rows + new, pairs + attention_pairs(new, context)
         self.scheduler.step_time.observe(rows, pairs, ran - planned)
-        for request_id, scores in result.scores.items():
-            self._scores.setdefault(request_id, []).append(scores)
+        self._take_scores(result)
         progress = [
-            self._progress(request, result.sampled.get(request.id))
+            self._progress(request, result)
             for request in self.scheduler.commit(plan, result.sampled)
         ]
         end = time.perf_counter()
@@ -148,19 +161,29 @@ class Engine:
         self.stats.generated_tokens += len(result.sampled)
         return progress
 
-    def _progress(self, request: Request, token: int | None) -> Progress:
-        if request.score_prompt:
-            return Progress(request, scores=torch.cat(self._scores.pop(request.id)))
-        assert token is not None
-        return Progress(request, (token,))
+    def _take_scores(self, result: StepResult) -> None:
+        for request_id, scores in result.prompt_logprobs.items():
+            if (request := self.scheduler.get(request_id)) is not None:
+                request.prompt_logprobs += scores
+        for request_id, distributions in result.distributions.items():
+            if (request := self.scheduler.get(request_id)) is not None:
+                request.distributions.append(distributions)
+
+    def _progress(self, request: Request, result: StepResult) -> Progress:
+        if request.prompt_scores == "whole":
+            return Progress(request)
+        score = result.logprobs.get(request.id)
+        if score is None:
+            return Progress(request, (result.sampled[request.id],))
+        request.logprobs.append(score)
+        return Progress(request, (result.sampled[request.id],), (score,))
 
     # -- checks -------------------------------------------------------------------------------
 
     def _check_prompt(self, prompt_ids: Sequence[int], *, scored: bool) -> None:
         if len(prompt_ids) == 0:
             raise RequestError("the prompt is empty; give at least one token")
-        for token in prompt_ids:
-            self._check_token("prompt", token)
+        self._check_tokens("prompt", prompt_ids)
         # A prompt that is only scored needs no room for an answer.
         most = self.max_tokens if scored else self.max_tokens - 1
         if len(prompt_ids) > most:
@@ -171,14 +194,15 @@ class Engine:
                 "kv_cache_gib or mem_fraction_static"
             )
 
-    def _check_token(self, name: str, token: object) -> None:
-        if not isinstance(token, int) or isinstance(token, bool):
-            raise RequestError(f"{name} holds {token!r}; token ids are whole numbers")
-        if not 0 <= token < self.spec.vocab_size:
-            raise RequestError(
-                f"{name} holds token id {token}; ids of this model run from 0 to "
-                f"{self.spec.vocab_size - 1}"
-            )
+    def _check_tokens(self, name: str, tokens: Sequence[int]) -> None:
+        last = self.spec.vocab_size - 1
+        for token in tokens:
+            if type(token) is not int:
+                raise RequestError(f"{name} holds {token!r}; token ids are whole numbers")
+            if not 0 <= token <= last:
+                raise RequestError(
+                    f"{name} holds token id {token}; ids of this model run from 0 to {last}"
+                )
 
     def _rope_length(self, prompt_len: int) -> int:
         """With dynamic rope a long prompt's length enters its keys: it shares only with equals."""

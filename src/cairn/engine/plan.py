@@ -1,15 +1,18 @@
 """What one step does, as a value: the scheduler makes it, the runner carries it out.
 
-A plan holds everything the runner needs (tokens, table edits, sampling parameters), so it can be
-compared in a test, logged, or sent to another process.
+A plan holds everything the runner needs (tokens, table edits, sampling parameters of those who
+join), so it can be compared in a test, logged, or sent to another process.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from cairn.engine.sampling_params import SamplingParams
+
+PromptScores = Literal["none", "top", "whole"]
+"""Log-probabilities of the prompt: none, those of its tokens and the top ones, or all."""
 
 
 class TableEdit(NamedTuple):
@@ -21,6 +24,17 @@ class TableEdit(NamedTuple):
     page_ids: tuple[int, ...]
 
 
+class Admission(NamedTuple):
+    """A request takes a slot: how it is sampled from now on."""
+
+    slot: int
+    params: SamplingParams
+    seed: int
+    stop_token_ids: frozenset[int]
+    prompt_ids: tuple[int, ...]  # this and the next are empty unless penalties need them
+    output_ids: tuple[int, ...]
+
+
 class Advance(NamedTuple):
     """One request computes its tokens [start, stop) in this step."""
 
@@ -29,17 +43,19 @@ class Advance(NamedTuple):
     start: int
     stop: int
     token_ids: tuple[int, ...]  # tokens start..stop
+    prompt_len: int
     samples: bool
     """The last token is the newest known one: sample what follows it."""
-    prompt_len: int
-    params: SamplingParams
-    seed: int
-    score_prompt: bool = False
+    prompt_scores: PromptScores = "none"
+    next_ids: tuple[int, ...] = ()
+    """The prompt tokens that follow each row, for scores of the "top" kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     advances: tuple[Advance, ...] = ()
+    admissions: tuple[Admission, ...] = ()
+    """Carried out before anything else."""
     edits: tuple[TableEdit, ...] = ()
     """Applied before the step's first row is computed."""
     retracted: tuple[str, ...] = ()

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Literal
 
+import torch
+
+from cairn.engine.logprobs import TokenLogprob
+from cairn.engine.plan import PromptScores
 from cairn.engine.sampling_params import SamplingParams
 from cairn.memory.cache import SequencePages
 
@@ -40,8 +44,8 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     namespace: Hashable = None
     """Requests share cached prefixes only within a namespace."""
-    score_prompt: bool = False
-    """Return logits of every prompt token and generate nothing; cached pages are not reused."""
+    prompt_scores: PromptScores = "none"
+    """With scores the prompt is computed anew, cached pages or not; "whole" generates nothing."""
 
     # set by the scheduler
     state: State = State.WAITING
@@ -55,6 +59,10 @@ class Request:
     finish_reason: FinishReason | None = None
     stopped_by_token: bool = False
     times: RequestTimes = field(default_factory=RequestTimes)
+    # set by the engine
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # one per output token, if asked for
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # from the second token on
+    distributions: list[torch.Tensor] = field(default_factory=list)  # for "whole" prompt scores
     # fixed at creation
     prompt_len: int = field(init=False)
 

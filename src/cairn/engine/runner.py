@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,25 +9,30 @@ import torch
 
 from cairn.attention.backend import AttentionBackend
 from cairn.attention.batch import AttentionBatch, GroupTables
+from cairn.engine.logprobs import TokenLogprob, token_logprobs
 from cairn.engine.plan import StepPlan
 from cairn.engine.rows import StepRows, build_rows
-from cairn.engine.sampler import Draw, sample
+from cairn.engine.sampler import Draw, Sampler
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.kv_pool import KVPool
-from cairn.models.decoder import CausalLM
+from cairn.models.interface import LanguageModel
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    sampled: Mapping[str, int]  # request id -> next token
-    scores: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """request id -> log-probabilities [tokens of this step, vocab], float32 on the host."""
+    """By request id, for those it concerns."""
+
+    sampled: dict[str, int] = field(default_factory=dict)
+    logprobs: dict[str, TokenLogprob] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+    distributions: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Log-probabilities [tokens of this step, vocab], float32 on the host."""
 
 
 class Runner:
     def __init__(
         self,
-        model: CausalLM,
+        model: LanguageModel,
         pool: KVPool,
         backend: AttentionBackend,
         geometry: PageGeometry,
@@ -43,14 +47,15 @@ class Runner:
         self._backend = backend
         self._geometry = geometry
         self._device = device
+        self._sampler = Sampler(num_slots, model.spec.vocab_size, device)
         # Host mirror of every running request's page tables, kept up to date by plan edits.
         self._tables = [np.zeros((num_slots, max_pages), dtype=np.int32) for _ in range(num_groups)]
+        self._top_logprobs: list[int | None] = [None] * num_slots
+        self._top_prompt_logprobs = [0] * num_slots
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        for edit in plan.edits:
-            stop = edit.first + len(edit.page_ids)
-            self._tables[edit.group][edit.slot, edit.first : stop] = edit.page_ids
+        self._apply(plan)
         rows = build_rows(plan, self._geometry)
         batch = self._batch(plan, rows)
         metadata = self._backend.prepare(batch)
@@ -62,13 +67,32 @@ class Runner:
             self._pool.write(layer, tables.row_pages, batch.row_offsets, key, value)
             return self._backend.forward(layer, query, metadata)
 
-        hidden = self._model(
+        sampling = [s for s, advance in enumerate(plan.advances) if advance.samples]
+        scored = self._scored_rows(plan, rows)
+        logit_rows = np.concatenate([rows.last_token_rows[sampling], *scored.values()])
+        logits = self._model(
             self._to_device(rows.token_ids),
             self._to_device(rows.positions),
             self._to_device(rows.lengths),
             attend,
+            self._to_device(logit_rows.astype(np.int64)),
         )
-        return StepResult(self._sample(plan, rows, hidden), self._score(plan, rows, hidden))
+        result = StepResult()
+        self._sample(plan, sampling, logits[: len(sampling)], result)
+        begin = len(sampling)
+        for s, wanted in scored.items():
+            self._score(plan, s, logits[begin : begin + len(wanted)], result)
+            begin += len(wanted)
+        return result
+
+    def _apply(self, plan: StepPlan) -> None:
+        for admission in plan.admissions:
+            self._sampler.admit(admission)
+            self._top_logprobs[admission.slot] = admission.params.logprobs
+            self._top_prompt_logprobs[admission.slot] = admission.params.prompt_logprobs or 0
+        for edit in plan.edits:
+            stop = edit.first + len(edit.page_ids)
+            self._tables[edit.group][edit.slot, edit.first : stop] = edit.page_ids
 
     def _batch(self, plan: StepPlan, rows: StepRows) -> AttentionBatch:
         size = self._geometry.page_size
@@ -89,27 +113,47 @@ class Runner:
             device=self._device,
         )
 
-    def _sample(self, plan: StepPlan, rows: StepRows, hidden: torch.Tensor) -> dict[str, int]:
-        sampling = [s for s, advance in enumerate(plan.advances) if advance.samples]
+    def _sample(
+        self, plan: StepPlan, sampling: list[int], logits: torch.Tensor, result: StepResult
+    ) -> None:
         if not sampling:
-            return {}
-        logits = self._model.logits(hidden[self._to_device(rows.last_token_rows[sampling])])
+            return
         advances = [plan.advances[s] for s in sampling]
-        tokens = sample(logits, [Draw(a.params, a.seed, a.stop) for a in advances])
-        return dict(zip((a.request_id for a in advances), tokens.tolist(), strict=True))
+        draws = [Draw(a.slot, a.stop, a.stop - a.prompt_len) for a in advances]
+        tokens = self._sampler.sample(logits, draws)
+        result.sampled.update(zip((a.request_id for a in advances), tokens.tolist(), strict=True))
+        wanted = [
+            (row, advance, most)
+            for row, advance in enumerate(advances)
+            if (most := self._top_logprobs[advance.slot]) is not None
+        ]
+        if wanted:
+            index = self._to_device(np.array([row for row, _, _ in wanted]))
+            scores = token_logprobs(logits[index], tokens[index], [most for _, _, most in wanted])
+            for (_, advance, _), score in zip(wanted, scores, strict=True):
+                result.logprobs[advance.request_id] = score
 
-    def _score(
-        self, plan: StepPlan, rows: StepRows, hidden: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        scores = {}
+    def _scored_rows(self, plan: StepPlan, rows: StepRows) -> dict[int, np.ndarray]:
+        """Rows whose logits score the prompt, by sequence."""
+        wanted = {}
         for s, advance in enumerate(plan.advances):
-            if advance.score_prompt:
+            if advance.prompt_scores != "none":
                 begin, end = int(rows.cu_query[s]), int(rows.cu_query[s + 1])
-                wanted = self._to_device(begin + np.flatnonzero(rows.is_token[begin:end]))
-                logits = self._model.logits(hidden[wanted])
-                wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-                scores[advance.request_id] = wide.log_softmax(-1).float().cpu()
-        return scores
+                token_rows = begin + np.flatnonzero(rows.is_token[begin:end])
+                if advance.prompt_scores == "top":
+                    token_rows = token_rows[: len(advance.next_ids)]
+                wanted[s] = token_rows
+        return wanted
+
+    def _score(self, plan: StepPlan, s: int, logits: torch.Tensor, result: StepResult) -> None:
+        advance = plan.advances[s]
+        if advance.prompt_scores == "whole":
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            result.distributions[advance.request_id] = wide.log_softmax(-1).float().cpu()
+            return
+        tokens = torch.tensor(advance.next_ids, dtype=torch.int64, device=self._device)
+        most = [self._top_prompt_logprobs[advance.slot]] * len(tokens)
+        result.prompt_logprobs[advance.request_id] = token_logprobs(logits, tokens, most)
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)

@@ -1,96 +1,222 @@
 """From logits to tokens, all rows at once.
 
+Parameters live on the device, one entry per slot, written when a request takes its slot; a step
+only says which slots it samples. Token counts, biases and the like are tables [slots, vocab] that
+exist once somebody asks for them.
+
 Randomness is one number per token, made from the request's seed and the token's index alone, so a
-request draws the same tokens whatever else is in its batch. Ties go to the lower id.
+request draws the same tokens whatever else is in its batch; for the same reason the way a row is
+sampled depends on its own parameters only. Ties go to the lower id.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from cairn.engine.sampling_params import SamplingParams
+from cairn.engine.plan import Admission
 
 _MASK = 2**64 - 1
+_LEAST_TEMPERATURE = 1e-5  # below, only the most likely token is left
+
+# Columns of the parameter table.
+_TEMPERATURE, _TOP_P, _MIN_P, _REPETITION, _PRESENCE, _FREQUENCY = range(6)
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """One row to sample: the parameters, and the request's seed and token index."""
+class Draw(NamedTuple):
+    """One row to sample: its slot, the position of the new token, and how many came before it."""
 
-    params: SamplingParams
-    seed: int
-    index: int
-
-
-def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """logits [rows, vocab] -> token ids [rows]"""
-    tokens = logits.argmax(-1)
-    # The way a row is sampled may depend on its own parameters only, never on its neighbours'.
-    plain: list[int] = []
-    filtered: list[int] = []
-    for row, draw in enumerate(draws):
-        if draw.params.temperature > 0:
-            keeps_all = draw.params.top_k == -1 and draw.params.top_p == 1
-            (plain if keeps_all else filtered).append(row)
-    for rows, method in ((plain, _sample_plain), (filtered, _sample_filtered)):
-        if rows:
-            index = torch.tensor(rows, device=logits.device)
-            tokens[index] = method(logits[index], [draws[row] for row in rows])
-    return tokens
+    slot: int
+    position: int
+    num_output: int
 
 
-def _sample_plain(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    return _invert(_tempered(logits, draws).softmax(-1), draws)
+class Sampler:
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab = vocab_size
+        self._device = device
+        self._shape = (num_slots, vocab_size)
+        self._numbers = torch.zeros(num_slots, 6, dtype=torch.float32, device=device)
+        self._top_k = torch.full((num_slots,), vocab_size, device=device)
+        # What the host must know to choose a way without asking the device.
+        self._seed = [0] * num_slots
+        self._random = np.zeros(num_slots, dtype=bool)
+        self._filtered = np.zeros(num_slots, dtype=bool)
+        self._penalized = np.zeros(num_slots, dtype=bool)
+        self._biased = np.zeros(num_slots, dtype=bool)
+        self._min_tokens = np.zeros(num_slots, dtype=np.int64)
+        self._counts: torch.Tensor | None = None  # [slots, vocab] times in the output
+        self._in_prompt: torch.Tensor | None = None  # [slots, vocab] bool
+        self._bias: torch.Tensor | None = None  # [slots, vocab]
+        self._ends: torch.Tensor | None = None  # [slots, vocab] tokens that min_tokens holds back
 
+    # -- when a request takes a slot ----------------------------------------------------------
 
-def _sample_filtered(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """Within the top_k most likely tokens, and of those within top_p."""
-    vocab = logits.shape[-1]
-    tempered, order = _tempered(logits, draws).sort(dim=-1, descending=True, stable=True)
-    ranks = torch.arange(vocab, device=logits.device)[None, :]
-    top_k = [draw.params.top_k if draw.params.top_k > 0 else vocab for draw in draws]
-    top_p = _column([draw.params.top_p for draw in draws], tempered)
-    beyond = ranks >= torch.tensor(top_k, device=logits.device)[:, None]
-    probabilities = tempered.masked_fill(beyond, float("-inf")).softmax(-1)
-    # A token stays while what is more likely has not reached top_p.
-    before = probabilities.cumsum(-1) - probabilities
-    outside = (before >= top_p) & (ranks > 0)
-    choice = _invert(probabilities.masked_fill(outside, 0), draws)
-    return order.gather(-1, choice[:, None]).squeeze(-1)
+    def admit(self, admission: Admission) -> None:
+        slot, params = admission.slot, admission.params
+        numbers = (
+            params.temperature,
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        )
+        self._numbers[slot] = torch.tensor(numbers, device=self._device)
+        top_k = params.top_k if params.top_k > 0 else self._vocab
+        self._top_k[slot] = min(top_k, self._vocab)
+        self._seed[slot] = admission.seed
+        self._random[slot] = params.temperature >= _LEAST_TEMPERATURE
+        self._filtered[slot] = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+        self._penalized[slot] = params.has_penalties
+        self._biased[slot] = bool(params.bias)
+        self._min_tokens[slot] = params.min_tokens if admission.stop_token_ids else 0
+        if params.has_penalties:
+            self._count(slot, admission)
+        if params.bias:
+            if self._bias is None:
+                self._bias = torch.zeros(self._shape, device=self._device)
+            self._bias[slot] = 0
+            ids, values = zip(*params.bias, strict=True)
+            self._bias[slot, self._ids(ids)] = torch.tensor(values, device=self._device)
+        if self._min_tokens[slot]:
+            if self._ends is None:
+                self._ends = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
+            self._ends[slot] = False
+            self._ends[slot, self._ids(sorted(admission.stop_token_ids))] = True
 
+    def _count(self, slot: int, admission: Admission) -> None:
+        if self._counts is None or self._in_prompt is None:
+            self._counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+            self._in_prompt = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
+        self._counts[slot] = 0
+        self._in_prompt[slot] = False
+        self._in_prompt[slot, self._ids(admission.prompt_ids)] = True
+        if admission.output_ids:
+            ids = self._ids(admission.output_ids)
+            self._counts[slot] += torch.bincount(ids, minlength=self._vocab).int()
 
-def _tempered(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    # Subtracting the maximum first keeps tiny temperatures finite.
-    shifted = wide - wide.amax(-1, keepdim=True)
-    return shifted / _column([draw.params.temperature for draw in draws], shifted)
+    def _ids(self, ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(ids, dtype=torch.int64, device=self._device)
 
+    # -- every step ---------------------------------------------------------------------------
 
-def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+        """logits [rows, vocab] -> token ids [rows]"""
+        slots = np.array([draw.slot for draw in draws])
+        logits = self._adjusted(logits, draws, slots)
+        tokens = logits.argmax(-1)
+        random = self._random[slots]
+        for rows, method in (
+            (np.flatnonzero(random & ~self._filtered[slots]), self._sample_plain),
+            (np.flatnonzero(random & self._filtered[slots]), self._sample_filtered),
+        ):
+            if len(rows):
+                index = self._to_device(rows)
+                tokens[index] = method(logits[index], [draws[int(row)] for row in rows])
+        penalized = np.flatnonzero(self._penalized[slots])
+        if len(penalized):
+            assert self._counts is not None
+            where = (self._to_device(slots[penalized]), tokens[self._to_device(penalized)])
+            one = torch.ones((), dtype=torch.int32, device=self._device)
+            self._counts.index_put_(where, one, accumulate=True)
+        return tokens
 
+    def _adjusted(
+        self, logits: torch.Tensor, draws: Sequence[Draw], slots: np.ndarray
+    ) -> torch.Tensor:
+        """Logits after bias, penalties and min_tokens; the argument itself where none applies."""
+        early = np.array([draw.num_output for draw in draws]) < self._min_tokens[slots]
+        penalized, biased = self._penalized[slots], self._biased[slots]
+        rows = np.flatnonzero(early | penalized | biased)
+        if not len(rows):
+            return logits
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+        for flags, change in (
+            (biased, self._add_bias),
+            (penalized, self._penalize),
+            (early, self._hold_back_ends),
+        ):
+            rows = np.flatnonzero(flags)
+            if len(rows):
+                index = self._to_device(rows)
+                wide[index] = change(wide[index], self._to_device(slots[rows]))
+        return wide
 
-def _invert(weights: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """First index whose cumulative weight exceeds a uniform share of the total.
+    def _add_bias(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        assert self._bias is not None
+        return logits + self._bias[slots]
 
-    Never one of weight zero.
-    """
-    uniform = _column([uniform_number(draw.seed, draw.index) for draw in draws], weights)
-    cumulative = weights.cumsum(-1)
-    target = uniform * cumulative[:, -1:]
-    index = (cumulative <= target).sum(-1)
-    # Rounding can put the target on the total: fall back to the last index with weight.
-    last = weights.shape[-1] - 1 - (weights.flip(-1) > 0).to(torch.uint8).argmax(-1)
-    return torch.minimum(index, last)
+    def _penalize(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        assert self._counts is not None and self._in_prompt is not None
+        counts = self._counts[slots]
+        numbers = self._numbers[slots].to(logits.dtype)
+        seen = self._in_prompt[slots] | (counts > 0)
+        repetition = numbers[:, _REPETITION, None]
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(seen, repeated, logits)
+        logits = logits - counts * numbers[:, _FREQUENCY, None]
+        return logits - (counts > 0) * numbers[:, _PRESENCE, None]
+
+    def _hold_back_ends(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        assert self._ends is not None
+        return logits.masked_fill(self._ends[slots], float("-inf"))
+
+    def _sample_plain(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+        return self._invert(self._tempered(logits, draws).softmax(-1), draws)
+
+    def _sample_filtered(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+        """Within the top_k most likely tokens, of those within top_p, of those above min_p."""
+        slots = self._to_device(np.array([draw.slot for draw in draws]))
+        tempered, order = self._tempered(logits, draws).sort(dim=-1, descending=True, stable=True)
+        numbers = self._numbers[slots].to(tempered.dtype)
+        ranks = torch.arange(self._vocab, device=self._device)[None, :]
+        beyond = ranks >= self._top_k[slots][:, None]
+        probabilities = tempered.masked_fill(beyond, float("-inf")).softmax(-1)
+        # A token stays while what is more likely has not reached top_p.
+        before = probabilities.cumsum(-1) - probabilities
+        outside = (before >= numbers[:, _TOP_P, None]) & (ranks > 0)
+        outside |= probabilities < numbers[:, _MIN_P, None] * probabilities[:, :1]
+        choice = self._invert(probabilities.masked_fill(outside, 0), draws)
+        return order.gather(-1, choice[:, None]).squeeze(-1)
+
+    def _tempered(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        slots = self._to_device(np.array([draw.slot for draw in draws]))
+        # Subtracting the maximum first keeps tiny temperatures finite.
+        shifted = wide - wide.amax(-1, keepdim=True)
+        return shifted / self._numbers[slots, _TEMPERATURE, None].to(wide.dtype)
+
+    def _invert(self, weights: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+        """First index whose cumulative weight exceeds a uniform share of the total.
+
+        Never one of weight zero.
+        """
+        numbers = [uniform_number(self._seed[draw.slot], draw.position) for draw in draws]
+        uniform = torch.tensor(numbers, dtype=weights.dtype, device=self._device)[:, None]
+        cumulative = weights.cumsum(-1)
+        target = uniform * cumulative[:, -1:]
+        index = (cumulative <= target).sum(-1)
+        # Rounding can put the target on the total: fall back to the last index with weight.
+        last = weights.shape[-1] - 1 - (weights.flip(-1) > 0).to(torch.uint8).argmax(-1)
+        return torch.minimum(index, last)
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
 
 
 def uniform_number(seed: int, index: int) -> float:
     """A number in [0, 1) from (seed, index): splitmix64, 24 bits, exact in float32."""
     value = (_mix(seed & _MASK) + index * 0x9E3779B97F4A7C15) & _MASK
     return (_mix(value) >> 40) / 2**24
+
+
+def derived_seed(seed: int, choice: int) -> int:
+    """The seed of a request's choice number `choice`; the first keeps the seed itself."""
+    return seed if choice == 0 else _mix((seed + choice) & _MASK) >> 1
 
 
 def _mix(value: int) -> int:

@@ -6,7 +6,8 @@ first, oldest first; prefill fills what is left of the row budget; when pages ru
 running request is retracted and later resumes from whatever of its prefix is still cached.
 
 Nobody starves: decoding requests are in every step, prefill always gets at least a page's worth of
-rows, admission and pages follow arrival order, and the oldest request can always proceed.
+rows, pages go to the oldest first, waiting requests are taken in their order but for those that
+wait for a page about to be published, and the oldest running request can always proceed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
-from cairn.engine.plan import Advance, StepPlan, TableEdit
+from cairn.engine.plan import Admission, Advance, StepPlan, TableEdit
 from cairn.engine.request import FinishReason, Request, State
 from cairn.engine.step_time import StepTimeModel
 from cairn.errors import PageError, QueueFullError
@@ -48,12 +49,13 @@ class SchedulerStats:
 class _Step:
     """The plan under construction: budget spent, work collected. Lives for one `plan()`."""
 
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
+    def __init__(self) -> None:
+        self.budget = 0  # rows left for prefill
         self.rows = 0
         self.pairs = 0
         self.prefill_rows = 0
         self.advances: list[Advance] = []
+        self.admissions: list[Admission] = []
         self.edits: list[TableEdit] = []
         self.retracted: list[str] = []
 
@@ -85,7 +87,7 @@ class Scheduler:
         self._clock = clock
         self._requests: dict[str, Request] = {}
         self._waiting: OrderedDict[str, Request] = OrderedDict()
-        self._running: dict[str, Request] = {}  # in order of admission, which is order of arrival
+        self._running: dict[str, Request] = {}  # oldest admission first
         self._free_slots = list(range(limits.max_running_requests - 1, -1, -1))
 
     # -- requests come and go -----------------------------------------------------------------
@@ -127,26 +129,41 @@ class Scheduler:
     # -- planning -----------------------------------------------------------------------------
 
     def plan(self) -> StepPlan:
-        """Choose the next step's work and give it its pages."""
-        step = _Step(self.limits.chunked_prefill_size)
-        prefilling = []
+        """Choose the next step's work and give it its pages.
+
+        Strictly oldest first: whoever is retracted to make room has not been planned yet.
+        """
+        step = _Step()
+        decoding = sum(request.remaining == 1 for request in self._running.values())
+        # Prefill must move on however many requests decode.
+        least = min(self.cache.geometry.page_size, self.limits.chunked_prefill_size)
+        step.budget = max(self.limits.chunked_prefill_size - decoding, least)
         for request in list(self._running.values()):
             if request.state is not State.RUNNING:
                 continue  # retracted for an older one
             if request.remaining == 1:
                 self._plan_decode(step, request)
             else:
-                prefilling.append(request)
-        # Prefill must move on however many requests decode.
-        floor = min(self.cache.geometry.page_size, self.limits.chunked_prefill_size)
-        step.budget = max(step.budget - step.rows, floor)
-        for request in prefilling:
-            if request.state is State.RUNNING:
                 self._plan_prefill(step, request)
         if not step.retracted:
             self._admit(step)
         self.stats.steps += bool(step.advances)
-        return StepPlan(tuple(step.advances), tuple(step.edits), tuple(step.retracted))
+        return StepPlan(
+            tuple(step.advances),
+            tuple(step.admissions),
+            tuple(step.edits),
+            tuple(step.retracted),
+        )
+
+    def undo(self, plan: StepPlan) -> None:
+        """A plan that was not carried out: its requests start over from what is cached.
+
+        Their tables and sampling state on the runner's side cannot be trusted any more.
+        """
+        planned = {advance.request_id for advance in plan.advances}
+        for request in reversed(list(self._running.values())):
+            if request.id in planned:
+                self._retract(request)
 
     def _plan_decode(self, step: _Step, request: Request) -> None:
         if self._make_room(step, request, request.computed + 1):
@@ -187,7 +204,8 @@ class Scheduler:
             new > self.cache.min_available()
         ):
             victim = next(reversed(self._running.values()))
-            self._retract(step, victim)
+            self._retract(victim)
+            step.retracted.append(victim.id)
             if victim is request:
                 return False
         return True
@@ -212,7 +230,7 @@ class Scheduler:
             # Alone, a request always fits: its length was checked against the pool.
             if self._running and not self._fits(request, match, promised):
                 return
-            self._start(request, match)
+            step.admissions.append(self._start(request, match))
             if not self._plan_prefill(step, request):
                 return
             if (page := self._pending_page(request)) is not None:
@@ -220,28 +238,41 @@ class Scheduler:
             for g in range(len(promised)):
                 promised[g] += self._outstanding_pages(request, g)
 
-    def _start(self, request: Request, match: PrefixMatch) -> None:
+    def _start(self, request: Request, match: PrefixMatch) -> Admission:
         del self._waiting[request.id]
         self._running[request.id] = request
         request.state = State.RUNNING
         request.slot = self._free_slots.pop()
-        request.pages = self.cache.open(match, len(request.token_ids))
+        request.pages = self.cache.open(
+            match, len(request.token_ids), publish=request.prompt_scores == "none"
+        )
         request.computed = self.cache.geometry.tokens(match.num_pages)
         request.planned_pages = 0
         request.planned_live = [0] * len(self.cache.groups)
         if request.times.first_scheduled == 0.0:
             request.times.first_scheduled = self._clock()
             request.cached_tokens = request.computed
+        counted = request.params.has_penalties
+        return Admission(
+            slot=request.slot,
+            params=request.params,
+            seed=request.seed,
+            stop_token_ids=request.stop_token_ids,
+            prompt_ids=tuple(request.token_ids[: request.prompt_len]) if counted else (),
+            output_ids=tuple(request.output_ids) if counted else (),
+        )
 
     def _pending_page(self, request: Request) -> PageKey | None:
         assert request.pages is not None
         return self.cache.pending_page(request.pages, request.token_ids)
 
     def _next_page(self, request: Request, match: PrefixMatch) -> PageKey | None:
-        return None if request.score_prompt else self.cache.next_page(match, request.token_ids)
+        if request.prompt_scores != "none":
+            return None
+        return self.cache.next_page(match, request.token_ids)
 
     def _match(self, request: Request) -> PrefixMatch:
-        if request.score_prompt:
+        if request.prompt_scores != "none":
             return PrefixMatch(request.namespace)
         return self.cache.match(request.namespace, request.token_ids)
 
@@ -293,13 +324,17 @@ class Scheduler:
                 start=start,
                 stop=stop,
                 token_ids=tuple(request.token_ids[start:stop]),
-                samples=stop == len(request.token_ids) and not request.score_prompt,
                 prompt_len=request.prompt_len,
-                params=request.params,
-                seed=request.seed,
-                score_prompt=request.score_prompt,
+                samples=stop == len(request.token_ids) and request.prompt_scores != "whole",
+                prompt_scores=request.prompt_scores,
+                next_ids=self._next_ids(request, start, stop),
             )
         )
+
+    def _next_ids(self, request: Request, start: int, stop: int) -> tuple[int, ...]:
+        if request.prompt_scores != "top":
+            return ()
+        return tuple(request.token_ids[start + 1 : min(stop + 1, request.prompt_len)])
 
     def _collect_edits(self, step: _Step, request: Request, pages: SequencePages) -> None:
         """The difference between the request's tables and what earlier plans said of them."""
@@ -330,7 +365,7 @@ class Scheduler:
             if advance.samples:
                 self._append(request, sampled[request.id], now)
                 progressed.append(request)
-            elif request.score_prompt and request.remaining == 0:
+            elif request.prompt_scores == "whole" and request.remaining == 0:
                 self._end(request, "length")
                 progressed.append(request)
         return progressed
@@ -350,7 +385,7 @@ class Scheduler:
 
     # -- leaving ------------------------------------------------------------------------------
 
-    def _retract(self, step: _Step, request: Request) -> None:
+    def _retract(self, request: Request) -> None:
         """Give up a request's pages; it resumes, ahead of all that wait, by prefix match."""
         self._leave(request)
         request.state = State.WAITING
@@ -359,7 +394,9 @@ class Scheduler:
         self.stats.retractions += 1
         self._waiting[request.id] = request
         self._waiting.move_to_end(request.id, last=False)
-        step.retracted.append(request.id)
+        # Scores come again when the prompt is computed again.
+        request.prompt_logprobs.clear()
+        request.distributions.clear()
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         if request.state is State.RUNNING:

@@ -34,7 +34,8 @@ class SequencePages:
     generations: list[list[int]]  # what the allocator said when the page entered the table
     live_from: list[int]  # first page still held; everything before is NULL_PAGE
     node: Node  # deepest node of the request's pinned path
-    published: int = 0  # pages from the start that are in the tree
+    published: int  # pages from the start that are in the tree
+    publishes: bool  # complete pages enter the tree
 
     @property
     def num_pages(self) -> int:
@@ -142,15 +143,21 @@ class PagedCache:
 
     def pending_page(self, pages: SequencePages, tokens: Sequence[int]) -> PageKey | None:
         """The next page a running request will publish, if all its tokens are known."""
-        if not self.prefix_caching or pages.published >= self.geometry.complete_pages(len(tokens)):
+        if not pages.publishes or pages.published >= self.geometry.complete_pages(len(tokens)):
             return None
         return pages.node, self._page_tokens(tokens, pages.published)
 
     def available_after(self, match: PrefixMatch, group: int) -> int:
         return self.available_pages(group) - self.tree.evictable_in(match, group)
 
-    def open(self, match: PrefixMatch, lookup_tokens: int) -> SequencePages:
-        """Start a request on a matched prefix."""
+    def open(
+        self, match: PrefixMatch, lookup_tokens: int, *, publish: bool = True
+    ) -> SequencePages:
+        """Start a request on a matched prefix.
+
+        A request that does not look prefixes up must not publish either: it would pin cached pages
+        beside its own copies of them, and so need twice the room its length says.
+        """
         self.stats.lookup_tokens += lookup_tokens
         self.stats.hit_tokens += self.geometry.tokens(match.num_pages)
         node = self.tree.pin(match)
@@ -164,7 +171,9 @@ class PagedCache:
             tables.append(table)
             generations.append([self.allocators[g].generation(page) for page in table])
             live_from.append(first)
-        pages = SequencePages(tables, generations, live_from, node, published=match.num_pages)
+        pages = SequencePages(
+            tables, generations, live_from, node, match.num_pages, publish and self.prefix_caching
+        )
         self._sequences.add(pages)
         return pages
 
@@ -189,7 +198,7 @@ class PagedCache:
 
     def commit(self, pages: SequencePages, token_ids: Sequence[int], computed: int) -> None:
         """The first `computed` tokens are in the cache: publish complete pages, slide windows."""
-        if self.prefix_caching and computed >= self.geometry.tokens(pages.published + 1):
+        if pages.publishes and computed >= self.geometry.tokens(pages.published + 1):
             self._publish(pages, token_ids, computed)
         if self._windowed:
             self._slide(pages, computed)

@@ -146,11 +146,11 @@ class RadixTree:
 
     def _offer(self, node: Node) -> None:
         """An unpinned leaf: evictable, or already empty and so removed at once."""
-        if all(page == NULL_PAGE for page in node.pages):
+        if any(node.pages):
+            for g in self._full:
+                self._idle[g].push(node)
+        else:
             self._remove(node)
-            return
-        for g in self._full:
-            self._idle[g].push(node)
 
     # -- growing ------------------------------------------------------------------------------
 
@@ -231,20 +231,26 @@ class RadixTree:
         self._allocators[group].release(page)
 
     def _remove(self, node: Node) -> None:
-        """Take out an unpinned leaf; its parent may become one."""
-        parent = node.parent
-        assert parent is not None and not node.children and node.pins == 0
-        for g in range(len(self._groups)):
-            self._drop_page(node, g)
-        del parent.children[node.key]
-        node.parent = None
-        self.num_nodes -= 1
-        self._unpinned -= 1
-        if parent.parent is not None:
-            if not parent.children and parent.pins == 0:
-                self._offer(parent)
-        else:
-            self._forget_if_empty(parent)
+        """Take out an unpinned leaf, and parents that are left without children and pages."""
+        while True:
+            parent = node.parent
+            assert parent is not None and not node.children and node.pins == 0
+            for g in range(len(self._groups)):
+                self._drop_page(node, g)
+            del parent.children[node.key]
+            node.parent = None
+            self.num_nodes -= 1
+            self._unpinned -= 1
+            if parent.parent is None:
+                self._forget_if_empty(parent)
+                return
+            if parent.children or parent.pins:
+                return
+            if any(parent.pages):
+                for g in self._full:
+                    self._idle[g].push(parent)
+                return
+            node = parent
 
     def _forget_if_empty(self, root: Node) -> None:
         """Namespaces come from users: an empty one must not stay behind."""

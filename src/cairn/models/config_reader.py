@@ -31,6 +31,7 @@ _NO_EFFECT = frozenset(
     bad_words_ids num_return_sequences forced_bos_token_id forced_eos_token_id
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
     max_new_tokens license library_name unsloth_version unsloth_fixed model_name
+    is_llama_config transformers.js_config
     """.split()
 )
 
@@ -97,6 +98,10 @@ class ConfigReader:
         if value < 1:
             raise ConfigError(f"{self.source}: {name} is {value}; it must be at least 1")
         return value
+
+    def values(self) -> dict[str, Any]:
+        """All fields as they stand."""
+        return dict(self._values)
 
     def peek(self, name: str) -> Any:
         """A field's raw value, without taking it."""

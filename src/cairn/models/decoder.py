@@ -6,29 +6,21 @@ belongs to which sequence is known to attention alone, which is a function hande
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from cairn.models.interface import Attend
 from cairn.models.layers import Embedding, Factory, Linear, RMSNorm
 from cairn.models.rope import RopeParameters, Rotary, rotate
-from cairn.models.spec import DecoderSpec
+from cairn.models.spec import DecoderSpec, ModelSpec
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
-class Attend(Protocol):
-    """Stores the new rows' keys and values and attends to the sequence so far."""
-
-    def __call__(
-        self,
-        layer: int,
-        query: torch.Tensor,  # [rows, heads, head_dim]
-        key: torch.Tensor,  # [rows, kv_heads, head_dim]
-        value: torch.Tensor,  # [rows, kv_heads, head_dim]
-    ) -> torch.Tensor: ...  # [rows, heads, head_dim]
+def _norm(dim: int, spec: DecoderSpec, factory: Factory) -> RMSNorm:
+    # OLMo rounds after the weight, the others before it.
+    return RMSNorm(dim, spec.norm_eps, factory, round_last=spec.post_norm)
 
 
 class SelfAttention(nn.Module):
@@ -50,8 +42,8 @@ class SelfAttention(nn.Module):
         self._norm_heads = spec.qk_norm == "head"
         if spec.qk_norm != "none":
             dims = (spec.head_dim,) * 2 if self._norm_heads else self._widths
-            self.q_norm = RMSNorm(dims[0], spec.norm_eps, factory)
-            self.k_norm = RMSNorm(dims[1], spec.norm_eps, factory)
+            self.q_norm = _norm(dims[0], spec, factory)
+            self.k_norm = _norm(dims[1], spec, factory)
         self._has_norm = spec.qk_norm != "none"
 
     def forward(self, x: torch.Tensor, cos_sin: CosSin, attend: Attend) -> torch.Tensor:
@@ -88,9 +80,9 @@ class MLP(nn.Module):
 class PreNormLayer(nn.Module):
     def __init__(self, spec: DecoderSpec, layer: int, factory: Factory) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, factory)
+        self.input_layernorm = _norm(spec.hidden_size, spec, factory)
         self.self_attn = SelfAttention(spec, layer, factory)
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, factory)
+        self.post_attention_layernorm = _norm(spec.hidden_size, spec, factory)
         self.mlp = MLP(spec, factory)
 
     def forward(self, x: torch.Tensor, cos_sin: CosSin, attend: Attend) -> torch.Tensor:
@@ -103,9 +95,9 @@ class PostNormLayer(nn.Module):
     def __init__(self, spec: DecoderSpec, layer: int, factory: Factory) -> None:
         super().__init__()
         self.self_attn = SelfAttention(spec, layer, factory)
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, factory)
+        self.post_attention_layernorm = _norm(spec.hidden_size, spec, factory)
         self.mlp = MLP(spec, factory)
-        self.post_feedforward_layernorm = RMSNorm(spec.hidden_size, spec.norm_eps, factory)
+        self.post_feedforward_layernorm = _norm(spec.hidden_size, spec, factory)
 
     def forward(self, x: torch.Tensor, cos_sin: CosSin, attend: Attend) -> torch.Tensor:
         x = x + self.post_attention_layernorm(self.self_attn(x, cos_sin, attend))
@@ -119,7 +111,7 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, factory)
         layer_class = PostNormLayer if spec.post_norm else PreNormLayer
         self.layers = nn.ModuleList(layer_class(spec, i, factory) for i in range(len(spec.layers)))
-        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, factory)
+        self.norm = _norm(spec.hidden_size, spec, factory)
         # Layers with the same rope share its cosines and sines.
         ropes: list[RopeParameters] = list(dict.fromkeys(layer.rope for layer in spec.layers))
         self._rope_of = [ropes.index(layer.rope) for layer in spec.layers]
@@ -145,27 +137,27 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """Decoder and output head. Module names are the checkpoint's names."""
 
-    def __init__(self, spec: DecoderSpec, factory: Factory) -> None:
+    def __init__(self, config: DecoderSpec, factory: Factory) -> None:
         super().__init__()
-        self.spec = spec
-        self.model = Decoder(spec, factory)
-        if not spec.tie_embeddings:
-            self.lm_head = Linear(spec.hidden_size, {"lm_head": spec.vocab_size}, factory)
+        self.config = config
+        self.model = Decoder(config, factory)
+        if not config.tie_embeddings:
+            self.lm_head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, factory)
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.config.for_engine()
 
     def forward(
         self,
-        token_ids: torch.Tensor,  # [rows]
-        positions: torch.Tensor,  # [rows]
-        lengths: torch.Tensor,  # [rows], see Rotary
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        lengths: torch.Tensor,
         attend: Attend,
+        logit_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """Hidden states [rows, hidden], after the final norm."""
-        out: torch.Tensor = self.model(token_ids, positions, lengths, attend)
-        return out
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> [rows, vocab_size]"""
-        if self.spec.tie_embeddings:
+        hidden = self.model(token_ids, positions, lengths, attend)[logit_rows]
+        if self.config.tie_embeddings:
             return F.linear(hidden, self.model.embed_tokens.weight)
-        out: torch.Tensor = self.lm_head(hidden)
-        return out
+        logits: torch.Tensor = self.lm_head(hidden)
+        return logits

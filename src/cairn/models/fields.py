@@ -45,7 +45,7 @@ def read_dimensions(
         if head_dim not in (None, hidden // heads):
             raise config.unsupported("head_dim", head_dim, f"it must be {hidden // heads}")
         head_dim = hidden // heads
-    if head_dim % 2:
+    if head_dim < 2 or head_dim % 2:
         raise config.unsupported("head_dim", head_dim, "rotary embedding needs an even number")
     return Dimensions(
         vocab_size=config.take_positive("vocab_size"),

@@ -51,14 +51,19 @@ class Embedding(WeightModule):
 
 
 class RMSNorm(WeightModule):
-    def __init__(self, dim: int, eps: float, factory: Factory) -> None:
+    """`round_last`: the weight is applied before rounding to the model's type, not after it."""
+
+    def __init__(self, dim: int, eps: float, factory: Factory, *, round_last: bool = False) -> None:
         super().__init__()
         self.weight = factory.empty(dim)
         self._eps = eps
+        self._round_last = round_last
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
+        if self._round_last:
+            return (self.weight * scaled).to(x.dtype)
         return self.weight * scaled.to(x.dtype)
 
     def slots(self, name: str) -> Iterator[tuple[str, TensorSlot]]:

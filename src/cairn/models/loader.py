@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from cairn.errors import LoadError
-from cairn.models.checkpoint import Checkpoint
 from cairn.models.decoder import CausalLM
 from cairn.models.layers import Factory, named_slots
 from cairn.models.spec import DecoderSpec
@@ -23,24 +23,36 @@ def build_model(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> 
     return CausalLM(spec, Factory(dtype, device)).eval()
 
 
-def load_checkpoint(model: CausalLM, folder: Path, progress: Progress | None = None) -> None:
-    """Stream a safetensors checkpoint into the model, one tensor at a time."""
-    checkpoint = Checkpoint.open(folder)
+class WeightSource(Protocol):
+    """Tensors by their checkpoint names: safetensors or GGUF."""
+
+    @property
+    def names(self) -> set[str]: ...
+
+    def tensors(self) -> Iterator[tuple[Path, str, torch.Tensor]]:
+        """(file, name, tensor), one at a time."""
+        ...
+
+
+def fill(
+    model: CausalLM, weights: WeightSource, source: Path, progress: Progress | None = None
+) -> None:
+    """Stream weights into the model. `source` names them in errors."""
     slots = named_slots(model)
     # Buffers that old exports carry; they follow from the config.
-    names = {name for name in checkpoint.names if not name.endswith("rotary_emb.inv_freq")}
-    tied = "lm_head.weight" if model.spec.tie_embeddings else None
+    names = {name for name in weights.names if not name.endswith("rotary_emb.inv_freq")}
+    tied = "lm_head.weight" if model.config.tie_embeddings else None
     missing = sorted(slots.keys() - names)
     if missing:
-        raise LoadError(f"{folder}: {_listed(missing)} missing from the checkpoint")
+        raise LoadError(f"{source}: {_listed(missing)} missing from the checkpoint")
     unexpected = sorted(names - slots.keys() - {tied})
     if unexpected:
         raise LoadError(
-            f"{folder}: {_listed(unexpected)} not part of {model.spec.architecture} as config.json "
-            "describes it"
+            f"{source}: {_listed(unexpected)} not part of {model.config.architecture} as its "
+            "config describes it"
         )
     tied_head: tuple[Path, torch.Tensor] | None = None
-    for done, (path, name, tensor) in enumerate(checkpoint.tensors(), start=1):
+    for done, (path, name, tensor) in enumerate(weights.tensors(), start=1):
         if name == tied:
             tied_head = path, tensor
         elif name in slots:
@@ -56,7 +68,7 @@ def load_checkpoint(model: CausalLM, folder: Path, progress: Progress | None = N
                 )
             slot.write(tensor)
         if progress is not None:
-            progress(done, len(checkpoint.names))
+            progress(done, len(weights.names))
     if tied_head is not None:
         _check_tied(model, *tied_head)
 

@@ -69,6 +69,8 @@ def read_rope(
     layer type alone and the others keep the default."""
     context = config.take_positive("max_position_embeddings")
     theta = config.take("rope_theta", float, default_theta)
+    if not theta > 0:
+        raise ConfigError(f"{config.source}: rope_theta is {theta}; it must be above 0")
     config.require("partial_rotary_factor", (1, 1.0), 1.0)
     scaling = config.take_optional("rope_scaling", dict)
     given = config.take_optional("rope_parameters", dict)
@@ -98,12 +100,15 @@ def _parse(
     context: int,
     outer_original: int | None,
 ) -> RopeParameters:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{config.source}: {field} is {values!r}; it must be an object")
     kind = values.get("rope_type", values.get("type", "default"))
-    if kind not in _KNOWN_FIELDS:
+    if not isinstance(kind, str) or kind not in _KNOWN_FIELDS:
         raise config.unsupported(
             f"{field}.rope_type", kind, f"supported: {', '.join(_KNOWN_FIELDS)}"
         )
-    common = {"rope_type", "type", "rope_theta", "original_max_position_embeddings"}
+    # `finetuned` was written by early YaRN exports and never read.
+    common = {"rope_type", "type", "rope_theta", "original_max_position_embeddings", "finetuned"}
     for name, value in values.items():
         if name == "partial_rotary_factor" and value in (None, 1, 1.0):
             continue
@@ -111,12 +116,26 @@ def _parse(
             raise config.unsupported(f"{field}.{name}", value, f"rope type {kind!r} has no such")
     numbers = {
         name: values[name]
-        for name in _KNOWN_FIELDS[kind]
+        for name in _KNOWN_FIELDS[kind] | {"rope_theta", "original_max_position_embeddings"}
         if values.get(name) is not None  # null means the default
     }
     for name, value in numbers.items():
-        if not isinstance(value, int | float) or (name != "truncate" and isinstance(value, bool)):
-            raise ConfigError(f"{config.source}: {field}.{name} is {value!r}; it must be a number")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if name == "truncate":
+            is_number = isinstance(value, bool)
+        if not is_number or (name != "truncate" and not 0 < value < math.inf):
+            raise ConfigError(
+                f"{config.source}: {field}.{name} is {value!r}; it must be a positive number"
+                if name != "truncate"
+                else f"{config.source}: {field}.{name} is {value!r}; it must be true or false"
+            )
+    theta = float(numbers.pop("rope_theta", theta))
+    own_original = numbers.pop("original_max_position_embeddings", None)
+    original = context
+    if kind in ("yarn", "llama3"):
+        original = int(outer_original or own_original or context)
+    if kind == "yarn" and "factor" not in numbers and original < context:
+        numbers["factor"] = context / original
     required = {"factor", "low_freq_factor", "high_freq_factor"} & _KNOWN_FIELDS[kind]
     for name in sorted(required - numbers.keys()):
         raise ConfigError(f"{config.source}: {field}.{name} is missing for rope type {kind!r}")
@@ -125,16 +144,7 @@ def _parse(
             f"{config.source}: {field}.factor is {numbers['factor']}; it must be at least 1"
         )
     # Dynamic scaling starts from max_position_embeddings, whatever else the config says.
-    original = context
-    if kind in ("yarn", "llama3"):
-        original = outer_original or values.get("original_max_position_embeddings") or context
-    own_theta = values.get("rope_theta")
-    return RopeParameters(
-        theta=float(theta if own_theta is None else own_theta),
-        kind=kind,
-        original_context=int(original),
-        **numbers,
-    )
+    return RopeParameters(theta=theta, kind=kind, original_context=original, **numbers)
 
 
 def _scaled_context(rope: RopeParameters, context: int) -> int:

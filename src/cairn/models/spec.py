@@ -12,6 +12,25 @@ QKNorm = Literal["none", "head", "layer"]
 
 
 @dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What the engine must know of a model, however it is implemented."""
+
+    architecture: str
+    vocab_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # of attention scores
+    windows: tuple[int | None, ...]  # per layer: rows a query sees, itself included; None for all
+    context_length: int
+    dynamic_rope_context: int | None = None
+    """The length beyond which rotation depends on a prompt's length; None if it never does."""
+
+    def tokens_per_page(self, page_size: int) -> int:
+        return page_size
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     window: int | None  # rows a query sees, itself included; None for all
     rope: RopeParameters
@@ -37,15 +56,16 @@ class DecoderSpec:
     post_norm: bool = False
     """Norms after attention and MLP (OLMo) instead of before them."""
 
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        return tuple(layer.window for layer in self.layers)
-
-    @property
-    def dynamic_rope_context(self) -> int | None:
-        """The length beyond which rotation depends on a prompt's length; None if it never does."""
-        lengths = [s.rope.original_context for s in self.layers if s.rope.kind == "dynamic"]
-        return min(lengths) if lengths else None
-
-    def tokens_per_page(self, page_size: int) -> int:
-        return page_size
+    def for_engine(self) -> ModelSpec:
+        dynamic = [s.rope.original_context for s in self.layers if s.rope.kind == "dynamic"]
+        return ModelSpec(
+            architecture=self.architecture,
+            vocab_size=self.vocab_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=self.head_dim**-0.5,
+            windows=tuple(layer.window for layer in self.layers),
+            context_length=self.context_length,
+            dynamic_rope_context=min(dynamic, default=None),
+        )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -30,14 +30,17 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         environment.filters["tojson"] = _tojson
         try:
             return environment.from_string(self.source).render(
                 messages=list(messages),
+                tools=None,
+                documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self.special_tokens,
             )
-        except (TemplateError, SecurityError, TypeError) as error:
+        except Exception as error:  # a template is a program: it may raise anything
             raise RequestError(f"the chat template refuses these messages: {error}") from error
 
 
@@ -61,6 +64,10 @@ class Tokenizer:
         return cls(fast, _read_template(folder))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the prompt is not valid Unicode text: {error}") from error
         ids: list[int] = self.fast.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
@@ -118,5 +125,5 @@ def _raise(message: str) -> None:
     raise TemplateError(message)
 
 
-def _tojson(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _tojson(value: object, **options: Any) -> str:
+    return json.dumps(value, **{"ensure_ascii": False, **options})

@@ -20,7 +20,7 @@ def add_flags(
             continue
         flag = "--" + option.name.replace("_", "-")
         default = None if option.default is MISSING else option.default
-        text = option.metadata.get("help", "")
+        text = option.metadata["help"].replace("%", "%%")
         if default not in (None, "", (), False):
             text += f" Default: {default}."
         kind, many = _scalar(hints[option.name])
@@ -38,9 +38,11 @@ def add_flags(
         parser.add_argument(flag, dest=option.name, **arguments)
 
 
-def collect(arguments: argparse.Namespace, config: type[Any]) -> dict[str, Any]:
+def collect(
+    arguments: argparse.Namespace, config: type[Any], *, skip: Collection[str] = ()
+) -> dict[str, Any]:
     """The given flags that belong to `config`, as keyword arguments."""
-    names = {option.name for option in fields(config)}
+    names = {option.name for option in fields(config)} - set(skip)
     return {name: value for name, value in vars(arguments).items() if name in names}
 
 

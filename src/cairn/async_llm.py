@@ -1,0 +1,161 @@
+"""The engine for asyncio: a thread of its own steps it, callers await chunks.
+
+async with AsyncLLM("path/to/model") as llm:
+    async for chunk in llm.stream("Once upon a time", max_tokens=32):
+        print(chunk.text, end="")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from cairn.config import EngineConfig
+from cairn.engine.sampling_params import SamplingParams
+from cairn.errors import CairnError, QueueFullError
+from cairn.frontend import Frontend, Prompt, make_params
+from cairn.outputs import Chunk, Generation
+from cairn.text.tokenizer import Message
+
+T = TypeVar("T")
+
+
+class AsyncLLM:
+    """Everything that touches the engine runs on one thread, in the order it was asked for."""
+
+    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+        if model is not None:
+            options["model"] = str(model)
+        self._frontend = Frontend(EngineConfig.from_kwargs(options))
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._sinks: set[Callable[[Chunk | None], None]] = set()
+        self._thread = threading.Thread(target=self._loop, name="cairn-engine", daemon=True)
+        self._thread.start()
+
+    # -- generating ---------------------------------------------------------------------------
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+        **sampling: Any,
+    ) -> AsyncIterator[Chunk]:
+        """Chunks of a prompt's choices. Leaving the loop early aborts them."""
+        params = make_params(sampling_params, sampling)
+        loop = asyncio.get_running_loop()
+        chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()
+
+        def sink(chunk: Chunk | None) -> None:
+            loop.call_soon_threadsafe(chunks.put_nowait, chunk)
+
+        def submit() -> list[str]:
+            requests = self._frontend.prepare(prompt, params, cache_salt)
+            if self._frontend.queue_is_full():
+                raise QueueFullError("the waiting queue is full; send it again later")
+            self._frontend.submit(requests, sink)
+            self._sinks.add(sink)
+            return [request.id for request in requests]
+
+        ids = await self._on_engine(submit)
+        open_choices = len(ids)
+        try:
+            while open_choices:
+                chunk = await chunks.get()
+                if chunk is None:
+                    raise CairnError(f"the engine failed: {self._failure}") from self._failure
+                open_choices -= chunk.finish_reason is not None
+                yield chunk
+        finally:
+            self._sinks.discard(sink)
+            if open_choices:
+                self._post(partial(self._abort_each, ids))
+
+    async def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        **rest: Any,
+    ) -> AsyncIterator[Chunk]:
+        ids = await asyncio.to_thread(self._frontend.encode_chat, messages)
+        async for chunk in self.stream(ids, sampling_params, **rest):
+            yield chunk
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **rest: Any
+    ) -> Generation:
+        """The whole answer; of several choices the first, with the others as alternatives."""
+        results: dict[int, Generation] = {}
+        async for chunk in self.stream(prompt, sampling_params, **rest):
+            if chunk.result is not None:
+                results[chunk.choice] = chunk.result
+        first, *others = (results[choice] for choice in sorted(results))
+        return first.with_alternatives(others)
+
+    def _abort_each(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self._frontend.abort(request_id)
+
+    async def abort(self, request_id: str) -> bool:
+        return await self._on_engine(lambda: self._frontend.abort(request_id))
+
+    # -- closing ------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Abort what runs and stop the thread."""
+        self._closing = True
+        self._post(lambda: None)
+        await asyncio.to_thread(self._thread.join)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # -- the engine's thread ------------------------------------------------------------------
+
+    def _post(self, call: Callable[[], None]) -> None:
+        self._calls.put(call)
+
+    async def _on_engine(self, call: Callable[[], T]) -> T:
+        """Run `call` between two steps and await its result."""
+        if self._closing or self._failure is not None:
+            raise CairnError(f"the engine is not running: {self._failure or 'it was closed'}")
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._post(run)
+        return await asyncio.wrap_future(future)
+
+    def _loop(self) -> None:
+        try:
+            while not self._closing:
+                # Wait while idle; between steps only take what is there.
+                if not self._frontend.engine.has_work:
+                    self._calls.get()()
+                while not self._calls.empty():
+                    self._calls.get()()
+                if self._frontend.engine.has_work and not self._closing:
+                    self._frontend.step()
+            self._frontend.abort_all()
+        except BaseException as error:
+            self._failure = error
+            for sink in list(self._sinks):
+                sink(None)
+            while not self._calls.empty():
+                self._calls.get()()

@@ -1,0 +1,110 @@
+"""`cairn bench`: how fast, next to transformers on the same weights in the same run."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from cairn.cli_flags import add_flags, collect
+from cairn.config import EngineConfig
+from cairn.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cairn.bench.workloads import Workload
+    from cairn.llm import LLM
+
+# requests, input length, output length
+_DEFAULTS = {
+    "latency": (4, 128, 64),
+    "offline": (256, 128, 64),
+    "rag": (8, 2048, 32),
+    "summarize": (1, 4096, 256),
+}
+_HELP = {
+    "latency": "requests one by one: time to first token and between tokens",
+    "offline": "many requests at once: throughput",
+    "rag": "one corpus, many questions: what the prefix cache saves",
+    "summarize": "one long document, one long answer",
+}
+
+
+def add_bench(commands: Any) -> None:
+    bench = commands.add_parser("bench", help="measure speed", allow_abbrev=False)
+    kinds = bench.add_subparsers(required=True, metavar="WORKLOAD")
+    for kind, text in _HELP.items():
+        parser = kinds.add_parser(kind, help=text, allow_abbrev=False)
+        requests, input_len, output_len = _DEFAULTS[kind]
+        group = parser.add_argument_group("workload")
+        group.add_argument("--requests", type=int, default=requests, metavar="N")
+        group.add_argument("--input-len", type=int, default=input_len, metavar="TOKENS")
+        group.add_argument("--output-len", type=int, default=output_len, metavar="TOKENS")
+        if kind == "offline":
+            group.add_argument(
+                "--lengths",
+                choices=("seeded", "equal", "mixed"),
+                default="seeded",
+                help="The 256 seeded requests others publish (which have their own lengths), "
+                "equal lengths, or lengths up to the given ones.",
+            )
+        if kind in ("rag", "summarize"):
+            group.add_argument(
+                "--text", metavar="FILE", help="Text to use; Python's own otherwise."
+            )
+        group.add_argument(
+            "--baseline",
+            action=argparse.BooleanOptionalAction,
+            default=True,
+            help="Run transformers too.",
+        )
+        group.add_argument("--output", metavar="FILE", help="Write the JSON line to a file too.")
+        group.add_argument("--plot", metavar="FILE", help="Draw a PNG.")
+        add_flags(parser.add_argument_group("engine"), EngineConfig)
+        parser.set_defaults(run=_bench, kind=kind)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from cairn.bench.measure import TransformersBaseline, measure_cairn
+    from cairn.bench.report import make_record, show
+    from cairn.engine.build import locate, resolve_device, resolve_dtype
+    from cairn.llm import LLM
+
+    for name in ("requests", "input_len", "output_len"):
+        if getattr(arguments, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
+    options = collect(arguments, EngineConfig)
+    with LLM(**options) as llm:
+        workload = _workload(arguments, llm)
+        llm.generate([1, 2, 3], max_tokens=8, ignore_eos=True)  # warm up
+        rows = [measure_cairn(llm, workload)]
+        config = llm.config
+    device = resolve_device(config.device)
+    if arguments.baseline:
+        source = locate(config)
+        dtype = resolve_dtype(config.dtype, source.config, device)
+        baseline = TransformersBaseline(source, dtype, device)
+        baseline.warm_up()
+        rows.append(baseline.measure(workload))
+    show(make_record(workload, rows, options, device.type), arguments.output, arguments.plot)
+    return 0
+
+
+def _workload(arguments: argparse.Namespace, llm: LLM) -> Workload:
+    from cairn.bench import workloads
+
+    count, given, out = arguments.requests, arguments.input_len, arguments.output_len
+    vocab = llm.engine.spec.vocab_size
+    if arguments.kind == "latency":
+        return workloads.latency(count, given, out, vocab)
+    if arguments.kind == "offline":
+        if arguments.lengths == "seeded":
+            if count > workloads.SEEDED_REQUESTS:
+                raise ConfigError(f"--requests is {count}; there are 256 seeded requests")
+            return workloads.seeded(count, vocab)
+        make = workloads.uniform if arguments.lengths == "equal" else workloads.mixed
+        return make(count, given, out, vocab)
+    if llm.tokenizer is None:
+        raise ConfigError(f"bench {arguments.kind} needs a model with a tokenizer")
+    text = workloads.read_text(arguments.text)
+    if arguments.kind == "rag":
+        return workloads.rag(llm.tokenizer, text, given, count, out)
+    return workloads.summarize(llm.tokenizer, text, given, out)

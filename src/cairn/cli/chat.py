@@ -1,0 +1,112 @@
+"""`cairn chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TextIO
+
+from rich.console import Console
+
+from cairn.engine.sampling_params import SamplingParams
+from cairn.errors import RequestError
+from cairn.llm import LLM
+from cairn.outputs import Generation
+
+_HELP = """\
+/reset   start a new conversation
+/stats   what the last answer took, and the state of the KV cache
+/help    this list
+/exit    leave (Ctrl-D does too; Ctrl-C stops an answer)"""
+
+
+class Chat:
+    """Keeps the history; the prefix cache makes each turn cost only what is new in it."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        *,
+        system: str | None = None,
+        read: Callable[[str], str] = input,
+        out: TextIO | None = None,
+    ) -> None:
+        self._llm = llm
+        self._params = params
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self._messages = list(self._system)
+        self._read = read
+        self._console = Console(file=out or sys.stdout, highlight=False)
+        self._last: Generation | None = None
+
+    def run(self) -> int:
+        self._say(f"[dim]{self._llm.config.model}. /help lists the commands.[/dim]")
+        while True:
+            try:
+                line = self._read("> ").strip()
+            except EOFError:
+                self._say("")
+                return 0
+            except KeyboardInterrupt:
+                self._say("[dim]Ctrl-D or /exit to leave.[/dim]")
+                continue
+            if line == "/exit":
+                return 0
+            if line.startswith("/"):
+                self._command(line)
+            elif line:
+                self._answer(line)
+
+    def _command(self, line: str) -> None:
+        if line == "/reset":
+            self._messages = list(self._system)
+            self._say("[dim]A new conversation.[/dim]")
+        elif line == "/stats":
+            self._stats()
+        elif line == "/help":
+            self._say(_HELP)
+        else:
+            self._say(f"[red]No such command: {line}.[/red] /help lists them.")
+
+    def _answer(self, text: str) -> None:
+        self._messages.append({"role": "user", "content": text})
+        try:
+            stream = self._llm.stream_chat(self._messages, self._params)
+        except RequestError as error:
+            self._messages.pop()
+            self._say(f"[red]{error}[/red]")
+            return
+        said = ""
+        with stream:
+            try:
+                for chunk in stream:
+                    said += chunk.text
+                    self._console.print(chunk.text, end="", markup=False, soft_wrap=True)
+                    self._last = chunk.result or self._last
+            except KeyboardInterrupt:
+                self._say("\n[dim]stopped[/dim]", end="")
+        self._say("")
+        self._messages.append({"role": "assistant", "content": said})
+
+    def _stats(self) -> None:
+        last = self._last
+        if last is None:
+            self._say("[dim]No answer yet.[/dim]")
+            return
+        usage, times = last.usage, last.timings
+        first = times.first_token or 0.0
+        rate = max(0, usage.completion_tokens - 1) / max(times.total - first, 1e-9)
+        self._say(
+            f"prompt {usage.prompt_tokens} tokens, {usage.cached_tokens} of them cached; "
+            f"answer {usage.completion_tokens} tokens, {last.finish_reason}\n"
+            f"first token after {first * 1e3:.0f} ms, then {rate:.1f} tokens/s"
+        )
+        for group in self._llm.engine.usage():
+            self._say(
+                f"pages ({group.name}): {group.owned} in use, {group.cached} cached, "
+                f"{group.free} free of {group.total}"
+            )
+
+    def _say(self, text: str, end: str = "\n") -> None:
+        self._console.print(text, end=end, soft_wrap=True)

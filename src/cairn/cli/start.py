@@ -1,0 +1,22 @@
+"""Starting a model from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from cairn.cli_flags import collect
+from cairn.config import EngineConfig
+from cairn.frontend import Frontend
+
+
+def start(arguments: argparse.Namespace) -> Frontend:
+    """On a terminal a download is offered first, elsewhere it just happens."""
+    config = EngineConfig.from_kwargs(collect(arguments, EngineConfig))
+    on_terminal = sys.stdin.isatty() and sys.stderr.isatty()
+    return Frontend(config, _ask if on_terminal else None)
+
+
+def _ask(question: str) -> bool:
+    print(f"{question} [Y/n] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("", "y", "yes")

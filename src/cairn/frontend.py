@@ -1,0 +1,180 @@
+"""Text on one side, the engine on the other. `LLM` and `AsyncLLM` are two ways to drive it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+
+from cairn.config import EngineConfig
+from cairn.engine.build import build_engine, locate
+from cairn.engine.engine import Progress as StepProgress
+from cairn.engine.request import FinishReason, Request
+from cairn.engine.sampling_params import SamplingParams
+from cairn.errors import RequestError
+from cairn.models.source import Confirm
+from cairn.outputs import Chunk, Generation, summarize
+from cairn.progress import loading_bar
+from cairn.text.detokenizer import Detokenizer
+from cairn.text.load import load_tokenizer
+from cairn.text.tokenizer import Message, Tokenizer
+
+Prompt = str | Sequence[int]
+Sink = Callable[[Chunk], None]
+
+
+class Live:
+    """A submitted request whose tokens become chunks of text."""
+
+    def __init__(
+        self, request: Request, choice: int, detokenizer: Detokenizer | None, sink: Sink | None
+    ) -> None:
+        self.request = request
+        self.result: Generation | None = None
+        self._choice = choice
+        self._detokenizer = detokenizer
+        self._sink = sink
+
+    def take(self, progress: StepProgress) -> bool:
+        """New tokens. True if they complete a stop string, so that the request has to end."""
+        shown = () if self.request.stopped_by_token else progress.new_tokens
+        text = self._detokenizer.push(shown) if self._detokenizer else ""
+        stopped = self._detokenizer is not None and self._detokenizer.stopped
+        reason = self.request.finish_reason
+        if reason is None and not stopped:
+            self._emit(text, progress, None)
+            return False
+        if self._detokenizer is not None:
+            text += self._detokenizer.finish()
+            stopped = self._detokenizer.stopped
+        self._finish("stop" if stopped or reason is None else reason)
+        self._emit(text, progress, self.result)
+        return stopped
+
+    def abort(self) -> None:
+        text = self._detokenizer.finish() if self._detokenizer else ""
+        self._finish("abort")
+        self._emit(text, StepProgress(self.request), self.result)
+
+    def _finish(self, reason: FinishReason) -> None:
+        text = self._detokenizer.text if self._detokenizer else None
+        self.result = summarize(self.request, text, reason)
+
+    def _emit(self, text: str, progress: StepProgress, result: Generation | None) -> None:
+        if self._sink is not None:
+            self._sink(
+                Chunk(
+                    request_id=self.request.id,
+                    choice=self._choice,
+                    text=text,
+                    token_ids=list(progress.new_tokens),
+                    logprobs=progress.logprobs,
+                    finish_reason=None if result is None else result.finish_reason,
+                    result=result,
+                )
+            )
+
+
+class Frontend:
+    def __init__(self, config: EngineConfig, confirm: Confirm | None = None) -> None:
+        self.config = config
+        with loading_bar("Fetching") as progress:
+            source = locate(config, confirm, progress)
+        self.tokenizer = load_tokenizer(source)
+        with loading_bar(f"Loading {config.model}") as progress:
+            self.engine = build_engine(config, source, progress)
+        self._live: dict[str, Live] = {}
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def prepare(
+        self, prompt: Prompt, params: SamplingParams, cache_salt: str | None = None
+    ) -> list[Request]:
+        """Checked requests, one for each choice. Raises RequestError."""
+        if params.stop_strings:
+            self._need_tokenizer("stop")
+        if cache_salt is not None and not isinstance(cache_salt, str):
+            raise RequestError(f"cache_salt is {cache_salt!r}; it must be a string")
+        ids = self.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
+        return self.engine.make_requests(ids, params, cache_salt=cache_salt)
+
+    def submit(self, requests: Sequence[Request], sink: Sink | None = None) -> list[Live]:
+        """Queue all choices of a prompt; `sink` gets their chunks as steps produce them."""
+        lives = []
+        for choice, request in enumerate(requests):
+            detokenizer = None
+            if self.tokenizer is not None:
+                stop, prompt = request.params.stop_strings, request.token_ids
+                detokenizer = Detokenizer(self.tokenizer, stop, prompt)
+            self.engine.submit(request)
+            self._live[request.id] = live = Live(request, choice, detokenizer, sink)
+            lives.append(live)
+        return lives
+
+    def is_live(self, request_id: str) -> bool:
+        return request_id in self._live
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now. False if it had ended."""
+        live = self._live.pop(request_id, None)
+        if live is None:
+            return False
+        self.engine.abort(request_id)
+        live.abort()
+        return True
+
+    def abort_all(self) -> None:
+        for request_id in list(self._live):
+            self.abort(request_id)
+
+    def step(self) -> None:
+        """One engine step, and the text that comes of it."""
+        for progress in self.engine.step():
+            live = self._live[progress.request.id]
+            if live.take(progress) and not progress.finished:
+                self.engine.stop(progress.request.id)
+            if live.result is not None:
+                del self._live[progress.request.id]
+
+    def queue_is_full(self) -> bool:
+        scheduler = self.engine.scheduler
+        return scheduler.num_waiting >= scheduler.limits.max_queued_requests
+
+    # -- text ---------------------------------------------------------------------------------
+
+    def encode(self, text: str) -> list[int]:
+        return self._need_tokenizer("a text prompt").encode(text)
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        return self._need_tokenizer("chat").apply_chat_template(messages)
+
+    def _need_tokenizer(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError(
+                f"{what} needs a tokenizer and {self.config.model} has no tokenizer.json; "
+                "add one, or pass token ids"
+            )
+        return self.tokenizer
+
+
+def make_params(given: SamplingParams | None, fields: dict[str, Any]) -> SamplingParams:
+    """SamplingParams, or its fields by keyword, but not both."""
+    if given is None:
+        return SamplingParams.from_kwargs(fields)
+    if not isinstance(given, SamplingParams):
+        raise RequestError(f"sampling_params is a {type(given).__name__}; give SamplingParams")
+    if fields:
+        raise RequestError(
+            f"give sampling_params or single fields, not both (got {', '.join(sorted(fields))})"
+        )
+    return given
+
+
+def _token_ids(prompt: object) -> list[int]:
+    """Ids from a list, or anything that turns into one (a tensor, an array)."""
+    if isinstance(prompt, torch.Tensor) or hasattr(prompt, "tolist"):
+        prompt = cast(Any, prompt).tolist()
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise RequestError(f"a prompt is a {type(prompt).__name__}; give text or token ids")
+    return list(prompt)

