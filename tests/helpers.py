@@ -69,7 +69,7 @@ def write_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
 def poison_free_memory(engine: Engine) -> None:
     """NaN in every slot nobody owns, now and whenever a page is freed."""
     pool = engine._runner._pool
-    for tensor in (*pool.keys.values(), *pool.values.values()):
+    for tensor in pool.layers.values():
         tensor.fill_(float("nan"))
     for g, allocator in enumerate(engine.scheduler.cache.allocators):
 

@@ -11,6 +11,7 @@ from cairn.errors import ConfigError
 DEVICES = ("auto", "cpu", "cuda", "mps")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
 MODEL_IMPLS = ("cairn", "transformers")
+QUANTIZATIONS = ("none", "int8")
 LOAD_FORMATS = ("auto", "dummy")
 EVICTION_POLICIES = ("lru", "lfu")
 
@@ -36,6 +37,9 @@ class EngineConfig:
     device: str = _option("auto", "Where to run: auto takes cuda, then mps, then cpu.", DEVICES)
     dtype: str = _option(
         "auto", "Type of weights and KV cache: auto is the checkpoint's, float32 on a CPU.", DTYPES
+    )
+    quantization: str = _option(
+        "none", "CPU: keep weights as int8, a quarter of the bytes.", QUANTIZATIONS
     )
     context_length: int | None = _option(
         None, "Most tokens of a request, prompt and output; the model's own limit by default."
@@ -66,6 +70,7 @@ class EngineConfig:
             ("dtype", DTYPES),
             ("load_format", LOAD_FORMATS),
             ("model_impl", MODEL_IMPLS),
+            ("quantization", QUANTIZATIONS),
             ("eviction", EVICTION_POLICIES),
         ):
             value = getattr(self, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,34 +61,52 @@ def test_matches_attention_by_hand(
     pool = KVPool(groups, [num_pages] * 3, page_size, kv_heads, dim, torch.float64, CPU)
     shape = AttentionShape(heads, kv_heads, dim, dim**-0.5, page_size, torch.float64, CPU, groups)
     backend = TorchBackend(shape, pool)
-    query_lens = np.array([new for new, _ in lengths])
-    kv_lens = np.array([total for _, total in lengths])
-    cu_query = np.concatenate(([0], np.cumsum(query_lens)))
-    query = torch.randn(int(cu_query[-1]), heads, dim, dtype=torch.float64)
+    query = torch.randn(sum(new for new, _ in lengths), heads, dim, dtype=torch.float64)
     keys = [torch.randn(n, kv_heads, dim, dtype=torch.float64) for _, n in lengths]
     values = [torch.randn(n, kv_heads, dim, dtype=torch.float64) for _, n in lengths]
 
-    group_tables = []
-    for g, group in enumerate(groups):
-        (layer,) = group.layers
-        pool.keys[layer].fill_(float("nan"))
-        pool.values[layer].fill_(float("nan"))
+    tables = []
+    for group in groups:
+        pool.layers[group.layers[0]].fill_(float("nan"))
         free = (1 + torch.randperm(num_pages)).tolist()
         table = torch.zeros(len(lengths), max(pages_of), dtype=torch.int32)
-        for s, (new, total) in enumerate(lengths):
-            # Pages that the window has left behind are gone: the null page stands in the table.
-            first = group.first_reachable_page(total - new, page_size)
-            for index in range(first, pages_of[s]):
+        for s in range(len(lengths)):
+            for index in range(pages_of[s]):
                 table[s, index] = free.pop()
-            rows = torch.arange(first * page_size, total)
-            pages = table[s, rows // page_size].long()
-            pool.write(layer, pages, rows % page_size, keys[s][rows], values[s][rows])
-        group_tables.append(GroupTables(table, torch.empty(0)))
-        assert g == pool.group_of[layer]
-    batch = AttentionBatch(
-        page_size, query_lens, kv_lens, cu_query, torch.empty(0), tuple(group_tables), CPU
-    )
-    metadata = backend.prepare(batch)
+        tables.append(table)
+
+    def step(new: list[int], total: list[int]) -> Any:
+        """Prepare a step, as the runner does, and then write its new rows."""
+        query_lens, kv_lens = np.array(new), np.array(total)
+        batch = AttentionBatch(
+            page_size,
+            query_lens,
+            kv_lens,
+            np.concatenate(([0], np.cumsum(query_lens))),
+            torch.empty(0),
+            tuple(GroupTables(table[: len(new)], torch.empty(0)) for table in tables),
+            CPU,
+        )
+        metadata = backend.prepare(batch)
+        for g, group in enumerate(groups):
+            for s in range(len(new)):
+                rows = torch.arange(total[s] - new[s], total[s])
+                pages = tables[g][s, rows // page_size].long()
+                key_value = torch.cat((keys[s][rows], values[s][rows]), dim=1)
+                pool.write(group.layers[0], pages, rows % page_size, key_value)
+        return metadata
+
+    past = [total - new for new, total in lengths]
+    for s, before in enumerate(past):
+        if before:  # what earlier steps computed, one sequence at a time
+            ones = [0] * s + [before]
+            step([n or 0 for n in ones], [0] * s + [before])
+    for g, group in enumerate(groups):
+        # Pages that the window has left behind are gone: the null page stands in the table.
+        for s, before in enumerate(past):
+            tables[g][s, : group.first_reachable_page(before, page_size)] = 0
+    metadata = step([new for new, _ in lengths], [total for _, total in lengths])
+    cu_query = np.concatenate(([0], np.cumsum([new for new, _ in lengths])))
     for layer, window in enumerate(windows):
         out = backend.forward(layer, query, metadata)
         for s in range(len(lengths)):

@@ -12,7 +12,7 @@ from cairn import LLM
 from cairn.errors import ConfigError, LoadError
 from cairn.models.config_reader import ConfigReader
 from cairn.models.decoder import CausalLM
-from cairn.models.layers import named_slots
+from cairn.models.layers import Linear, named_slots
 from cairn.models.loader import build_model, fill_dummy
 from cairn.models.presets import PRESETS
 from cairn.models.registry import read_spec
@@ -67,10 +67,11 @@ def test_fused_weights_are_the_checkpoints_rows(folder: Path) -> None:
     with load(folder) as llm:
         model = llm.engine._runner._model
         assert isinstance(model, CausalLM)
-        fused = model.get_parameter("model.layers.1.self_attn.qkv_proj.weight")
+        linear = dict(model.named_modules())["model.layers.1.self_attn.qkv_proj"]
+        assert isinstance(linear, Linear)
         names = ("q_proj", "k_proj", "v_proj")
         stacked = torch.cat([tensors[f"model.layers.1.self_attn.{n}.weight"] for n in names])
-        assert torch.equal(fused, stacked)
+        assert torch.equal(linear.dense(), stacked)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +204,7 @@ def test_dummy_weights_have_the_stated_distribution_and_follow_the_seed() -> Non
     for seed in (1, 1, 2):
         model = build_model(read_spec(ConfigReader(config, "test")), torch.float32, CPU)
         fill_dummy(model, seed)
-        models.append(dict(model.named_parameters()))
+        models.append(dict(model.named_tensors()))
     first, same, other = models
     norms = {name for name, slot in named_slots(model).items() if slot.is_norm}
     for name, parameter in first.items():
@@ -224,7 +225,7 @@ def test_dummy_weights_have_the_stated_distribution_and_follow_the_seed() -> Non
 def test_presets_have_their_published_size(name: str, millions: int) -> None:
     spec = read_spec(ConfigReader(PRESETS[name], name))
     model = build_model(spec, torch.float32, torch.device("meta"))
-    count = sum(parameter.numel() for parameter in model.parameters())
+    count = sum(tensor.numel() for _, tensor in model.named_tensors())
     assert abs(count / 1e6 - millions) < 6
 
 

@@ -1,14 +1,14 @@
 """Attention in plain torch, on any device. The reference for every faster backend.
 
-Rows that stand alone in their sequence (decode) are computed page by page: each page of each
-sequence is one split with its own softmax and log-sum-exp, and the splits of a sequence are merged
-by softmax(lse). Longer chunks of new rows go through scaled_dot_product_attention, one sequence
-and one block of queries at a time. Either way only the pages that are read are copied, and slots
-that were never written are kept out of every product, since they may hold NaN.
+Rows that stand alone in their sequence (decode) are batched with the rows of other sequences that
+read equally many pages; longer chunks of new rows go one sequence and one block of queries at a
+time. Either way exactly the pages that are read are copied, once per layer. Slots that were never
+written may hold NaN: a page that a step leaves partial is cleared when it is begun.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,15 +24,12 @@ _QUERY_BLOCK = 256  # bounds the mask and what a causal block reads in vain
 
 
 @dataclass(frozen=True, slots=True)
-class _Splits:
-    """All pages that the decode rows of one group read, back to back."""
+class _Decode:
+    """Decoding sequences that read equally many pages."""
 
-    rows: torch.Tensor  # [seqs] row of each decoding sequence in the step
-    pages: torch.Tensor  # [splits] page ids
-    seq: torch.Tensor  # [splits] which decoding sequence reads the page
-    tails: torch.Tensor  # [seqs] the split that is each sequence's last page
-    hidden: torch.Tensor  # [splits, page_size] slots outside the row's reach
-    unwritten: torch.Tensor  # [seqs, page_size] slots of the last page beyond the row
+    rows: torch.Tensor  # [seqs] row of each in the step
+    slices: torch.Tensor  # [seqs * 2 * kv_heads * pages] (page, head) slices of the pool
+    mask: torch.Tensor | None  # [seqs, 1, 1, keys] 0 or -inf; None if every key is visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +45,14 @@ class _Block:
 class _Chunk:
     """All new rows of one sequence that has several."""
 
-    pages: torch.Tensor  # [pages] page ids, from the first that any of its queries reads
+    slices: torch.Tensor  # [2 * kv_heads * pages] from the first page that any of its queries reads
     num_keys: int  # keys from the first row of the first page to the last query
     blocks: tuple[_Block, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _GroupMetadata:
-    splits: _Splits | None
+    decodes: tuple[_Decode, ...]
     chunks: tuple[_Chunk, ...]
 
 
@@ -74,41 +71,63 @@ class TorchBackend:
     # -- once per step ------------------------------------------------------------------------
 
     def prepare(self, batch: AttentionBatch) -> list[_GroupMetadata]:
+        self._clear_begun_pages(batch)
         decoding = np.flatnonzero(batch.query_lens == 1)
         chunks = np.flatnonzero(batch.query_lens > 1)
         return [
             _GroupMetadata(
-                splits=self._splits(batch, g, group, decoding) if len(decoding) else None,
+                decodes=tuple(self._decodes(batch, g, group, decoding)),
                 chunks=tuple(self._chunk(batch, g, group, int(s)) for s in chunks),
             )
             for g, group in enumerate(self._groups)
         ]
 
-    def _splits(
+    def _clear_begun_pages(self, batch: AttentionBatch) -> None:
+        """Zero the last page of every sequence that begins it in this step and leaves it partial.
+
+        Masked slots enter products with weight zero, which is no help if they hold NaN.
+        """
+        size = batch.page_size
+        last_page = (batch.kv_lens - 1) // size
+        begun = last_page * size >= batch.kv_lens - batch.query_lens
+        seqs = np.flatnonzero(begun & (batch.kv_lens % size != 0))
+        if len(seqs):
+            index = (_to(seqs, batch.device), _to(last_page[seqs], batch.device))
+            for g, tables in enumerate(batch.groups):
+                self._pool.clear(g, tables.page_table[index].long())
+
+    def _decodes(
         self, batch: AttentionBatch, g: int, group: LayerGroup, seqs: np.ndarray
-    ) -> _Splits:
+    ) -> Iterator[_Decode]:
         size = batch.page_size
         kv_lens = batch.kv_lens[seqs]
-        first_key = np.zeros_like(kv_lens)
+        first_keys = np.zeros_like(kv_lens)
         if group.window is not None:
-            first_key = np.maximum(0, kv_lens - group.window)
-        first_page = first_key // size
-        counts = -(-kv_lens // size) - first_page  # pages each sequence reads
-        seq = np.repeat(np.arange(len(seqs)), counts)
-        ends = np.cumsum(counts)
-        index = np.arange(ends[-1]) - np.repeat(ends - counts, counts) + first_page[seq]
-        slot_rows = index[:, None] * size + np.arange(size)  # [splits, page_size]
-        hidden = (slot_rows < first_key[seq, None]) | (slot_rows >= kv_lens[seq, None])
-        device = batch.device
-        table = batch.groups[g].page_table
-        return _Splits(
-            rows=_to(batch.cu_query[seqs], device),
-            pages=table[_to(seqs[seq], device), _to(index, device)].long(),
-            seq=_to(seq, device),
-            tails=_to(ends - 1, device),
-            hidden=_to(hidden, device),
-            unwritten=_to(slot_rows[ends - 1] >= kv_lens[:, None], device),
-        )
+            first_keys = np.maximum(0, kv_lens - group.window)
+        first_pages = first_keys // size
+        counts = -(-kv_lens // size) - first_pages  # pages each sequence reads
+        for count in np.unique(counts):
+            which = np.flatnonzero(counts == count)
+            index = first_pages[which, None] + np.arange(count)  # [seqs, pages]
+            rows = first_pages[which, None] * size + np.arange(count * size)  # [seqs, keys]
+            hidden = (rows < first_keys[which, None]) | (rows >= kv_lens[which, None])
+            table = batch.groups[g].page_table
+            pages = table[_to(seqs[which, None], table.device), _to(index, table.device)].long()
+            mask = None
+            if hidden.any():
+                mask = torch.zeros(hidden.shape, dtype=self._shape.dtype, device=table.device)
+                mask = mask.masked_fill(_to(hidden, table.device), float("-inf"))[:, None, None, :]
+            yield _Decode(
+                rows=_to(batch.cu_query[seqs[which]], table.device),
+                slices=self._slices(pages),
+                mask=mask,
+            )
+
+    def _slices(self, pages: torch.Tensor) -> torch.Tensor:
+        """pages [..., pages] -> places of their (page, head) slices, by sequence and head."""
+        heads = 2 * self._shape.num_kv_heads  # of keys, then of values
+        index = torch.arange(heads, device=pages.device)
+        return (pages[..., None, :] * heads + index[:, None]).flatten()
 
     def _chunk(self, batch: AttentionBatch, g: int, group: LayerGroup, s: int) -> _Chunk:
         size, device = batch.page_size, batch.device
@@ -133,7 +152,9 @@ class TorchBackend:
                 )
             )
         return _Chunk(
-            pages=batch.groups[g].page_table[s, first_page : -(-kv_len // size)].long(),
+            slices=self._slices(
+                batch.groups[g].page_table[s, first_page : -(-kv_len // size)].long()
+            ),
             num_keys=kv_len - first_page * size,
             blocks=tuple(blocks),
         )
@@ -144,42 +165,41 @@ class TorchBackend:
         self, layer: int, query: torch.Tensor, metadata: list[_GroupMetadata]
     ) -> torch.Tensor:
         group = metadata[self._pool.group_of[layer]]
+        if len(group.decodes) == 1 and not group.chunks:
+            return self._decode(layer, query, group.decodes[0])
         out = torch.empty_like(query)
-        if group.splits is not None:
-            out[group.splits.rows] = self._decode(layer, query[group.splits.rows], group.splits)
+        for decode in group.decodes:
+            out[decode.rows] = self._decode(layer, query[decode.rows], decode)
         for chunk in group.chunks:
-            key = _gather(self._pool.keys[layer], chunk.pages)[:, : chunk.num_keys]
-            value = _gather(self._pool.values[layer], chunk.pages)[:, : chunk.num_keys]
+            # [kv_heads, keys, dim] each
+            key, value = self._gather(layer, chunk.slices, 1)[0, :, :, : chunk.num_keys]
             for block in chunk.blocks:
                 out[block.rows] = self._extend(
                     query[block.rows], key[:, block.keys], value[:, block.keys], block.mask
                 )
         return out
 
-    def _decode(self, layer: int, query: torch.Tensor, splits: _Splits) -> torch.Tensor:
+    def _decode(self, layer: int, query: torch.Tensor, decode: _Decode) -> torch.Tensor:
         """query [seqs, heads, dim]: one row per sequence, over all its pages."""
         seqs, heads, dim = query.shape
         kv_heads = self._shape.num_kv_heads
-        key = self._pool.keys[layer][splits.pages]  # [splits, kv_heads, page_size, dim]
-        value = self._pool.values[layer][splits.pages]
-        tails = value[splits.tails]  # [seqs, kv_heads, page_size, dim]
-        value[splits.tails] = tails.masked_fill(splits.unwritten[:, None, :, None], 0)
+        key, value = self._gather(layer, decode.slices, seqs).unbind(1)
+        # The query heads of a kv head are like so many queries: [seqs, kv_heads, group, dim].
+        out = F.scaled_dot_product_attention(
+            query.reshape(seqs, kv_heads, heads // kv_heads, dim),
+            key,
+            value,
+            attn_mask=decode.mask,
+            scale=self._shape.scale,
+        )
+        return out.reshape(seqs, heads, dim)
 
-        grouped = query.view(seqs, kv_heads, heads // kv_heads, dim)[splits.seq]
-        scores = (grouped @ key.transpose(-1, -2)).to(_wide(query.dtype)) * self._shape.scale
-        scores = scores.masked_fill(splits.hidden[:, None, None, :], float("-inf"))
-        lse = scores.logsumexp(-1)  # [splits, kv_heads, group]
-        partial = (scores - lse[..., None]).exp().to(query.dtype) @ value
-
-        # merge: softmax of lse over the splits of each sequence
-        top = lse.new_full((seqs, *lse.shape[1:]), float("-inf"))
-        top.scatter_reduce_(0, splits.seq[:, None, None].expand_as(lse), lse, "amax")
-        weight = (lse - top[splits.seq]).exp()
-        total = torch.zeros_like(top).index_add_(0, splits.seq, weight)
-        weight = (weight / total[splits.seq])[..., None].to(query.dtype)
-        out = query.new_zeros(seqs, *partial.shape[1:])
-        out.index_add_(0, splits.seq, partial * weight)
-        return out.view(seqs, heads, dim)
+    def _gather(self, layer: int, slices: torch.Tensor, seqs: int) -> torch.Tensor:
+        """Copy (page, head) slices to [seqs, 2, kv_heads, keys, dim]: keys, then values."""
+        pool = self._pool.layers[layer]
+        size, dim = pool.shape[2:]
+        copied = pool.view(-1, size, dim).index_select(0, slices)
+        return copied.view(seqs, 2, self._shape.num_kv_heads, -1, dim)
 
     def _extend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
@@ -188,7 +208,7 @@ class TorchBackend:
         rows, heads, dim = query.shape
         kv_heads, keys, _ = key.shape
         # [kv_heads, group, rows, dim] against [kv_heads, 1 -> group, keys, dim]
-        grouped = query.view(rows, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
+        grouped = query.reshape(rows, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
         shape = (kv_heads, heads // kv_heads, keys, dim)
         out = F.scaled_dot_product_attention(
             grouped,
@@ -198,20 +218,6 @@ class TorchBackend:
             scale=self._shape.scale,
         )
         return out.permute(2, 0, 1, 3).reshape(rows, heads, dim)
-
-
-def _gather(pool: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """[pages, kv_heads, page_size, dim] -> [kv_heads, len(pages) * page_size, dim], one copy."""
-    num_pages, kv_heads, size, dim = pool.shape
-    heads = torch.arange(kv_heads, device=pool.device)
-    index = pages[None, :] * kv_heads + heads[:, None]  # [kv_heads, pages]
-    flat = pool.view(num_pages * kv_heads, size, dim).index_select(0, index.reshape(-1))
-    return flat.view(kv_heads, len(pages) * size, dim)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Softmax statistics never in less than float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _to(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -14,7 +14,10 @@ def start(arguments: argparse.Namespace) -> Frontend:
     """On a terminal a download is offered first, elsewhere it just happens."""
     config = EngineConfig.from_kwargs(collect(arguments, EngineConfig))
     on_terminal = sys.stdin.isatty() and sys.stderr.isatty()
-    return Frontend(config, _ask if on_terminal else None)
+    frontend = Frontend(config, _ask if on_terminal else None)
+    for note in frontend.engine.notes:
+        print(f"cairn: {note}", file=sys.stderr)
+    return frontend
 
 
 def _ask(question: str) -> bool:

@@ -20,7 +20,7 @@ from cairn.memory.kv_pool import KVPool
 from cairn.models.checkpoint import Checkpoint
 from cairn.models.config_reader import ConfigReader
 from cairn.models.interface import LanguageModel
-from cairn.models.loader import Progress, build_model, fill, fill_dummy
+from cairn.models.loader import Progress, build_model, fill, fill_dummy, quantize
 from cairn.models.registry import read_spec
 from cairn.models.source import Confirm, ModelSource, find_model
 from cairn.models.spec import ModelSpec
@@ -51,7 +51,8 @@ def build_engine(
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, source.config, device)
     backend_class = resolve_backend(config.attention_backend, device)
-    model = load_model(config, source, dtype, device, progress)
+    _check_quantization(config, dtype, device)
+    model, notes = load_model(config, source, dtype, device, progress)
     spec = model.spec
     geometry = PageGeometry(config.page_size, spec.tokens_per_page(config.page_size))
     groups = group_layers(spec.windows)
@@ -100,6 +101,7 @@ def build_engine(
         context_length=context,
         eos_token_ids=source.eos_token_ids(),
         seed=config.seed,
+        notes=notes,
     )
 
 
@@ -109,7 +111,8 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None,
-) -> LanguageModel:
+) -> tuple[LanguageModel, tuple[str, ...]]:
+    """The model, and what its user should know about how it was loaded."""
     if config.model_impl == "transformers":
         if source.folder is None or config.load_format == "dummy":
             raise ConfigError(
@@ -117,7 +120,7 @@ def load_model(
             )
         from cairn.models.hf_model import load_transformers_model
 
-        return load_transformers_model(source.folder, dtype, device)
+        return load_transformers_model(source.folder, dtype, device), ()
     decoder = read_spec(source.config)
     model = build_model(decoder, dtype, device)
     if config.load_format == "dummy":
@@ -130,7 +133,17 @@ def load_model(
         raise ConfigError(
             f"model {config.model!r} is a preset, a shape without weights; use load_format=dummy"
         )
-    return model
+    return model, (str(quantize(model)),) if config.quantization == "int8" else ()
+
+
+def _check_quantization(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
+    if config.quantization == "none":
+        return
+    if device.type != "cpu" or dtype != torch.float32 or config.model_impl != "cairn":
+        raise ConfigError(
+            "quantization=int8 is for Cairn's own models on a CPU in float32; the device is "
+            f"{device.type}, dtype {dtype}, model_impl {config.model_impl}"
+        )
 
 
 def _context_length(config: EngineConfig, spec: ModelSpec) -> int:

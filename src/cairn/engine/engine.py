@@ -54,10 +54,13 @@ class Engine:
         context_length: int,
         eos_token_ids: frozenset[int],
         seed: int,
+        notes: tuple[str, ...] = (),
     ) -> None:
         self.spec = spec
         self.scheduler = scheduler
         self.stats = EngineStats()
+        self.notes = notes
+        """What a user should know about the loaded model."""
         self.context_length = context_length
         self.max_tokens = min(context_length, scheduler.cache.max_tokens)
         """Tokens of the longest request, prompt and output."""

@@ -60,11 +60,9 @@ class Runner:
         batch = self._batch(plan, rows)
         metadata = self._backend.prepare(batch)
 
-        def attend(
-            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-        ) -> torch.Tensor:
+        def attend(layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
             tables = batch.groups[self._pool.group_of[layer]]
-            self._pool.write(layer, tables.row_pages, batch.row_offsets, key, value)
+            self._pool.write(layer, tables.row_pages, batch.row_offsets, key_value)
             return self._backend.forward(layer, query, metadata)
 
         sampling = [s for s, advance in enumerate(plan.advances) if advance.samples]

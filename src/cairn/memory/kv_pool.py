@@ -10,10 +10,10 @@ from cairn.memory.groups import LayerGroup
 
 
 class KVPool:
-    """K and V per layer, stored [pages, kv_heads, page_size, head_dim].
+    """K and V of each layer in one tensor [pages, 2 * kv_heads, page_size, head_dim], keys first.
 
-    One kv head's slice of a page is contiguous, which is what selection reads and a tier moves.
-    Row 0 belongs to the null page.
+    One kv head's slice of a page is contiguous, which is what selection reads and a tier moves,
+    and a row's key and value are written at once. Page 0 is the null page.
     """
 
     def __init__(
@@ -27,15 +27,22 @@ class KVPool:
         device: torch.device,
     ) -> None:
         self.page_size = page_size
+        self.kv_heads = kv_heads
         self.group_of: dict[int, int] = {}
-        self.keys: dict[int, torch.Tensor] = {}
-        self.values: dict[int, torch.Tensor] = {}
+        self.layers: dict[int, torch.Tensor] = {}
         for g, group in enumerate(groups):
-            shape = (num_pages[g] + 1, kv_heads, page_size, head_dim)
+            shape = (num_pages[g] + 1, 2 * kv_heads, page_size, head_dim)
             for layer in group.layers:
                 self.group_of[layer] = g
-                self.keys[layer] = torch.empty(shape, dtype=dtype, device=device)
-                self.values[layer] = torch.empty(shape, dtype=dtype, device=device)
+                self.layers[layer] = torch.empty(shape, dtype=dtype, device=device)
+
+    def keys(self, layer: int) -> torch.Tensor:
+        """[pages, page_size, kv_heads, head_dim], a view"""
+        return self.layers[layer][:, : self.kv_heads].transpose(1, 2)
+
+    def values(self, layer: int) -> torch.Tensor:
+        """[pages, page_size, kv_heads, head_dim], a view"""
+        return self.layers[layer][:, self.kv_heads :].transpose(1, 2)
 
     @staticmethod
     def page_bytes(
@@ -45,22 +52,25 @@ class KVPool:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for pool in (self.keys, self.values) for t in pool.values())
+        return sum(tensor.nbytes for tensor in self.layers.values())
 
     def write(
         self,
         layer: int,
         pages: torch.Tensor,  # [rows] page id of each row
         offsets: torch.Tensor,  # [rows] row within its page
-        key: torch.Tensor,  # [rows, kv_heads, head_dim]
-        value: torch.Tensor,  # [rows, kv_heads, head_dim]
+        key_value: torch.Tensor,  # [rows, 2 * kv_heads, head_dim], keys first
     ) -> None:
-        self.keys[layer][pages, :, offsets] = key
-        self.values[layer][pages, :, offsets] = value
+        self.layers[layer][pages, :, offsets] = key_value
+
+    def clear(self, group: int, pages: torch.Tensor) -> None:
+        """Zero pages, [n] ids, in all layers of a group."""
+        for layer, g in self.group_of.items():
+            if g == group:
+                self.layers[layer].index_fill_(0, pages, 0)
 
     def fill_page(self, group: int, page: int, value: float) -> None:
         """Overwrite a page in all layers of a group; tests poison free pages with NaN."""
         for layer, g in self.group_of.items():
             if g == group:
-                self.keys[layer][page] = value
-                self.values[layer][page] = value
+                self.layers[layer][page] = value

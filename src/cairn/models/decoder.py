@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from cairn.models.interface import Attend
 from cairn.models.layers import Embedding, Factory, Linear, RMSNorm
-from cairn.models.rope import RopeParameters, Rotary, rotate
+from cairn.models.module import Module
+from cairn.models.rope import RopeParameters, Rotary, rotate, with_values_unrotated
 from cairn.models.spec import DecoderSpec, ModelSpec
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
@@ -23,11 +23,11 @@ def _norm(dim: int, spec: DecoderSpec, factory: Factory) -> RMSNorm:
     return RMSNorm(dim, spec.norm_eps, factory, round_last=spec.post_norm)
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Module):
     def __init__(self, spec: DecoderSpec, layer: int, factory: Factory) -> None:
-        super().__init__()
         self._layer = layer
         self._head_dim = spec.head_dim
+        self._heads = spec.num_heads
         self._widths = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim)
         query_width, kv_width = self._widths
         self.qkv_proj = Linear(
@@ -46,22 +46,29 @@ class SelfAttention(nn.Module):
             self.k_norm = _norm(dims[1], spec, factory)
         self._has_norm = spec.qk_norm != "none"
 
-    def forward(self, x: torch.Tensor, cos_sin: CosSin, attend: Attend) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, cos_sin: CosSin, attend: Attend) -> torch.Tensor:
+        qkv = self.qkv_proj(x)
+        if self._has_norm:
+            qkv = self._normed(qkv)
+        # [rows, heads + 2 * kv_heads, head_dim], rotated all at once; values stand still.
+        qkv = rotate(qkv.view(x.shape[0], -1, self._head_dim), *cos_sin)
+        attended = attend(self._layer, qkv[:, : self._heads], qkv[:, self._heads :])
+        return self.o_proj(attended.view(x.shape[0], -1))
+
+    def _normed(self, qkv: torch.Tensor) -> torch.Tensor:
         query_width, kv_width = self._widths
-        query, key, value = self.qkv_proj(x).split((query_width, kv_width, kv_width), dim=-1)
-        if self._has_norm and not self._norm_heads:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key, value = (t.unflatten(-1, (-1, self._head_dim)) for t in (query, key, value))
-        if self._has_norm and self._norm_heads:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = rotate(query, *cos_sin), rotate(key, *cos_sin)
-        out: torch.Tensor = self.o_proj(attend(self._layer, query, key, value).flatten(-2))
-        return out
+        query = qkv[:, :query_width]
+        key = qkv[:, query_width : query_width + kv_width]
+        rest = qkv[:, query_width + kv_width :]
+        if self._norm_heads:
+            query = query.reshape(len(qkv), -1, self._head_dim)
+            key = key.reshape(len(qkv), -1, self._head_dim)
+        query, key = self.q_norm(query), self.k_norm(key)
+        return torch.cat((query.flatten(1), key.flatten(1), rest), dim=-1)
 
 
-class MLP(nn.Module):
+class MLP(Module):
     def __init__(self, spec: DecoderSpec, factory: Factory) -> None:
-        super().__init__()
         width = spec.intermediate_size
         self.gate_up_proj = Linear(
             spec.hidden_size,
@@ -71,47 +78,42 @@ class MLP(nn.Module):
         )
         self.down_proj = Linear(width, {"down_proj": spec.hidden_size}, factory, bias=spec.mlp_bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        out: torch.Tensor = self.down_proj(F.silu(gate) * up)
-        return out
+        return self.down_proj(F.silu(gate).mul_(up))
 
 
-class PreNormLayer(nn.Module):
+class PreNormLayer(Module):
     def __init__(self, spec: DecoderSpec, layer: int, factory: Factory) -> None:
-        super().__init__()
         self.input_layernorm = _norm(spec.hidden_size, spec, factory)
         self.self_attn = SelfAttention(spec, layer, factory)
         self.post_attention_layernorm = _norm(spec.hidden_size, spec, factory)
         self.mlp = MLP(spec, factory)
 
-    def forward(self, x: torch.Tensor, cos_sin: CosSin, attend: Attend) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, cos_sin: CosSin, attend: Attend) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos_sin, attend)
-        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class PostNormLayer(nn.Module):
+class PostNormLayer(Module):
     def __init__(self, spec: DecoderSpec, layer: int, factory: Factory) -> None:
-        super().__init__()
         self.self_attn = SelfAttention(spec, layer, factory)
         self.post_attention_layernorm = _norm(spec.hidden_size, spec, factory)
         self.mlp = MLP(spec, factory)
         self.post_feedforward_layernorm = _norm(spec.hidden_size, spec, factory)
 
-    def forward(self, x: torch.Tensor, cos_sin: CosSin, attend: Attend) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, cos_sin: CosSin, attend: Attend) -> torch.Tensor:
         x = x + self.post_attention_layernorm(self.self_attn(x, cos_sin, attend))
-        out: torch.Tensor = x + self.post_feedforward_layernorm(self.mlp(x))
-        return out
+        return x + self.post_feedforward_layernorm(self.mlp(x))
 
 
-class Decoder(nn.Module):
+class Decoder(Module):
     def __init__(self, spec: DecoderSpec, factory: Factory) -> None:
-        super().__init__()
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, factory)
         layer_class = PostNormLayer if spec.post_norm else PreNormLayer
-        self.layers = nn.ModuleList(layer_class(spec, i, factory) for i in range(len(spec.layers)))
+        self.layers = [layer_class(spec, i, factory) for i in range(len(spec.layers))]
         self.norm = _norm(spec.hidden_size, spec, factory)
+        self._rotated, self._unrotated = spec.num_heads + spec.num_kv_heads, spec.num_kv_heads
         # Layers with the same rope share its cosines and sines.
         ropes: list[RopeParameters] = list(dict.fromkeys(layer.rope for layer in spec.layers))
         self._rope_of = [ropes.index(layer.rope) for layer in spec.layers]
@@ -119,7 +121,7 @@ class Decoder(nn.Module):
             Rotary(rope, spec.head_dim, factory.dtype, factory.device) for rope in ropes
         ]
 
-    def forward(
+    def __call__(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
@@ -127,18 +129,19 @@ class Decoder(nn.Module):
         attend: Attend,
     ) -> torch.Tensor:
         x = self.embed_tokens(token_ids)
-        cos_sin = [rotary(positions, lengths) for rotary in self._rotaries]
+        cos_sin = [
+            with_values_unrotated(rotary(positions, lengths), self._rotated, self._unrotated)
+            for rotary in self._rotaries
+        ]
         for layer, rope in zip(self.layers, self._rope_of, strict=True):
             x = layer(x, cos_sin[rope], attend)
-        out: torch.Tensor = self.norm(x)
-        return out
+        return self.norm(x)
 
 
-class CausalLM(nn.Module):
+class CausalLM(Module):
     """Decoder and output head. Module names are the checkpoint's names."""
 
     def __init__(self, config: DecoderSpec, factory: Factory) -> None:
-        super().__init__()
         self.config = config
         self.model = Decoder(config, factory)
         if not config.tie_embeddings:
@@ -148,7 +151,7 @@ class CausalLM(nn.Module):
     def spec(self) -> ModelSpec:
         return self.config.for_engine()
 
-    def forward(
+    def __call__(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
@@ -158,6 +161,5 @@ class CausalLM(nn.Module):
     ) -> torch.Tensor:
         hidden = self.model(token_ids, positions, lengths, attend)[logit_rows]
         if self.config.tie_embeddings:
-            return F.linear(hidden, self.model.embed_tokens.weight)
-        logits: torch.Tensor = self.lm_head(hidden)
-        return logits
+            return self.model.embed_tokens.logits(hidden)
+        return self.lm_head(hidden)

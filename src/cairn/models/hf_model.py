@@ -125,8 +125,8 @@ def _attention(
         return cairn_attend.note(module, query, key, value, scaling, kwargs), None
     layer: int = module.layer_idx  # type: ignore[assignment]
     # [1, heads, rows, dim] -> [rows, heads, dim]
-    rows = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-    out: torch.Tensor = cairn_attend(layer, *rows)
+    key_value = torch.cat((key[0], value[0])).transpose(0, 1)
+    out: torch.Tensor = cairn_attend(layer, query[0].transpose(0, 1), key_value)
     return out[None], None
 
 

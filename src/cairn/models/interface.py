@@ -16,8 +16,7 @@ class Attend(Protocol):
         self,
         layer: int,
         query: torch.Tensor,  # [rows, heads, head_dim]
-        key: torch.Tensor,  # [rows, kv_heads, head_dim]
-        value: torch.Tensor,  # [rows, kv_heads, head_dim]
+        key_value: torch.Tensor,  # [rows, 2 * kv_heads, head_dim], keys first
     ) -> torch.Tensor: ...  # [rows, heads, head_dim]
 
 

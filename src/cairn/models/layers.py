@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+
+from cairn.models.module import Module
+from cairn.models.quantize import Int8Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +20,8 @@ class Factory:
     dtype: torch.dtype
     device: torch.device
 
-    def empty(self, *shape: int) -> nn.Parameter:
-        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return nn.Parameter(tensor, requires_grad=False)
+    def empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class TensorSlot:
     is_norm: bool = False
 
 
-class WeightModule(nn.Module):
+class WeightModule(Module):
     """A leaf with weights. `slots(name)` yields them under their checkpoint names."""
 
     def slots(self, name: str) -> Iterator[tuple[str, TensorSlot]]:
@@ -40,27 +42,53 @@ class WeightModule(nn.Module):
 
 class Embedding(WeightModule):
     def __init__(self, rows: int, dim: int, factory: Factory) -> None:
-        super().__init__()
         self.weight = factory.empty(rows, dim)
+        self._blocks = _column_blocks(rows) if factory.device.type == "cpu" else 1
+        self._int8: Int8Matrix | None = None
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        if self._int8 is not None:
+            return self._int8.rows(ids)
         return F.embedding(ids, self.weight)
+
+    def quantize(self) -> tuple[torch.Tensor, Int8Matrix]:
+        """Replace the weight by its int8 form; returns both."""
+        dense, self._int8 = self.weight, Int8Matrix.of(self.weight)
+        self.weight = self.weight.new_empty(0)
+        return dense, self._int8
 
     def slots(self, name: str) -> Iterator[tuple[str, TensorSlot]]:
         yield f"{name}.weight", TensorSlot(tuple(self.weight.shape), _copier(self.weight))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The embedding as output head: [rows, dim] -> [rows, vocab]."""
+        if self._int8 is not None:
+            return self._int8.product(hidden)
+        rows = hidden.shape[0]
+        if self._blocks == 1 or not 1 < rows <= _FEW_ROWS:
+            return F.linear(hidden, self.weight)
+        # The same trick as in Linear, on the rows of the embedding as they lie.
+        blocks = self.weight.view(self._blocks, -1, self.weight.shape[1])
+        out = torch.bmm(hidden.expand(self._blocks, -1, -1), blocks.transpose(1, 2))
+        return out.transpose(0, 1).reshape(rows, -1)
 
 
 class RMSNorm(WeightModule):
     """`round_last`: the weight is applied before rounding to the model's type, not after it."""
 
     def __init__(self, dim: int, eps: float, factory: Factory, *, round_last: bool = False) -> None:
-        super().__init__()
         self.weight = factory.empty(dim)
         self._eps = eps
+        self._eps_tensor = torch.tensor(eps, dtype=factory.dtype, device=factory.device)
         self._round_last = round_last
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype in (torch.float32, torch.float64):
+            # Five small operations; torch's own rms_norm is made of nine.
+            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            scale = torch.addcmul(self._eps_tensor, length, length, value=1 / x.shape[-1])
+            return (x * scale.rsqrt_()).mul_(self.weight)
+        wide = x.to(torch.float32)
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
         if self._round_last:
             return (self.weight * scaled).to(x.dtype)
@@ -76,34 +104,89 @@ class Linear(WeightModule):
 
     `parts` maps the name of each matrix to its rows. Parts of a fused layer stand in the
     checkpoint beside it (q_proj, k_proj, v_proj for qkv_proj); a lone part is the layer itself.
+
+    On a CPU W is kept as blocks of a few output columns, [blocks, in, out / blocks], and
+    multiplied as one batched product: with few rows that runs at the speed of memory, which one
+    large product does not.
     """
 
     def __init__(
         self, in_features: int, parts: Mapping[str, int], factory: Factory, *, bias: bool = False
     ) -> None:
-        super().__init__()
         self.parts = dict(parts)
-        out_features = sum(self.parts.values())
-        self.weight = factory.empty(out_features, in_features)
+        self._in_features = in_features
+        self._out_features = out_features = sum(self.parts.values())
+        self._blocks = _column_blocks(out_features) if factory.device.type == "cpu" else 0
+        if self._blocks:
+            self.weight = factory.empty(self._blocks, in_features, out_features // self._blocks)
+        else:
+            self.weight = factory.empty(out_features, in_features)
         self.bias = factory.empty(out_features) if bias else None
+        self._int8: Int8Matrix | None = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def quantize(self) -> tuple[torch.Tensor, Int8Matrix]:
+        """Replace the weight by its int8 form; returns both."""
+        dense = self.dense()
+        self._int8 = Int8Matrix.of(dense)
+        self.weight = self.weight.new_empty(0)
+        return dense, self._int8
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._int8 is not None:
+            out = self._int8.product(x)
+            return out if self.bias is None else out.add_(self.bias)
+        if not self._blocks:
+            return F.linear(x, self.weight, self.bias)
+        rows = x.shape[0]
+        out = torch.bmm(x.expand(self._blocks, -1, -1), self.weight)  # [blocks, rows, columns]
+        out = out.transpose(0, 1).reshape(rows, self._out_features)
+        return out if self.bias is None else out.add_(self.bias)
 
     def slots(self, name: str) -> Iterator[tuple[str, TensorSlot]]:
         parent = name.rpartition(".")[0]
         begin = 0
         for part, rows in self.parts.items():
             target = name if len(self.parts) == 1 else f"{parent}.{part}"
-            weight = self.weight[begin : begin + rows]
-            yield f"{target}.weight", TensorSlot(tuple(weight.shape), _copier(weight))
+            shape = (rows, self._in_features)
+            yield f"{target}.weight", TensorSlot(shape, partial(self._write, begin))
             if self.bias is not None:
                 bias = self.bias[begin : begin + rows]
                 yield f"{target}.bias", TensorSlot(tuple(bias.shape), _copier(bias))
             begin += rows
 
+    def _write(self, begin: int, matrix: torch.Tensor) -> None:
+        """Copy a checkpoint matrix [rows, in] to output rows `begin` onwards."""
+        weight = self.weight
+        if not self._blocks:
+            weight[begin : begin + len(matrix)].copy_(matrix)
+            return
+        columns = weight.shape[2]
+        for block in range(begin // columns, -(-(begin + len(matrix)) // columns)):
+            first = max(begin, block * columns)
+            last = min(begin + len(matrix), (block + 1) * columns)
+            target = weight[block, :, first - block * columns : last - block * columns]
+            target.copy_(matrix[first - begin : last - begin].t())
 
-def named_slots(model: nn.Module) -> dict[str, TensorSlot]:
+    def dense(self) -> torch.Tensor:
+        """The weight as checkpoints have it, [out, in]; a copy on a CPU."""
+        if not self._blocks:
+            return self.weight
+        return self.weight.transpose(1, 2).flatten(0, 1)
+
+
+_BLOCK_COLUMNS = 48
+_FEW_ROWS = 32  # with more, one large product is as good
+
+
+def _column_blocks(columns: int) -> int:
+    """How many equal blocks, of as nearly 48 columns as can be; one where nothing is near."""
+    sizes = [n for n in range(24, 97) if columns % n == 0]
+    if not sizes:
+        return 1
+    return columns // min(sizes, key=lambda n: abs(n - _BLOCK_COLUMNS))
+
+
+def named_slots(model: Module) -> dict[str, TensorSlot]:
     """Every checkpoint tensor the model needs, by name."""
     return dict(
         slot
@@ -114,9 +197,7 @@ def named_slots(model: nn.Module) -> dict[str, TensorSlot]:
 
 
 def _copier(target: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    data = target.detach()
-
     def copy(source: torch.Tensor) -> None:
-        data.copy_(source)
+        target.copy_(source)
 
     return copy

@@ -10,7 +10,8 @@ import torch
 
 from cairn.errors import LoadError
 from cairn.models.decoder import CausalLM
-from cairn.models.layers import Factory, named_slots
+from cairn.models.layers import Embedding, Factory, Linear, named_slots
+from cairn.models.quantize import QuantizationError
 from cairn.models.spec import DecoderSpec
 
 Progress = Callable[[int, int], None]
@@ -20,7 +21,7 @@ _DUMMY_STD = 0.02
 
 
 def build_model(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    return CausalLM(spec, Factory(dtype, device)).eval()
+    return CausalLM(spec, Factory(dtype, device))
 
 
 class WeightSource(Protocol):
@@ -75,24 +76,38 @@ def fill(
 
 def fill_dummy(model: CausalLM, seed: int) -> None:
     """Random weights: matrices N(0, 0.02), norm weights 1, biases 0."""
-    parameters = dict(model.named_parameters())
+    tensors = dict(model.named_tensors())
     norms = {name for name, slot in named_slots(model).items() if slot.is_norm}
-    for name in sorted(parameters):
-        parameter = parameters[name].data
+    for name, tensor in sorted(tensors.items()):
         if name in norms:
-            parameter.fill_(1.0)
-        elif parameter.dim() == 1:
-            parameter.zero_()
+            tensor.fill_(1.0)
+        elif tensor.dim() == 1:
+            tensor.zero_()
         else:
-            generator = torch.Generator(parameter.device).manual_seed(seed)
-            parameter.normal_(0.0, _DUMMY_STD, generator=generator)
+            generator = torch.Generator(tensor.device).manual_seed(seed)
+            tensor.normal_(0.0, _DUMMY_STD, generator=generator)
             seed += 1
+
+
+def quantize(model: CausalLM) -> QuantizationError:
+    """Turn all matrices to int8, one after the other, and measure what that changes."""
+    lost = kept = 0.0
+    errors: dict[str, float] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear | Embedding):
+            dense, int8 = module.quantize()
+            difference = (int8.dense() - dense).square().sum().item()
+            size = dense.float().square().sum().item()
+            lost, kept = lost + difference, kept + size
+            errors[name] = (difference / size) ** 0.5 if size else 0.0
+    worst = max(errors, key=lambda name: errors[name])
+    return QuantizationError((lost / kept) ** 0.5 if kept else 0.0, errors[worst], worst)
 
 
 def _check_tied(model: CausalLM, path: Path, tensor: torch.Tensor) -> None:
     """A tied head in the file is redundant; a different one means the config is wrong."""
     embedding = model.model.embed_tokens.weight
-    same = tensor.shape == embedding.shape and torch.equal(tensor.to(embedding), embedding.detach())
+    same = tensor.shape == embedding.shape and torch.equal(tensor.to(embedding), embedding)
     if not same:
         raise LoadError(
             f"{path}: tensor lm_head.weight differs from the embedding although "

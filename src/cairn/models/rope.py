@@ -174,7 +174,7 @@ class Rotary:
     def __call__(
         self, positions: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions, lengths [rows] -> cos, sin [rows, 1, head_dim / 2].
+        """positions, lengths [rows] -> cos, sin [rows, 1, head_dim], as `rotate` takes them.
 
         `lengths` is the sequence length each row is rotated for; only dynamic scaling reads it.
         """
@@ -184,7 +184,7 @@ class Rotary:
         angles = positions.to(self._angle_dtype)[:, None] * frequencies
         cos = (angles.cos() * self._scale).to(self._dtype)
         sin = (angles.sin() * self._scale).to(self._dtype)
-        return cos[:, None], sin[:, None]
+        return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
     def _dynamic_frequencies(self, lengths: torch.Tensor) -> torch.Tensor:
         rope, dim = self._rope, self._head_dim
@@ -194,10 +194,27 @@ class Rotary:
         return 1.0 / theta[:, None] ** self._exponents  # [rows, head_dim / 2]
 
 
+def with_values_unrotated(
+    cos_sin: tuple[torch.Tensor, torch.Tensor], rotated: int, unrotated: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos, sin [rows, 1, dim] -> [rows, rotated + unrotated, dim], which leave the last heads
+    as they are: queries, keys and values then go through `rotate` together."""
+    cos, sin = cos_sin
+    rows, _, dim = cos.shape
+    shape = (rows, rotated, dim)
+    still = (rows, unrotated, dim)
+    return (
+        torch.cat((cos.expand(shape), cos.new_ones(still)), 1),
+        torch.cat((sin.expand(shape), sin.new_zeros(still)), 1),
+    )
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [rows, heads, head_dim]; dimensions j and j + head_dim / 2 form a pair."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    """x [rows, heads, head_dim]; dimensions j and j + head_dim / 2 form a pair.
+
+    Rolling by half a head exchanges the two; the sign of the exchange is in `sin`.
+    """
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def _frequencies(
