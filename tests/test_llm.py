@@ -5,7 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from cairn import LLM, SamplingParams
 from cairn.engine.engine import Engine
@@ -178,6 +180,114 @@ def test_ctrl_c_leaves_a_working_engine(llm: LLM, monkeypatch: pytest.MonkeyPatc
     assert llm.generate("hello", max_tokens=5, ignore_eos=True).token_ids == expected
 
 
+def test_scoring_a_cached_prompt_larger_than_half_the_pool_ends(folder: Path) -> None:
+    with LLM(folder, device="cpu", dtype="float32", page_size=16, kv_cache_gib=8e-5) as llm:
+        total = llm.engine.usage()[0].total
+        prompt = tokens_of((total * 3 // 4) * 16)
+        first = llm.logprobs(prompt)
+        llm.generate(prompt, max_tokens=1, ignore_eos=True)  # now its pages are cached
+        assert torch.equal(llm.logprobs(prompt), first)
+
+
+def test_scores_of_a_retracted_prompt_are_not_counted_twice(folder: Path) -> None:
+    options: dict[str, Any] = {"page_size": 16, "kv_cache_gib": 7e-5, "chunked_prefill_size": 16}
+    with LLM(folder, device="cpu", dtype="float64", **options) as llm:
+        prompts = [tokens_of(60, seed=i) for i in range(3)]
+        params = SamplingParams(max_tokens=20, ignore_eos=True, prompt_logprobs=1)
+        results = llm.generate(prompts, params)
+        assert llm.engine.scheduler.stats.retractions > 0
+        for prompt, result in zip(prompts, results, strict=True):
+            assert result.prompt_logprobs is not None
+            assert len(result.prompt_logprobs) == len(prompt)
+            expected = llm.logprobs(prompt)
+            for i, score in enumerate(result.prompt_logprobs[1:], start=1):
+                assert score is not None and score.token_id == prompt[i]
+                assert score.logprob == pytest.approx(expected[i - 1, prompt[i]].item(), abs=1e-5)
+                assert score.top[0][1] == pytest.approx(expected[i - 1].max().item(), abs=1e-5)
+
+
+def test_a_failing_step_loses_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step breaks after the plan was made; cached prefixes must stay right."""
+    prompts = ["a shared beginning, then one", "a shared beginning, then two"]
+    expected = [r.token_ids for r in llm.generate(prompts, max_tokens=20, ignore_eos=True)]
+    llm.engine.scheduler.cache.tree.clear()
+    stream = llm.stream(prompts[0], max_tokens=20, ignore_eos=True)
+    tokens = list(next(stream).token_ids)
+    runner = llm.engine._runner
+    whole = type(runner).run
+    calls = iter(range(100))
+
+    def breaks_at_third(self: Any, plan: Any) -> Any:
+        if next(calls) == 2:
+            raise RuntimeError("out of luck")
+        return whole(self, plan)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(runner), "run", breaks_at_third)
+        with pytest.raises(RuntimeError, match="out of luck"):
+            llm.generate(prompts[1], max_tokens=20, ignore_eos=True)
+    llm.engine.scheduler.check()
+    tokens += [t for chunk in stream for t in chunk.token_ids]
+    assert tokens == expected[0]
+    assert llm.generate(prompts[1], max_tokens=20, ignore_eos=True).token_ids == expected[1]
+
+
+def test_choices_share_the_prompt_and_differ(llm: LLM) -> None:
+    result = llm.generate("x" * 40, n=4, temperature=1.0, seed=9, max_tokens=12, ignore_eos=True)
+    answers = [result, *result.alternatives]
+    assert len(answers) == 4
+    assert len({tuple(answer.token_ids) for answer in answers}) == 4
+    assert [answer.usage.cached_tokens for answer in answers[1:]] == [32, 32, 32]
+    alone = llm.generate("x" * 40, temperature=1.0, seed=9, max_tokens=12, ignore_eos=True)
+    assert alone.token_ids == result.token_ids
+    chunks = list(llm.stream("x", n=2, temperature=1.0, seed=9, max_tokens=5, ignore_eos=True))
+    assert {chunk.choice for chunk in chunks} == {0, 1}
+    assert sum(chunk.finish_reason is not None for chunk in chunks) == 2
+
+
+def test_logprobs_are_those_of_the_model_whatever_the_sampling(llm: LLM) -> None:
+    options: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "logprobs": 3}
+    result = llm.generate("hello", temperature=1.5, seed=2, logit_bias={7: 5.0}, **options)
+    assert result.logprobs is not None and len(result.logprobs) == 6
+    ids = list(llm.tokenizer.encode("hello")) if llm.tokenizer else []
+    whole = llm.logprobs([*ids, *result.token_ids])
+    for i, score in enumerate(result.logprobs):
+        row = whole[len(ids) - 1 + i]
+        assert score.token_id == result.token_ids[i]
+        assert score.logprob == pytest.approx(row[score.token_id].item(), abs=1e-5)
+        assert [t for t, _ in score.top] == row.topk(3).indices.tolist()
+    plain = llm.generate("hello", max_tokens=3)
+    assert plain.logprobs is None and plain.prompt_logprobs is None
+    streamed = list(llm.stream("hello", **options))
+    assert all(len(chunk.logprobs) == 1 for chunk in streamed)
+
+
+def test_penalties_bias_and_min_tokens_work_end_to_end(llm: LLM) -> None:
+    free = llm.generate("hello", max_tokens=20, ignore_eos=True).token_ids
+    never_again = llm.generate(
+        "hello", max_tokens=20, ignore_eos=True, presence_penalty=2.0, repetition_penalty=50.0
+    ).token_ids
+    assert len(set(never_again)) > len(set(free))
+    forced = llm.generate("hello", max_tokens=4, ignore_eos=True, logit_bias={65: 100.0})
+    assert forced.token_ids == [65] * 4
+    stop = free[0]
+    early = llm.generate("hello", max_tokens=10, ignore_eos=True, stop_token_ids=[stop])
+    late = llm.generate(
+        "hello", max_tokens=10, ignore_eos=True, stop_token_ids=[stop], min_tokens=5
+    )
+    assert len(early.token_ids) == 1
+    assert len(late.token_ids) >= 6 or late.finish_reason == "length"
+    assert stop not in late.token_ids[:5]
+
+
+def test_ids_may_come_as_tensors_and_arrays(llm: LLM) -> None:
+    ids = [10, 20, 30]
+    expected = llm.generate(ids, max_tokens=4).token_ids
+    assert llm.generate(torch.tensor(ids), max_tokens=4).token_ids == expected  # type: ignore[call-overload]
+    both = llm.generate(np.array([ids, ids]), max_tokens=4)  # type: ignore[call-overload]
+    assert [result.token_ids for result in both] == [expected] * 2
+
+
 def test_more_prompts_than_the_queue_holds_are_fed_in(folder: Path) -> None:
     with LLM(folder, device="cpu", max_queued_requests=3, max_running_requests=2) as llm:
         results = llm.generate([f"prompt {i}" for i in range(20)], max_tokens=3, ignore_eos=True)
@@ -201,6 +311,9 @@ def test_output_stops_at_the_context_length(folder: Path) -> None:
         ([-1], "token id -1"),
         ([1.5], "whole numbers"),
         (3, "prompts is a int"),
+        (b"bytes", "prompts is a bytes"),
+        (["fine", 5], "a prompt is a int"),
+        ("\ud800", "not valid Unicode"),
         (list(range(10)) * 60, r"600 tokens, at most 511.*context length is 512.*KV cache holds"),
     ],
 )
@@ -274,6 +387,15 @@ def test_a_folder_without_tokenizer_works_with_ids(tmp_path: Path) -> None:
         ({"chunked_prefill_size": 1.5}, "chunked_prefill_size is 1.5"),
         ({"max_queued_requests": 0}, "max_queued_requests is 0"),
         ({"seed": -1}, "seed is -1"),
+        ({"seed": 2**70}, "seed is"),
+        ({"kv_cache_gib": "1"}, "kv_cache_gib is '1'"),
+        ({"kv_cache_gib": float("inf")}, "kv_cache_gib is inf"),
+        ({"max_step_ms": "5"}, "max_step_ms is '5'"),
+        ({"ignore_config_fields": ["a"]}, "ignore_config_fields is"),
+        ({"context_length": 9999}, "context_length is 9999, the model's own limit is 512"),
+        ({"quantization": "int2"}, "quantization is 'int2'"),
+        ({"quantization": "int8", "dtype": "float64"}, "quantization=int8 is for"),
+        ({"model_impl": "magic"}, "model_impl is 'magic'"),
     ],
 )
 def test_bad_options_are_refused_by_name(folder: Path, options: dict[str, Any], named: str) -> None:

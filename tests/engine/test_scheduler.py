@@ -205,6 +205,40 @@ def test_a_shared_prefix_is_waited_for_instead_of_computed_twice() -> None:
     assert starts["b"] == 8
 
 
+def test_whoever_is_retracted_for_an_older_prefill_has_not_been_planned() -> None:
+    """A long prefill runs out of pages beside young decoding requests."""
+    for pages in range(16, 26):
+        scheduler, memory = make([pages], [None], chunk=4, running=6)
+        scheduler.add(request("long", [1] * 40, max_tokens=4, most=60))
+        for i in range(5):
+            scheduler.add(request(f"short{i}", [2, i % 3], max_tokens=20, most=60))
+        for _ in range(400):
+            if not scheduler.has_work:
+                break
+            plan = scheduler.plan()
+            assert set(plan.retracted).isdisjoint(a.request_id for a in plan.advances)
+            scheduler.commit(plan, memory.run(plan, scheduler))
+            scheduler.check()
+        assert not scheduler.has_work
+
+
+def test_a_plan_that_was_not_carried_out_leaves_nothing_half_done() -> None:
+    scheduler, memory = make([40, 40], [None, 6], chunk=8)
+    prompts = {"a": [1, 2, 3, 1, 2], "b": [2] * 12}
+    for name, prompt in prompts.items():
+        scheduler.add(request(name, prompt))
+    for failing in range(12):
+        plan = scheduler.plan()
+        if failing % 3 == 1:
+            scheduler.undo(plan)  # the runner never saw its edits
+        else:
+            scheduler.commit(plan, memory.run(plan, scheduler))
+        scheduler.check()
+    finished = {r.id: r for r in drain(scheduler, memory)}
+    for name, done in finished.items():
+        assert done.output_ids == reference(done, prompts[name], 40)
+
+
 def test_the_queue_has_a_limit() -> None:
     scheduler, _ = make([8], [None], queued=2)
     scheduler.add(request("a", [1]))
@@ -331,6 +365,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not plan:
             assert not self.scheduler.has_work or plan.retracted
             return
+        assert set(plan.retracted).isdisjoint(a.request_id for a in plan.advances)
         self.check_budget(plan, decoding)
         self.check_append_only(plan, tables)
         self.scheduler.step_time.observe(plan.num_tokens, plan.num_tokens, seconds)

@@ -120,6 +120,14 @@ def test_a_prefix_is_usable_only_where_its_last_window_is_cached() -> None:
     assert cache.match(None, [*tokens, 0]).num_pages == 0
 
 
+def test_a_long_chain_without_full_layers_is_removed_without_recursion() -> None:
+    cache = make_cache([3000], [6], page_size=1)
+    cache.close(run(cache, list(range(2500))))
+    cache.tree.clear()
+    cache.check()
+    assert cache.tree.num_nodes == 0
+
+
 def test_growing_beyond_the_pool_changes_nothing() -> None:
     cache = make_cache([4, 2], [None, 6])
     pages = cache.open(cache.match(None, [1]), 1)

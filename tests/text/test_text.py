@@ -65,6 +65,39 @@ def test_stop_strings_end_the_text_and_never_show(
     assert detokenizer.text == shown
 
 
+def sentencepiece_like() -> FastTokenizer:
+    """Spaces as a mark that decoding strips at the start, bytes for what has no token."""
+    vocab = {"▁": 0, "a": 1, "▁a": 2, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}}
+    fast = FastTokenizer(models.BPE(vocab=vocab, merges=[("▁", "a")], byte_fallback=True))
+    fast.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return fast
+
+
+@given(prompt=st.lists(st.integers(0, 258), max_size=6), ids=st.lists(st.integers(0, 258)))
+def test_any_ids_of_any_tokenizer_become_text(prompt: list[int], ids: list[int]) -> None:
+    """Bytes that are no character, spaces at the start: never an error, nothing lost or doubled."""
+    detokenizer = Detokenizer(Tokenizer(sentencepiece_like(), None), (), prompt)
+    shown = "".join(detokenizer.push([token]) for token in ids) + detokenizer.finish()
+    assert shown == detokenizer.text
+    if all(token < 3 for token in [*prompt, *ids]):
+        whole = "".join([" ", "a", " a"][token] for token in ids)
+        assert shown == (whole if prompt else whole[1:] if whole[:1] == " " else whole)
+
+
+def test_a_leading_space_after_the_prompt_is_kept() -> None:
+    tokenizer = Tokenizer(sentencepiece_like(), None)
+    assert tokenizer.decode([2]) == "a"
+    detokenizer = Detokenizer(tokenizer, (), prompt_ids=[1, 1])
+    assert detokenizer.push([2]) == " a"
+
+
 def test_special_tokens_do_not_show() -> None:
     fast = FastTokenizer(models.WordLevel({"a": 0, "<end>": 1, "b": 2}, unk_token="a"))
     fast.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cairn import LLM
+from cairn.errors import ConfigError, LoadError
+from cairn.models.gguf_file import GGUFFile
+from cairn.text.gguf_tokenizer import tokenizer_from_gguf
+from tests.helpers import TINY_LLAMA, byte_tokenizer, tokens_of, write_model
+
+HEADS, KV_HEADS = TINY_LLAMA["num_attention_heads"], TINY_LLAMA["num_key_value_heads"]
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    if stem.startswith("model.layers."):
+        _, _, layer, rest = stem.split(".", 3)
+        return f"blk.{layer}.{NAMES[rest]}.{kind}"
+    return f"{NAMES[stem]}.{kind}"
+
+
+def permute(matrix: np.ndarray, heads: int) -> np.ndarray:
+    """What converters do to Llama's queries and keys."""
+    shape = matrix.shape
+    return matrix.reshape(heads, 2, -1, *shape[1:]).swapaxes(1, 2).reshape(shape)
+
+
+def write_gguf(
+    path: Path, folder: Path, metadata: dict[str, Any] | None = None, skip: str = ""
+) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_embedding_length(TINY_LLAMA["hidden_size"])
+    writer.add_block_count(TINY_LLAMA["num_hidden_layers"])
+    writer.add_feed_forward_length(TINY_LLAMA["intermediate_size"])
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_context_length(TINY_LLAMA["max_position_embeddings"])
+    writer.add_rope_freq_base(TINY_LLAMA["rope_theta"])
+    writer.add_layer_norm_rms_eps(TINY_LLAMA["rms_norm_eps"])
+    for key, value in (metadata or {}).items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        else:
+            writer.add_uint32(key, value)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        values = tensor.numpy()
+        if ".q_proj" in name:
+            values = permute(values, HEADS)
+        if ".k_proj" in name:
+            values = permute(values, KV_HEADS)
+        if gguf_name(name) != skip:
+            writer.add_tensor(gguf_name(name), np.ascontiguousarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("gguf-source"), TINY_LLAMA)
+
+
+def test_a_gguf_file_is_the_same_model_as_its_safetensors(folder: Path, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", folder, {"tokenizer.ggml.eos_token_id": 9})
+    ids = tokens_of(40)
+    with LLM(folder, device="cpu") as llm:
+        expected = llm.logprobs(ids)
+    with LLM(path, device="cpu") as llm:
+        assert torch.equal(llm.logprobs(ids), expected)
+        assert llm.engine._eos_token_ids == {9}
+        assert llm.tokenizer is None
+
+
+@pytest.mark.parametrize(
+    "kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "Q2_K"]
+)
+def test_every_listed_type_is_dequantised_and_others_are_refused(kind: str, tmp_path: Path) -> None:
+    quantization = gguf.GGMLQuantizationType[kind]
+    block, size = gguf.GGML_QUANT_SIZES[quantization]
+    columns = 2 * max(block, 256)
+    draw = np.random.default_rng(0)
+    try:
+        data = gguf.quantize(draw.standard_normal((4, columns)).astype(np.float32), quantization)
+    except NotImplementedError:
+        # The library only reads this type: small bytes are small finite numbers.
+        data = draw.integers(0, 60, (4, columns // block * size), dtype=np.uint8)
+    path = tmp_path / "types.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("blk.0.ffn_up.weight", data, raw_dtype=quantization)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GGUFFile(path)
+    if kind == "Q2_K":
+        with pytest.raises(LoadError, match=r"blk.0.ffn_up.weight has type Q2_K"):
+            list(file.tensors())
+        return
+    ((_, name, tensor),) = file.tensors()
+    assert name == "model.layers.0.mlp.up_proj.weight"
+    expected = gguf.dequantize(data, quantization).reshape(4, columns)
+    assert torch.equal(tensor, torch.from_numpy(expected.astype(np.float32)))
+
+
+def test_a_truncated_file_names_the_file_and_the_tensor(folder: Path, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "cut.gguf", folder)
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(LoadError, match=r"cut.gguf is truncated: tensor \S+ ends at byte \d+"):
+        LLM(path)
+
+
+@pytest.mark.parametrize("junk", [b"", b"GGUF", b"not a model at all", b"GGUF" + b"\xff" * 64])
+def test_a_file_that_is_no_gguf_is_named(junk: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "junk.gguf"
+    path.write_bytes(junk)
+    with pytest.raises(LoadError, match=r"junk\.gguf"):
+        LLM(path)
+
+
+def test_a_missing_tensor_is_named(folder: Path, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", folder, skip="blk.1.attn_k.weight")
+    with pytest.raises(LoadError, match=r"model.layers.1.self_attn.k_proj.weight is missing"):
+        LLM(path, device="cpu")
+
+
+def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "other.gguf"
+    writer = gguf.GGUFWriter(path, "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match=r"general.architecture is 'mamba'; supported in GGUF"):
+        LLM(path)
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"x")
+    with pytest.raises(ConfigError, match=r"is a file but no .gguf"):
+        LLM(tmp_path / "model.bin")
+
+
+def test_byte_level_tokenizer_and_template_come_from_the_file(folder: Path, tmp_path: Path) -> None:
+    vocab = byte_tokenizer().get_vocab()
+    tokens = [*sorted(vocab, key=lambda t: vocab[t]), "he", "hello", "<end>"]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * 258 + [3],
+        "tokenizer.ggml.merges": ["h e"],
+        "tokenizer.ggml.eos_token_id": 258,
+        "tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}<end>",
+    }
+    path = write_gguf(tmp_path / "tok.gguf", folder, metadata)
+    tokenizer = tokenizer_from_gguf(GGUFFile(path).metadata, path)
+    assert tokenizer is not None
+    ids = tokenizer.encode("he<end>12")
+    assert ids[:2] == [256, 258]
+    assert tokenizer.decode(ids) == "he12"
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "he"}]) == [256, 258]
+
+
+def test_sentencepiece_tokenizer_merges_by_score_and_falls_back_to_bytes() -> None:
+    pieces = ["<unk>", "<s>", "▁", "a", "b", "ab", "▁ab", "c"]
+    tokens = [*pieces, *(f"<0x{byte:02X}>" for byte in range(256))]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * 5 + [-1.0, -2.0, 0.0] + [0.0] * 256,
+        "tokenizer.ggml.token_type": [2, 3] + [1] * 6 + [6] * 256,
+        "tokenizer.ggml.bos_token_id": 1,
+    }
+    tokenizer = tokenizer_from_gguf(metadata, Path("x.gguf"))
+    assert tokenizer is not None
+    assert tokenizer.encode("ab c") == [1, 6, 2, 7]
+    assert tokenizer.decode(tokenizer.encode("ab cé")) == "ab cé"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "named"),
+    [
+        ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model is 'rwkv'"),
+        (
+            {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "klingon"},
+            "tokenizer.ggml.pre is 'klingon'",
+        ),
+    ],
+)
+def test_unknown_tokenizers_are_named(metadata: dict[str, Any], named: str) -> None:
+    with pytest.raises(LoadError, match=named):
+        tokenizer_from_gguf(metadata, Path("x.gguf"))
