@@ -2,13 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-MODEL ?=
+MODEL ?= smollm2
 PROMPT ?= The capital of France is
 
 .PHONY: help run test test-all lint clean
 
 help:
-	@echo "make run       set up and run a model (MODEL=folder or preset)"
+	@echo "make run       set up and talk to a model (MODEL=folder, .gguf, hub id or name)"
 	@echo "make test      set up, lint, type-check and test (under 10 minutes)"
 	@echo "make test-all  the same with the long suites"
 
@@ -18,12 +18,15 @@ $(VENV)/installed: pyproject.toml
 	touch $@
 
 run: $(VENV)/installed
-	$(BIN)/cairn doctor
-ifneq ($(MODEL),)
-	$(BIN)/cairn generate "$(PROMPT)" --model "$(MODEL)"
-else
-	@echo "No model was named: make run MODEL=/path/to/model"
+ifeq ($(MODEL),smollm2)
+	@$(BIN)/cairn pull smollm2 >/dev/null
 endif
+	@if [ -t 0 ]; then \
+		$(BIN)/cairn chat --model "$(MODEL)"; \
+	else \
+		printf '%s' "$(PROMPT)"; \
+		$(BIN)/cairn generate "$(PROMPT)" --model "$(MODEL)" --max-tokens 32; \
+	fi
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

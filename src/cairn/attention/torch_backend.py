@@ -20,7 +20,7 @@ from cairn.attention.batch import AttentionBatch
 from cairn.memory.groups import LayerGroup
 from cairn.memory.kv_pool import KVPool
 
-_QUERY_BLOCK = 256  # bounds the mask and what a causal block reads in vain
+_QUERY_BLOCK = 128  # bounds the mask and what a causal block reads in vain
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,9 @@ def add_bench(commands: Any) -> None:
         group.add_argument("--requests", type=int, default=requests, metavar="N")
         group.add_argument("--input-len", type=int, default=input_len, metavar="TOKENS")
         group.add_argument("--output-len", type=int, default=output_len, metavar="TOKENS")
+        group.add_argument(
+            "--repeat", type=int, default=1, metavar="N", help="Runs of each engine, in turn."
+        )
         if kind == "offline":
             group.add_argument(
                 "--lengths",
@@ -63,28 +66,33 @@ def add_bench(commands: Any) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from cairn.bench.measure import TransformersBaseline, measure_cairn
+    from cairn.bench.measure import Measurement, TransformersBaseline, measure_cairn
     from cairn.bench.report import make_record, show
     from cairn.engine.build import locate, resolve_device, resolve_dtype
     from cairn.llm import LLM
 
-    for name in ("requests", "input_len", "output_len"):
+    for name in ("requests", "input_len", "output_len", "repeat"):
         if getattr(arguments, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
     options = collect(arguments, EngineConfig)
     with LLM(**options) as llm:
         workload = _workload(arguments, llm)
         llm.generate([1, 2, 3], max_tokens=8, ignore_eos=True)  # warm up
-        rows = [measure_cairn(llm, workload)]
-        config = llm.config
-    device = resolve_device(config.device)
-    if arguments.baseline:
-        source = locate(config)
-        dtype = resolve_dtype(config.dtype, source.config, device)
-        baseline = TransformersBaseline(source, dtype, device)
-        baseline.warm_up()
-        rows.append(baseline.measure(workload))
-    show(make_record(workload, rows, options, device.type), arguments.output, arguments.plot)
+        device = resolve_device(llm.config.device)
+        baseline = None
+        if arguments.baseline:
+            source = locate(llm.config)
+            dtype = resolve_dtype(llm.config.dtype, source.config, device)
+            baseline = TransformersBaseline(source, dtype, device)
+            baseline.warm_up()
+        runs: list[list[Measurement]] = [[], []]
+        for _ in range(arguments.repeat):  # in turn, so that both meet the same machine
+            llm.engine.scheduler.cache.tree.clear()  # every run starts cold
+            runs[0].append(measure_cairn(llm, workload))
+            if baseline is not None:
+                runs[1].append(baseline.measure(workload))
+    record = make_record(workload, [each for each in runs if each], options, device.type)
+    show(record, arguments.output, arguments.plot)
     return 0
 
 

@@ -19,7 +19,10 @@ from cairn.bench.workloads import Workload
 from cairn.errors import ConfigError
 
 
-def summarize(measured: Measurement) -> dict[str, Any]:
+def summarize(runs: list[Measurement]) -> dict[str, Any]:
+    """The run of median speed, with the speed of every run beside it."""
+    measured = sorted(runs, key=lambda run: run.tokens_per_second)[len(runs) // 2]
+
     def percentiles(seconds: list[float]) -> dict[str, float] | None:
         if not seconds:
             return None
@@ -36,6 +39,7 @@ def summarize(measured: Measurement) -> dict[str, Any]:
         "seconds": round(measured.seconds, 3),
         "output_tokens": measured.output_tokens,
         "tokens_per_second": round(measured.tokens_per_second, 2),
+        "runs_tokens_per_second": [round(run.tokens_per_second, 2) for run in runs],
         "first_token_ms": percentiles(measured.first_token),
         "first_request_ttft_ms": _first(measured.first_token),
         "later_requests_ttft_ms": percentiles(measured.first_token[1:]),
@@ -49,7 +53,7 @@ def _first(seconds: list[float]) -> float | None:
 
 
 def make_record(
-    workload: Workload, rows: list[Measurement], options: dict[str, Any], device: str
+    workload: Workload, rows: list[list[Measurement]], options: dict[str, Any], device: str
 ) -> dict[str, Any]:
     return {
         "workload": workload.name,
@@ -60,7 +64,7 @@ def make_record(
         "device": _device_name(device),
         "threads": torch.get_num_threads(),
         "options": options,
-        "results": [summarize(measured) for measured in rows],
+        "results": [summarize(runs) for runs in rows],
     }
 
 

@@ -138,6 +138,10 @@ class Linear(WeightModule):
         if not self._blocks:
             return F.linear(x, self.weight, self.bias)
         rows = x.shape[0]
+        if rows > _MANY_ROWS:
+            in_out = self.weight.transpose(0, 1).reshape(self._in_features, self._out_features)
+            out = torch.mm(x, in_out)
+            return out if self.bias is None else out.add_(self.bias)
         out = torch.bmm(x.expand(self._blocks, -1, -1), self.weight)  # [blocks, rows, columns]
         out = out.transpose(0, 1).reshape(rows, self._out_features)
         return out if self.bias is None else out.add_(self.bias)
@@ -175,7 +179,8 @@ class Linear(WeightModule):
 
 
 _BLOCK_COLUMNS = 48
-_FEW_ROWS = 32  # with more, one large product is as good
+_FEW_ROWS = 32  # with more, one large product is as good for the output head
+_MANY_ROWS = 512  # from here on putting the blocks together first pays
 
 
 def _column_blocks(columns: int) -> int:
