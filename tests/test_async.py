@@ -86,6 +86,38 @@ def test_an_engine_failure_reaches_every_waiting_caller(folder: Path) -> None:
     run(folder, body)
 
 
+def test_cancelled_callers_leave_nothing_behind(folder: Path) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        tasks = [
+            asyncio.create_task(llm.generate("hello", max_tokens=400, ignore_eos=True))
+            for _ in range(6)
+        ]
+        for turns, task in enumerate(tasks):
+            for _ in range(turns):  # cancelled before, during and after submission
+                await asyncio.sleep(0)
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await llm.generate("another", max_tokens=2, ignore_eos=True)
+        while llm._frontend.engine.has_work or llm._frontend._live:
+            await asyncio.sleep(0)  # ends, or runs into the time limit
+
+    run(folder, body)
+
+
+def test_closing_ends_every_stream_and_refuses_what_comes_later(folder: Path) -> None:
+    async def main() -> None:
+        llm = AsyncLLM(folder, device="cpu")
+        task = asyncio.create_task(llm.generate("hello", max_tokens=400, ignore_eos=True))
+        while not llm._frontend.engine.has_work:
+            await asyncio.sleep(0)
+        await llm.close()
+        assert (await asyncio.wait_for(task, 10)).finish_reason == "abort"
+        with pytest.raises(CairnError, match="it was closed"):
+            await llm.generate("x")
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_choices_and_chat_stream(folder: Path) -> None:
     async def body(llm: AsyncLLM) -> None:
         result = await llm.generate("x", n=3, temperature=1.0, seed=1, max_tokens=6)

@@ -36,6 +36,9 @@ class AsyncLLM:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = False
         self._failure: BaseException | None = None
+        # Guards the end: a call is either queued before it, and answered, or refused.
+        self._lock = threading.Lock()
+        self._ended = False
         self._sinks: set[Callable[[Chunk | None], None]] = set()
         self._thread = threading.Thread(target=self._loop, name="cairn-engine", daemon=True)
         self._thread.start()
@@ -54,21 +57,25 @@ class AsyncLLM:
         params = make_params(sampling_params, sampling)
         loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()
+        ids: list[str] = []
+        open_choices = params.n
 
         def sink(chunk: Chunk | None) -> None:
-            loop.call_soon_threadsafe(chunks.put_nowait, chunk)
+            try:
+                loop.call_soon_threadsafe(chunks.put_nowait, chunk)
+            except RuntimeError:  # the caller's event loop is closed: nobody listens any more
+                self._post(partial(self._abort_each, ids))
 
-        def submit() -> list[str]:
+        def submit() -> None:
             requests = self._frontend.prepare(prompt, params, cache_salt)
             if self._frontend.queue_is_full():
                 raise QueueFullError("the waiting queue is full; send it again later")
-            self._frontend.submit(requests, sink)
+            ids.extend(request.id for request in requests)
             self._sinks.add(sink)
-            return [request.id for request in requests]
+            self._frontend.submit(requests, sink)
 
-        ids = await self._on_engine(submit)
-        open_choices = len(ids)
         try:
+            await self._on_engine(submit)
             while open_choices:
                 chunk = await chunks.get()
                 if chunk is None:
@@ -78,6 +85,7 @@ class AsyncLLM:
         finally:
             self._sinks.discard(sink)
             if open_choices:
+                # Queued behind the submission, so that it is undone even if that is yet to come.
                 self._post(partial(self._abort_each, ids))
 
     async def stream_chat(
@@ -124,23 +132,34 @@ class AsyncLLM:
 
     # -- the engine's thread ------------------------------------------------------------------
 
-    def _post(self, call: Callable[[], None]) -> None:
-        self._calls.put(call)
+    def _post(self, call: Callable[[], None]) -> bool:
+        """Queue a call for the engine's thread; False if that has ended."""
+        with self._lock:
+            if not self._ended:
+                self._calls.put(call)
+            return not self._ended
 
     async def _on_engine(self, call: Callable[[], T]) -> T:
         """Run `call` between two steps and await its result."""
-        if self._closing or self._failure is not None:
-            raise CairnError(f"the engine is not running: {self._failure or 'it was closed'}")
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            if self._ended:
+                future.set_exception(self._gone())
+                return
             try:
                 future.set_result(call())
             except BaseException as error:
                 future.set_exception(error)
 
-        self._post(run)
+        if not self._post(run):
+            raise self._gone()
         return await asyncio.wrap_future(future)
+
+    def _gone(self) -> CairnError:
+        return CairnError(f"the engine is not running: {self._failure or 'it was closed'}")
 
     def _loop(self) -> None:
         try:
@@ -157,5 +176,8 @@ class AsyncLLM:
             self._failure = error
             for sink in list(self._sinks):
                 sink(None)
+        finally:
+            with self._lock:
+                self._ended = True
             while not self._calls.empty():
                 self._calls.get()()

@@ -129,13 +129,25 @@ class Frontend:
             self.abort(request_id)
 
     def step(self) -> None:
-        """One engine step, and the text that comes of it."""
+        """One engine step, and the text that comes of it.
+
+        Should one request's text fail, it is aborted, the others go on, and the error is raised.
+        """
+        failure: Exception | None = None
         for progress in self.engine.step():
             live = self._live[progress.request.id]
-            if live.take(progress) and not progress.finished:
-                self.engine.stop(progress.request.id)
+            try:
+                if live.take(progress) and not progress.finished:
+                    self.engine.stop(progress.request.id)
+            except Exception as error:
+                failure = failure or error
+                self.engine.abort(progress.request.id)
+                del self._live[progress.request.id]
+                continue
             if live.result is not None:
                 del self._live[progress.request.id]
+        if failure is not None:
+            raise failure
 
     def queue_is_full(self) -> bool:
         scheduler = self.engine.scheduler
