@@ -65,6 +65,7 @@ def test_each_workload_ends_in_one_json_line(
         (["offline", "--requests", "300"], "256 seeded"),
         (["latency", "--output-len", "0"], "--output-len"),
         (["rag", "--text", "/nowhere"], "--text /nowhere"),
+        (["latency", "--output", "/nowhere/x.json"], "--output /nowhere/x.json"),
     ],
 )
 def test_bad_workloads_are_named(

@@ -11,7 +11,7 @@ import torch
 
 from cairn import LLM, SamplingParams
 from cairn.engine.engine import Engine
-from cairn.errors import CairnError, ConfigError, RequestError
+from cairn.errors import CairnError, ConfigError, QueueFullError, RequestError
 from tests.helpers import TINY_LLAMA, byte_tokenizer, poison_free_memory, tokens_of, write_model
 
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -292,6 +292,10 @@ def test_more_prompts_than_the_queue_holds_are_fed_in(folder: Path) -> None:
     with LLM(folder, device="cpu", max_queued_requests=3, max_running_requests=2) as llm:
         results = llm.generate([f"prompt {i}" for i in range(20)], max_tokens=3, ignore_eos=True)
         assert len(results) == 20
+        assert len(llm.generate("x", n=9, max_tokens=3, temperature=1.0).alternatives) == 8
+        with pytest.raises(QueueFullError, match="9 choices are asked for and the queue has 3"):
+            llm.stream("x", n=9)
+        assert not llm.engine.has_work
 
 
 def test_output_stops_at_the_context_length(folder: Path) -> None:

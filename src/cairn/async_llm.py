@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 
 from cairn.config import EngineConfig
 from cairn.engine.sampling_params import SamplingParams
-from cairn.errors import CairnError, QueueFullError
+from cairn.errors import CairnError
 from cairn.frontend import Frontend, Prompt, make_params
 from cairn.outputs import Chunk, Generation
 from cairn.text.tokenizer import Message
@@ -68,11 +68,9 @@ class AsyncLLM:
 
         def submit() -> None:
             requests = self._frontend.prepare(prompt, params, cache_salt)
-            if self._frontend.queue_is_full():
-                raise QueueFullError("the waiting queue is full; send it again later")
+            self._frontend.submit(requests, sink)
             ids.extend(request.id for request in requests)
             self._sinks.add(sink)
-            self._frontend.submit(requests, sink)
 
         try:
             await self._on_engine(submit)

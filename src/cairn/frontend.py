@@ -12,7 +12,7 @@ from cairn.engine.build import build_engine, locate
 from cairn.engine.engine import Progress as StepProgress
 from cairn.engine.request import FinishReason, Request
 from cairn.engine.sampling_params import SamplingParams
-from cairn.errors import RequestError
+from cairn.errors import QueueFullError, RequestError
 from cairn.models.source import Confirm
 from cairn.outputs import Chunk, Generation, summarize
 from cairn.progress import loading_bar
@@ -100,17 +100,22 @@ class Frontend:
         return self.engine.make_requests(ids, params, cache_salt=cache_salt)
 
     def submit(self, requests: Sequence[Request], sink: Sink | None = None) -> list[Live]:
-        """Queue all choices of a prompt; `sink` gets their chunks as steps produce them."""
-        lives = []
-        for choice, request in enumerate(requests):
-            detokenizer = None
-            if self.tokenizer is not None:
-                stop, prompt = request.params.stop_strings, request.token_ids
-                detokenizer = Detokenizer(self.tokenizer, stop, prompt)
-            self.engine.submit(request)
-            self._live[request.id] = live = Live(request, choice, detokenizer, sink)
-            lives.append(live)
-        return lives
+        """Queue all choices of a prompt, or none; `sink` gets their chunks as they come."""
+        if len(requests) > self.free_places:
+            raise QueueFullError(
+                f"{len(requests)} choices are asked for and the queue has {self.free_places} "
+                "places left of max_queued_requests; send it again later or raise the limit"
+            )
+        return [self.submit_one(request, i, sink) for i, request in enumerate(requests)]
+
+    def submit_one(self, request: Request, choice: int = 0, sink: Sink | None = None) -> Live:
+        detokenizer = None
+        if self.tokenizer is not None:
+            stop, prompt = request.params.stop_strings, request.token_ids
+            detokenizer = Detokenizer(self.tokenizer, stop, prompt)
+        self.engine.submit(request)
+        self._live[request.id] = live = Live(request, choice, detokenizer, sink)
+        return live
 
     def is_live(self, request_id: str) -> bool:
         return request_id in self._live
@@ -149,9 +154,11 @@ class Frontend:
         if failure is not None:
             raise failure
 
-    def queue_is_full(self) -> bool:
+    @property
+    def free_places(self) -> int:
+        """Requests the queue would still take."""
         scheduler = self.engine.scheduler
-        return scheduler.num_waiting >= scheduler.limits.max_queued_requests
+        return scheduler.limits.max_queued_requests - scheduler.num_waiting
 
     # -- text ---------------------------------------------------------------------------------
 

@@ -236,9 +236,11 @@ class LLM:
         lives: list[list[Live]] = []
         try:
             for requests in prepared:
-                while frontend.queue_is_full():
-                    frontend.step()
-                lives.append(frontend.submit(requests))
+                lives.append([])
+                for choice, request in enumerate(requests):
+                    while not frontend.free_places:
+                        frontend.step()
+                    lives[-1].append(frontend.submit_one(request, choice))
             while any(live.result is None for choices in lives for live in choices):
                 frontend.step()
         except BaseException:  # Ctrl-C too: leave nothing behind, then let it pass

@@ -192,6 +192,8 @@ def test_choices_have_seeds_of_their_own_and_the_first_keeps_its() -> None:
     assert seeds[0] == 7
     assert len(set(seeds)) == 100
     assert all(0 <= seed < 2**63 for seed in seeds)
+    neighbours = {derived_seed(seed, choice) for seed in range(30) for choice in range(30)}
+    assert len(neighbours) == 900
 
 
 def test_uniform_numbers_are_spread_and_reproducible() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cairn.cli_flags import add_flags, collect
@@ -35,7 +36,8 @@ def add_bench(commands: Any) -> None:
         parser = kinds.add_parser(kind, help=text, allow_abbrev=False)
         requests, input_len, output_len = _DEFAULTS[kind]
         group = parser.add_argument_group("workload")
-        group.add_argument("--requests", type=int, default=requests, metavar="N")
+        if kind != "summarize":
+            group.add_argument("--requests", type=int, default=requests, metavar="N")
         group.add_argument("--input-len", type=int, default=input_len, metavar="TOKENS")
         group.add_argument("--output-len", type=int, default=output_len, metavar="TOKENS")
         group.add_argument(
@@ -72,8 +74,12 @@ def _bench(arguments: argparse.Namespace) -> int:
     from cairn.llm import LLM
 
     for name in ("requests", "input_len", "output_len", "repeat"):
-        if getattr(arguments, name) < 1:
+        if getattr(arguments, name, 1) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
+    for name in ("output", "plot"):
+        path = getattr(arguments, name)
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise ConfigError(f"--{name} {path}: there is no such folder")
     options = collect(arguments, EngineConfig)
     with LLM(**options) as llm:
         workload = _workload(arguments, llm)
@@ -99,7 +105,8 @@ def _bench(arguments: argparse.Namespace) -> int:
 def _workload(arguments: argparse.Namespace, llm: LLM) -> Workload:
     from cairn.bench import workloads
 
-    count, given, out = arguments.requests, arguments.input_len, arguments.output_len
+    count = getattr(arguments, "requests", 1)
+    given, out = arguments.input_len, arguments.output_len
     vocab = llm.engine.spec.vocab_size
     if arguments.kind == "latency":
         return workloads.latency(count, given, out, vocab)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from rich.console import Console
+from rich.markup import escape
 
 from cairn.engine.sampling_params import SamplingParams
 from cairn.errors import RequestError
@@ -41,7 +42,7 @@ class Chat:
         self._last: Generation | None = None
 
     def run(self) -> int:
-        self._say(f"[dim]{self._llm.config.model}. /help lists the commands.[/dim]")
+        self._say(f"[dim]{escape(self._llm.config.model)}. /help lists the commands.[/dim]")
         while True:
             try:
                 line = self._read("> ").strip()
@@ -67,7 +68,7 @@ class Chat:
         elif line == "/help":
             self._say(_HELP)
         else:
-            self._say(f"[red]No such command: {line}.[/red] /help lists them.")
+            self._say(f"[red]No such command: {escape(line)}.[/red] /help lists them.")
 
     def _answer(self, text: str) -> None:
         self._messages.append({"role": "user", "content": text})
@@ -75,14 +76,14 @@ class Chat:
             stream = self._llm.stream_chat(self._messages, self._params)
         except RequestError as error:
             self._messages.pop()
-            self._say(f"[red]{error}[/red]")
+            self._say(f"[red]{escape(str(error))}[/red]")
             return
         said = ""
         with stream:
             try:
                 for chunk in stream:
                     said += chunk.text
-                    self._console.print(chunk.text, end="", markup=False, soft_wrap=True)
+                    self._write(chunk.text)
                     self._last = chunk.result or self._last
             except KeyboardInterrupt:
                 self._say("\n[dim]stopped[/dim]", end="")
@@ -107,6 +108,12 @@ class Chat:
                 f"pages ({group.name}): {group.owned} in use, {group.cached} cached, "
                 f"{group.free} free of {group.total}"
             )
+
+    def _write(self, text: str) -> None:
+        """The model's words as they are, but for control characters, which a terminal obeys."""
+        shown = "".join(c for c in text if c in "\n\t" or c.isprintable())
+        self._console.file.write(shown)
+        self._console.file.flush()
 
     def _say(self, text: str, end: str = "\n") -> None:
         self._console.print(text, end=end, soft_wrap=True)

@@ -13,7 +13,7 @@ from cairn.frontend import Frontend
 def start(arguments: argparse.Namespace) -> Frontend:
     """On a terminal a download is offered first, elsewhere it just happens."""
     config = EngineConfig.from_kwargs(collect(arguments, EngineConfig))
-    on_terminal = sys.stdin.isatty() and sys.stderr.isatty()
+    on_terminal = all(s is not None and s.isatty() for s in (sys.stdin, sys.stderr))
     frontend = Frontend(config, _ask if on_terminal else None)
     for note in frontend.engine.notes:
         print(f"cairn: {note}", file=sys.stderr)

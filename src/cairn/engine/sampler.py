@@ -216,7 +216,7 @@ def uniform_number(seed: int, index: int) -> float:
 
 def derived_seed(seed: int, choice: int) -> int:
     """The seed of a request's choice number `choice`; the first keeps the seed itself."""
-    return seed if choice == 0 else _mix((seed + choice) & _MASK) >> 1
+    return seed if choice == 0 else _mix((_mix(seed & _MASK) + choice) & _MASK) >> 1
 
 
 def _mix(value: int) -> int:

@@ -43,9 +43,12 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._reader = _open(path)
-        self.metadata: dict[str, Any] = {
-            name: field.contents() for name, field in self._reader.fields.items()
-        }
+        self.metadata: dict[str, Any] = {}
+        for name, field in self._reader.fields.items():
+            try:
+                self.metadata[name] = field.contents()
+            except (ValueError, IndexError, TypeError) as error:
+                raise LoadError(f"{path}: field {name} is corrupt: {error}") from error
 
     # -- config -------------------------------------------------------------------------------
 
@@ -108,8 +111,10 @@ class GGUFFile:
 
     def _number(self, architecture: str, key: str) -> Any:
         value = self._get(architecture, key, None)
-        if not isinstance(value, int | float):
-            raise ConfigError(f"{self.path}: {architecture}.{key} is {value!r}; a number is needed")
+        if not isinstance(value, int | float) or not value > 0:
+            raise ConfigError(
+                f"{self.path}: {architecture}.{key} is {value!r}; a positive number is needed"
+            )
         return value
 
     # -- weights ------------------------------------------------------------------------------

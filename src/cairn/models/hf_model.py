@@ -23,7 +23,7 @@ _NAME = "cairn_paged"
 
 # What models pass along that does not change a forward pass without dropout, cache and mask.
 _HARMLESS = {"dropout", "is_causal", "position_ids", "use_cache", "cache_position"}
-_HARMLESS |= {"output_attentions", "output_hidden_states", "position_bias", "return_dict"}
+_HARMLESS |= {"output_attentions", "output_hidden_states", "output_router_logits", "return_dict"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def load_transformers_model(
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation=_NAME, local_files_only=True
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # any model's own code may run here
         raise LoadError(f"transformers cannot load {folder}: {error}") from error
     return TransformersModel(model.eval().to(device), str(folder))
 
@@ -63,6 +63,7 @@ class TransformersModel:
         config = model.config.get_text_config()
         layers = _probe(model, source)
         self._check_rope(config, source)
+        self._check_masks(config, layers, source)
         first = layers[0]
         self._spec = ModelSpec(
             architecture=type(model).__name__,
@@ -105,6 +106,21 @@ class TransformersModel:
                 raise ConfigError(
                     f"{source}: rope type {values['rope_type']!r} depends on the sequence length "
                     "and is not supported with model_impl=transformers"
+                )
+
+    @staticmethod
+    def _check_masks(config: Any, layers: list[_Layer], source: str) -> None:
+        """Restrictions a model only puts into its mask never reach our attention."""
+        if getattr(config, "attention_chunk_size", None):
+            raise ConfigError(f"{source}: attention_chunk_size is not supported")
+        types = getattr(config, "layer_types", None) or []
+        for index, (kind, layer) in enumerate(zip(types, layers, strict=False)):
+            if kind not in ("full_attention", "sliding_attention"):
+                raise ConfigError(f"{source}: layer_types[{index}] is {kind!r}: not supported")
+            if kind == "sliding_attention" and layer.window is None:
+                raise ConfigError(
+                    f"{source}: layer {index} is {kind} but does not pass its window on to "
+                    "attention; such models are not supported"
                 )
 
 
@@ -174,7 +190,15 @@ def _probe(model: Any, source: str) -> list[_Layer]:
     probe = _Probe(source)
     device = next(model.parameters()).device
     token = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    model(input_ids=token, position_ids=token, use_cache=False, cairn_attend=probe)
+    try:
+        model(input_ids=token, position_ids=token, use_cache=False, cairn_attend=probe)
+    except ConfigError:
+        raise
+    except Exception as error:  # any model's own code runs here
+        raise ConfigError(
+            f"{source}: {type(model).__name__} does not run on a registered attention function: "
+            f"{error!r}"
+        ) from error
     layers = [probe.layers[index] for index in sorted(probe.layers)]
     expected = model.config.get_text_config().num_hidden_layers
     if sorted(probe.layers) != list(range(expected)):

