@@ -8,7 +8,6 @@ written may hold NaN: a page that a step leaves partial is cleared when it is be
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,12 +23,22 @@ _QUERY_BLOCK = 128  # bounds the mask and what a causal block reads in vain
 
 
 @dataclass(frozen=True, slots=True)
-class _Decode:
+class _Peers:
     """Decoding sequences that read equally many pages."""
 
-    rows: torch.Tensor  # [seqs] row of each in the step
-    slices: torch.Tensor  # [seqs * 2 * kv_heads * pages] (page, head) slices of the pool
+    seqs: int
+    pages: int
     mask: torch.Tensor | None  # [seqs, 1, 1, keys] 0 or -inf; None if every key is visible
+
+
+@dataclass(frozen=True, slots=True)
+class _Decode:
+    """All decoding sequences of a step, peers side by side."""
+
+    rows: torch.Tensor  # [seqs] row of each in the step
+    places: torch.Tensor  # [seqs] where each stands among the step's decoding sequences
+    slices: torch.Tensor  # [sum of seqs * 2 * kv_heads * pages] (page, head) slices of the pool
+    peers: tuple[_Peers, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +61,7 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _GroupMetadata:
-    decodes: tuple[_Decode, ...]
+    decode: _Decode | None
     chunks: tuple[_Chunk, ...]
 
 
@@ -76,7 +85,7 @@ class TorchBackend:
         chunks = np.flatnonzero(batch.query_lens > 1)
         return [
             _GroupMetadata(
-                decodes=tuple(self._decodes(batch, g, group, decoding)),
+                decode=self._decode_rows(batch, g, group, decoding) if len(decoding) else None,
                 chunks=tuple(self._chunk(batch, g, group, int(s)) for s in chunks),
             )
             for g, group in enumerate(self._groups)
@@ -96,32 +105,36 @@ class TorchBackend:
             for g, tables in enumerate(batch.groups):
                 self._pool.clear(g, tables.page_table[index].long())
 
-    def _decodes(
+    def _decode_rows(
         self, batch: AttentionBatch, g: int, group: LayerGroup, seqs: np.ndarray
-    ) -> Iterator[_Decode]:
-        size = batch.page_size
+    ) -> _Decode:
+        size, table = batch.page_size, batch.groups[g].page_table
         kv_lens = batch.kv_lens[seqs]
         first_keys = np.zeros_like(kv_lens)
         if group.window is not None:
             first_keys = np.maximum(0, kv_lens - group.window)
         first_pages = first_keys // size
         counts = -(-kv_lens // size) - first_pages  # pages each sequence reads
+        order = np.argsort(counts, kind="stable")
+        peers, slices = [], []
         for count in np.unique(counts):
-            which = np.flatnonzero(counts == count)
+            which = order[counts[order] == count]
             index = first_pages[which, None] + np.arange(count)  # [seqs, pages]
             rows = first_pages[which, None] * size + np.arange(count * size)  # [seqs, keys]
             hidden = (rows < first_keys[which, None]) | (rows >= kv_lens[which, None])
-            table = batch.groups[g].page_table
             pages = table[_to(seqs[which, None], table.device), _to(index, table.device)].long()
             mask = None
             if hidden.any():
                 mask = torch.zeros(hidden.shape, dtype=self._shape.dtype, device=table.device)
                 mask = mask.masked_fill(_to(hidden, table.device), float("-inf"))[:, None, None, :]
-            yield _Decode(
-                rows=_to(batch.cu_query[seqs[which]], table.device),
-                slices=self._slices(pages),
-                mask=mask,
-            )
+            slices.append(self._slices(pages))
+            peers.append(_Peers(len(which), int(count), mask))
+        return _Decode(
+            rows=_to(batch.cu_query[seqs[order]], table.device),
+            places=_to(np.argsort(order), table.device),
+            slices=torch.cat(slices),
+            peers=tuple(peers),
+        )
 
     def _slices(self, pages: torch.Tensor) -> torch.Tensor:
         """pages [..., pages] -> places of their (page, head) slices, by sequence and head."""
@@ -165,14 +178,19 @@ class TorchBackend:
         self, layer: int, query: torch.Tensor, metadata: list[_GroupMetadata]
     ) -> torch.Tensor:
         group = metadata[self._pool.group_of[layer]]
-        if len(group.decodes) == 1 and not group.chunks:
-            return self._decode(layer, query, group.decodes[0])
+        decode = group.decode
+        if decode is not None and not group.chunks:
+            if len(decode.peers) == 1:
+                return self._decode(layer, query, decode)
+            return self._decode(layer, query[decode.rows], decode)[decode.places]
         out = torch.empty_like(query)
-        for decode in group.decodes:
+        if decode is not None:
             out[decode.rows] = self._decode(layer, query[decode.rows], decode)
         for chunk in group.chunks:
             # [kv_heads, keys, dim] each
-            key, value = self._gather(layer, chunk.slices, 1)[0, :, :, : chunk.num_keys]
+            copied = self._gather(layer, chunk.slices)
+            both = copied.view(2, self._shape.num_kv_heads, -1, query.shape[-1])
+            key, value = both[:, :, : chunk.num_keys]
             for block in chunk.blocks:
                 out[block.rows] = self._extend(
                     query[block.rows], key[:, block.keys], value[:, block.keys], block.mask
@@ -181,25 +199,27 @@ class TorchBackend:
 
     def _decode(self, layer: int, query: torch.Tensor, decode: _Decode) -> torch.Tensor:
         """query [seqs, heads, dim]: one row per sequence, over all its pages."""
-        seqs, heads, dim = query.shape
+        _, heads, dim = query.shape
         kv_heads = self._shape.num_kv_heads
-        key, value = self._gather(layer, decode.slices, seqs).unbind(1)
-        # The query heads of a kv head are like so many queries: [seqs, kv_heads, group, dim].
-        out = F.scaled_dot_product_attention(
-            query.reshape(seqs, kv_heads, heads // kv_heads, dim),
-            key,
-            value,
-            attn_mask=decode.mask,
-            scale=self._shape.scale,
-        )
-        return out.reshape(seqs, heads, dim)
+        copied = self._gather(layer, decode.slices)  # [slices, page_size, dim]
+        outs = []
+        row = begin = 0
+        for peers in decode.peers:
+            end = begin + peers.seqs * 2 * kv_heads * peers.pages
+            key, value = copied[begin:end].view(peers.seqs, 2, kv_heads, -1, dim).unbind(1)
+            # The query heads of a kv head are like so many queries: [seqs, kv_heads, group, dim].
+            own = query[row : row + peers.seqs].reshape(peers.seqs, kv_heads, -1, dim)
+            out = F.scaled_dot_product_attention(
+                own, key, value, attn_mask=peers.mask, scale=self._shape.scale
+            )
+            outs.append(out.reshape(peers.seqs, heads, dim))
+            row, begin = row + peers.seqs, end
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _gather(self, layer: int, slices: torch.Tensor, seqs: int) -> torch.Tensor:
-        """Copy (page, head) slices to [seqs, 2, kv_heads, keys, dim]: keys, then values."""
+    def _gather(self, layer: int, slices: torch.Tensor) -> torch.Tensor:
+        """Copy (page, head) slices: [slices, page_size, dim]"""
         pool = self._pool.layers[layer]
-        size, dim = pool.shape[2:]
-        copied = pool.view(-1, size, dim).index_select(0, slices)
-        return copied.view(seqs, 2, self._shape.num_kv_heads, -1, dim)
+        return pool.view(-1, *pool.shape[2:]).index_select(0, slices)
 
     def _extend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
