@@ -63,6 +63,7 @@ def test_each_workload_ends_in_one_json_line(
     ("arguments", "named"),
     [
         (["offline", "--requests", "300"], "256 seeded"),
+        (["offline", "--input-len", "9"], "--input-len has no effect on the seeded requests"),
         (["latency", "--output-len", "0"], "--output-len"),
         (["rag", "--text", "/nowhere"], "--text /nowhere"),
         (["latency", "--output", "/nowhere/x.json"], "--output /nowhere/x.json"),

@@ -38,8 +38,10 @@ def add_bench(commands: Any) -> None:
         group = parser.add_argument_group("workload")
         if kind != "summarize":
             group.add_argument("--requests", type=int, default=requests, metavar="N")
-        group.add_argument("--input-len", type=int, default=input_len, metavar="TOKENS")
-        group.add_argument("--output-len", type=int, default=output_len, metavar="TOKENS")
+        # The seeded requests have lengths of their own: there a given one is refused.
+        lengths: dict[str, Any] = {"type": int, "default": None, "metavar": "TOKENS"}
+        group.add_argument("--input-len", help=f"Default: {input_len}.", **lengths)
+        group.add_argument("--output-len", help=f"Default: {output_len}.", **lengths)
         group.add_argument(
             "--repeat", type=int, default=1, metavar="N", help="Runs of each engine, in turn."
         )
@@ -73,6 +75,16 @@ def _bench(arguments: argparse.Namespace) -> int:
     from cairn.engine.build import locate, resolve_device, resolve_dtype
     from cairn.llm import LLM
 
+    if getattr(arguments, "lengths", None) == "seeded":
+        for name in ("input_len", "output_len"):
+            if getattr(arguments, name) is not None:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} has no effect on the seeded requests; "
+                    "add --lengths equal or mixed"
+                )
+    _, input_len, output_len = _DEFAULTS[arguments.kind]
+    arguments.input_len = input_len if arguments.input_len is None else arguments.input_len
+    arguments.output_len = output_len if arguments.output_len is None else arguments.output_len
     for name in ("requests", "input_len", "output_len", "repeat"):
         if getattr(arguments, name, 1) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")

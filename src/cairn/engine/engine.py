@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cairn.engine.logprobs import TokenLogprob
-from cairn.engine.plan import PromptScores
+from cairn.engine.plan import PromptScores, StepPlan
 from cairn.engine.request import Request
 from cairn.engine.runner import Runner, StepResult
 from cairn.engine.sampler import derived_seed
@@ -144,13 +144,8 @@ class Engine:
             self.scheduler.undo(plan)
             raise
         ran = time.perf_counter()
-        geometry = self.scheduler.cache.geometry
-        rows = pairs = 0
-        for advance in plan.advances:
-            context = geometry.rows(advance.start)
-            new = geometry.rows(advance.stop) - context
-            rows, pairs = rows + new, pairs + attention_pairs(new, context)
-        self.scheduler.step_time.observe(rows, pairs, ran - planned)
+        if self.scheduler.limits.max_step_seconds is not None:
+            self._observe(plan, ran - planned)
         self._take_scores(result)
         progress = [
             self._progress(request, result)
@@ -163,6 +158,16 @@ class Engine:
         self.stats.computed_tokens += plan.num_tokens
         self.stats.generated_tokens += len(result.sampled)
         return progress
+
+    def _observe(self, plan: StepPlan, seconds: float) -> None:
+        """Teach the step-time model, which only a time limit asks."""
+        geometry = self.scheduler.cache.geometry
+        rows = pairs = 0
+        for advance in plan.advances:
+            context = geometry.rows(advance.start)
+            new = geometry.rows(advance.stop) - context
+            rows, pairs = rows + new, pairs + attention_pairs(new, context)
+        self.scheduler.step_time.observe(rows, pairs, seconds)
 
     def _take_scores(self, result: StepResult) -> None:
         for request_id, scores in result.prompt_logprobs.items():
