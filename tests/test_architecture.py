@@ -23,6 +23,7 @@ ROOMS = [
     {"text"},
     {"models"},
     {"attention"},
+    {"sparsity"},
     {"memory"},
     {"config"},
     {"errors"},

@@ -14,6 +14,8 @@ MODEL_IMPLS = ("cairn", "transformers")
 QUANTIZATIONS = ("none", "int8")
 LOAD_FORMATS = ("auto", "dummy")
 EVICTION_POLICIES = ("lru", "lfu")
+STRATEGIES = ("group", "head", "softmax_head")
+FUSIONS = ("landmark", "lse")
 
 
 def _option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -44,7 +46,9 @@ class EngineConfig:
     context_length: int | None = _option(
         None, "Most tokens of a request, prompt and output; the model's own limit by default."
     )
-    page_size: int = _option(64, "Rows of the KV cache in a page.")
+    page_size: int | None = _option(
+        None, "Rows of the KV cache in a page; 64, or the chunk size the model was trained with."
+    )
     kv_cache_gib: float | None = _option(
         None, "Memory for the KV cache. By default a quarter of what is free on a CPU."
     )
@@ -59,7 +63,23 @@ class EngineConfig:
     max_step_ms: float | None = _option(
         None, "Shrink prefill chunks so that a step stays under this time."
     )
-    attention_backend: str = _option("auto", "Attention kernels: auto or torch.")
+    attention_backend: str = _option(
+        "auto", "Attention kernels: auto, torch, hsa, or torch,hsa for a dense prefill."
+    )
+    hsa_policy: str | None = _option(
+        None, "hsa: how pages are scored: quest, mean, or your own as module:Class."
+    )
+    hsa_topk: int | None = _option(None, "hsa: pages a query reads outside its window.")
+    hsa_selection_strategy: str | None = _option(
+        None, "hsa: how the heads of a group agree on pages.", STRATEGIES
+    )
+    hsa_layers: str | None = _option(None, "hsa: sparse layers, such as 0-3,7; all by default.")
+    hsa_window: int | None = _option(None, "hsa: rows a query always sees.")
+    hsa_sinks: int | None = _option(None, "hsa: first pages that are always selected.")
+    hsa_fusion: str | None = _option(
+        None, "hsa: weigh pages by landmark score or by exact lse.", FUSIONS
+    )
+    hsa_dense_below: int | None = _option(None, "hsa: rows below this position see everything.")
     seed: int = _option(0, "Seeds dummy weights and the requests that bring no seed.")
 
     def __post_init__(self) -> None:
@@ -72,12 +92,24 @@ class EngineConfig:
             ("model_impl", MODEL_IMPLS),
             ("quantization", QUANTIZATIONS),
             ("eviction", EVICTION_POLICIES),
+            ("hsa_selection_strategy", (None, *STRATEGIES)),
+            ("hsa_fusion", (None, *FUSIONS)),
         ):
             value = getattr(self, name)
             if value not in choices:
+                choices = tuple(choice for choice in choices if choice is not None)
                 raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(choices)}")
-        for name in ("page_size", "chunked_prefill_size", "max_running_requests"):
+        for name in ("chunked_prefill_size", "max_running_requests"):
             self._check_whole(name, 1)
+        for name, low in (
+            ("page_size", 1),
+            ("hsa_topk", 1),
+            ("hsa_window", 1),
+            ("hsa_sinks", 0),
+            ("hsa_dense_below", 0),
+        ):
+            if getattr(self, name) is not None:
+                self._check_whole(name, low)
         self._check_whole("max_queued_requests", 1)
         self._check_whole("seed", 0, 2**63 - 1)
         if self.context_length is not None:
@@ -86,8 +118,15 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not (_is_number(value) and 0 < value < math.inf):
                 raise ConfigError(f"{name} is {value!r}; it must be a number above 0")
-        for name in ("model", "ignore_config_fields", "attention_backend"):
-            if not isinstance(getattr(self, name), str):
+        for name in (
+            "model",
+            "ignore_config_fields",
+            "attention_backend",
+            "hsa_policy",
+            "hsa_layers",
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, str) and not (value is None and name.startswith("hsa_")):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be a string")
         share = self.mem_fraction_static
         if share is not None:

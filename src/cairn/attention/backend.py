@@ -9,14 +9,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
-from cairn.attention.batch import AttentionBatch
+from cairn.attention.batch import AttentionBatch, Scoring
 from cairn.errors import ConfigError
 from cairn.memory.groups import LayerGroup
 from cairn.memory.kv_pool import KVPool
+from cairn.sparsity.selection import Selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,28 +32,63 @@ class AttentionShape:
     dtype: torch.dtype
     device: torch.device
     groups: tuple[LayerGroup, ...]
+    hides_landmark_rows: bool = False
+    """The last row of a page is a landmark row that dense layers do not see."""
 
 
 class AttentionBackend(Protocol):
-    name: str
-
-    def __init__(self, shape: AttentionShape, pool: KVPool) -> None: ...
-
-    @staticmethod
-    def unavailable_reason(device: torch.device) -> str | None:
-        """Why this backend cannot run on the device; None if it can."""
-        ...
+    name: ClassVar[str]
 
     def prepare(self, batch: AttentionBatch) -> Any:
         """Host work of a step, shared by all its layers. The result goes to `forward`."""
         ...
 
-    def forward(self, layer: int, query: torch.Tensor, metadata: Any) -> torch.Tensor:
+    def forward(
+        self, layer: int, query: torch.Tensor, metadata: Any, scoring: Scoring | None = None
+    ) -> torch.Tensor:
         """query [rows, heads, head_dim] -> [rows, heads, head_dim].
 
-        The new rows' keys and values are in the pool already.
+        The new rows' keys and values are in the pool already. `scoring` comes from layers that
+        bring landmarks of their own.
         """
         ...
+
+    def selections(self, metadata: Any, row: int) -> dict[int, Selection]:
+        """Pages that a traced row of the step read, by layer."""
+        ...
+
+    def abandon(self, batch: AttentionBatch) -> None:
+        """The batch was prepared and did not come to its end."""
+        ...
+
+
+class DenseBackend:
+    """A backend that is found by name and reads the whole past, or a window of it."""
+
+    name: ClassVar[str]
+
+    def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
+        self._shape = shape
+        self._pool = pool
+
+    @staticmethod
+    def unavailable_reason(device: torch.device) -> str | None:
+        """Why this backend cannot run on the device; None if it can."""
+        raise NotImplementedError
+
+    def prepare(self, batch: AttentionBatch) -> Any:
+        raise NotImplementedError
+
+    def forward(
+        self, layer: int, query: torch.Tensor, metadata: Any, scoring: Scoring | None = None
+    ) -> torch.Tensor:
+        raise NotImplementedError
+
+    def selections(self, metadata: Any, row: int) -> dict[int, Selection]:
+        return {}
+
+    def abandon(self, batch: AttentionBatch) -> None:
+        pass
 
 
 _BACKENDS: Mapping[str, str] = {
@@ -65,17 +101,17 @@ def backend_names() -> tuple[str, ...]:
     return tuple(_BACKENDS)
 
 
-def backend_class(name: str) -> type[AttentionBackend]:
+def backend_class(name: str) -> type[DenseBackend]:
     if name not in _BACKENDS:
         raise ConfigError(
             f"attention_backend is {name!r}; choose one of auto, {', '.join(_BACKENDS)}"
         )
     module, _, attribute = _BACKENDS[name].partition(":")
-    found: type[AttentionBackend] = getattr(importlib.import_module(module), attribute)
+    found: type[DenseBackend] = getattr(importlib.import_module(module), attribute)
     return found
 
 
-def resolve_backend(name: str, device: torch.device) -> type[AttentionBackend]:
+def resolve_backend(name: str, device: torch.device) -> type[DenseBackend]:
     """The named backend, or an error that says why it cannot run. `auto` is torch."""
     cls = backend_class("torch" if name == "auto" else name)
     reason = cls.unavailable_reason(device)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +15,8 @@ class GroupTables:
 
     page_table: torch.Tensor  # [seqs, max_pages] int32, NULL_PAGE where no page is held
     row_pages: torch.Tensor  # [rows] int64, page that each new row is written to
+    host_pages: np.ndarray  # page_table on the host
+    host_generations: np.ndarray  # [seqs, max_pages] int32, the life of each page in the table
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,36 @@ class AttentionBatch:
     row_offsets: torch.Tensor  # [rows] int64, row within its page
     groups: tuple[GroupTables, ...]
     device: torch.device
+    prompt_rows: np.ndarray  # [seqs] int64, rows of the cache that hold the sequence's prompt
+    traced_rows: np.ndarray  # [n] int64, rows of the step whose page selection is wanted
+
+    def take(self, seqs: np.ndarray) -> tuple[AttentionBatch, np.ndarray]:
+        """The batch of some of its sequences, and which rows of the step are theirs."""
+        query_lens = self.query_lens[seqs]
+        cu_query = np.concatenate(([0], np.cumsum(query_lens)))
+        first = np.repeat(self.cu_query[seqs] - cu_query[:-1], query_lens)
+        rows = first + np.arange(cu_query[-1])
+        seq_index = torch.from_numpy(seqs).to(self.device)
+        row_index = torch.from_numpy(rows).to(self.device)
+        taken = replace(
+            self,
+            query_lens=query_lens,
+            kv_lens=self.kv_lens[seqs],
+            cu_query=cu_query,
+            row_offsets=self.row_offsets[row_index],
+            groups=tuple(
+                GroupTables(
+                    page_table=tables.page_table[seq_index],
+                    row_pages=tables.row_pages[row_index],
+                    host_pages=tables.host_pages[seqs],
+                    host_generations=tables.host_generations[seqs],
+                )
+                for tables in self.groups
+            ),
+            prompt_rows=self.prompt_rows[seqs],
+            traced_rows=np.flatnonzero(np.isin(rows, self.traced_rows)),
+        )
+        return taken, rows
 
     @property
     def num_seqs(self) -> int:
@@ -39,3 +72,10 @@ class AttentionBatch:
     @property
     def num_rows(self) -> int:
         return int(self.cu_query[-1])
+
+
+class Scoring(NamedTuple):
+    """What a layer of a model with landmarks of its own hands to attention, besides the query."""
+
+    query: torch.Tensor  # [rows, heads, head_dim] scores landmarks
+    prior: torch.Tensor  # [rows, heads, head_dim] pools a page's landmark, read at its last row

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from cairn.attention.backend import AttentionShape
-from cairn.attention.batch import AttentionBatch
+from cairn.attention.backend import AttentionShape, DenseBackend
+from cairn.attention.batch import AttentionBatch, Scoring
+from cairn.attention.clearing import clear_begun_pages
 from cairn.memory.groups import LayerGroup
 from cairn.memory.kv_pool import KVPool
 
@@ -65,12 +66,11 @@ class _GroupMetadata:
     chunks: tuple[_Chunk, ...]
 
 
-class TorchBackend:
+class TorchBackend(DenseBackend):
     name = "torch"
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
-        self._shape = shape
-        self._pool = pool
+        super().__init__(shape, pool)
         self._groups = shape.groups
 
     @staticmethod
@@ -80,7 +80,7 @@ class TorchBackend:
     # -- once per step ------------------------------------------------------------------------
 
     def prepare(self, batch: AttentionBatch) -> list[_GroupMetadata]:
-        self._clear_begun_pages(batch)
+        clear_begun_pages(self._pool, batch)
         decoding = np.flatnonzero(batch.query_lens == 1)
         chunks = np.flatnonzero(batch.query_lens > 1)
         return [
@@ -90,20 +90,6 @@ class TorchBackend:
             )
             for g, group in enumerate(self._groups)
         ]
-
-    def _clear_begun_pages(self, batch: AttentionBatch) -> None:
-        """Zero the last page of every sequence that begins it in this step and leaves it partial.
-
-        Masked slots enter products with weight zero, which is no help if they hold NaN.
-        """
-        size = batch.page_size
-        last_page = (batch.kv_lens - 1) // size
-        begun = last_page * size >= batch.kv_lens - batch.query_lens
-        seqs = np.flatnonzero(begun & (batch.kv_lens % size != 0))
-        if len(seqs):
-            index = (_to(seqs, batch.device), _to(last_page[seqs], batch.device))
-            for g, tables in enumerate(batch.groups):
-                self._pool.clear(g, tables.page_table[index].long())
 
     def _decode_rows(
         self, batch: AttentionBatch, g: int, group: LayerGroup, seqs: np.ndarray
@@ -122,6 +108,8 @@ class TorchBackend:
             index = first_pages[which, None] + np.arange(count)  # [seqs, pages]
             rows = first_pages[which, None] * size + np.arange(count * size)  # [seqs, keys]
             hidden = (rows < first_keys[which, None]) | (rows >= kv_lens[which, None])
+            if self._shape.hides_landmark_rows:
+                hidden |= rows % size == size - 1
             pages = table[_to(seqs[which, None], table.device), _to(index, table.device)].long()
             mask = None
             if hidden.any():
@@ -156,6 +144,8 @@ class TorchBackend:
             mask = keys <= queries
             if group.window is not None:
                 mask &= keys > queries - group.window
+            if self._shape.hides_landmark_rows:
+                mask &= keys % size != size - 1
             origin = first_page * size
             blocks.append(
                 _Block(
@@ -175,8 +165,13 @@ class TorchBackend:
     # -- once per layer -----------------------------------------------------------------------
 
     def forward(
-        self, layer: int, query: torch.Tensor, metadata: list[_GroupMetadata]
+        self,
+        layer: int,
+        query: torch.Tensor,
+        metadata: list[_GroupMetadata],
+        scoring: Scoring | None = None,
     ) -> torch.Tensor:
+        assert scoring is None, "dense attention scores no landmarks"
         group = metadata[self._pool.group_of[layer]]
         decode = group.decode
         if decode is not None and not group.chunks:

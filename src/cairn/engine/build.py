@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 
-from cairn.attention.backend import AttentionShape, resolve_backend
+from cairn.attention.backend import AttentionBackend, AttentionShape, resolve_backend
+from cairn.attention.hsa.backend import HSABackend
 from cairn.config import EngineConfig
+from cairn.engine.attention_options import plan_attention
 from cairn.engine.engine import Engine
 from cairn.engine.runner import Runner
 from cairn.engine.scheduler import Limits, Scheduler
@@ -17,6 +19,7 @@ from cairn.memory.cache import PagedCache
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.groups import LayerGroup, group_layers, split_budget
 from cairn.memory.kv_pool import KVPool
+from cairn.memory.landmarks import LandmarkPool, LandmarkShape
 from cairn.models.checkpoint import Checkpoint
 from cairn.models.config_reader import ConfigReader
 from cairn.models.interface import LanguageModel
@@ -24,6 +27,7 @@ from cairn.models.loader import Progress, build_model, fill, fill_dummy, quantiz
 from cairn.models.registry import read_spec
 from cairn.models.source import Confirm, ModelSource, find_model
 from cairn.models.spec import ModelSpec
+from cairn.sparsity.config import SparseConfig
 
 _DEFAULT_MEM_FRACTION = 0.85
 _DEFAULT_FREE_SHARE = 0.25
@@ -50,14 +54,18 @@ def build_engine(
 ) -> Engine:
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, source.config, device)
-    backend_class = resolve_backend(config.attention_backend, device)
     _check_quantization(config, dtype, device)
     model, notes = load_model(config, source, dtype, device, progress)
     spec = model.spec
-    geometry = PageGeometry(config.page_size, spec.tokens_per_page(config.page_size))
+    attention = plan_attention(config, spec)
+    dense_class = resolve_backend(attention.dense, device)
+    geometry = PageGeometry(attention.page_size, spec.tokens_per_page(attention.page_size))
     groups = group_layers(spec.windows)
     context = _context_length(config, spec)
-    num_pages = _size_pools(config, spec, geometry, groups, context, dtype, device)
+    landmark_shape = _landmark_shape(attention.sparse, dtype)
+    num_pages = _size_pools(
+        config, spec, geometry, groups, landmark_shape, context, dtype, device
+    )
     pool = KVPool(
         groups, num_pages, geometry.page_size, spec.num_kv_heads, spec.head_dim, dtype, device
     )
@@ -77,7 +85,15 @@ def build_engine(
         dtype=dtype,
         device=device,
         groups=groups,
+        hides_landmark_rows=spec.sparsity is not None and spec.sparsity.hides_landmark_rows,
     )
+    backend: AttentionBackend = dense_class(shape, pool)
+    if attention.sparse is not None and landmark_shape is not None:
+        group = pool.group_of[attention.sparse.layers[0]]
+        landmarks = LandmarkPool(landmark_shape, num_pages[group], device)
+        backend = HSABackend(
+            shape, pool, config=attention.sparse, landmarks=landmarks, dense=backend
+        )
     limits = Limits(
         chunked_prefill_size=config.chunked_prefill_size,
         max_running_requests=config.max_running_requests,
@@ -87,7 +103,7 @@ def build_engine(
     runner = Runner(
         model,
         pool,
-        backend_class(shape, pool),
+        backend,
         geometry,
         num_groups=len(groups),
         num_slots=config.max_running_requests,
@@ -101,7 +117,7 @@ def build_engine(
         context_length=context,
         eos_token_ids=source.eos_token_ids(),
         seed=config.seed,
-        notes=notes,
+        notes=(*notes, *attention.notes),
     )
 
 
@@ -134,6 +150,15 @@ def load_model(
             f"model {config.model!r} is a preset, a shape without weights; use load_format=dummy"
         )
     return model, (str(quantize(model)),) if config.quantization == "int8" else ()
+
+
+def _landmark_shape(sparse: SparseConfig | None, dtype: torch.dtype) -> LandmarkShape | None:
+    if sparse is None:
+        return None
+    policy = sparse.policy
+    return LandmarkShape(
+        sparse.layers, policy.landmark_heads, policy.landmark_width, policy.has_bias, dtype
+    )
 
 
 def _check_quantization(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -189,6 +214,7 @@ def _size_pools(
     spec: ModelSpec,
     geometry: PageGeometry,
     groups: tuple[LayerGroup, ...],
+    landmarks: LandmarkShape | None,
     context: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -196,6 +222,7 @@ def _size_pools(
     """Pages per layer group."""
     page_bytes = [
         KVPool.page_bytes(group, geometry.page_size, spec.num_kv_heads, spec.head_dim, dtype)
+        + (landmarks.page_bytes if landmarks and landmarks.layers[0] in group.layers else 0)
         for group in groups
     ]
     chunk = min(config.chunked_prefill_size, context)

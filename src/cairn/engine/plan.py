@@ -22,6 +22,7 @@ class TableEdit(NamedTuple):
     slot: int
     first: int
     page_ids: tuple[int, ...]
+    generations: tuple[int, ...]  # the life each page is in
 
 
 class Admission(NamedTuple):
@@ -49,6 +50,8 @@ class Advance(NamedTuple):
     prompt_scores: PromptScores = "none"
     next_ids: tuple[int, ...] = ()
     """The prompt tokens that follow each row, for scores of the "top" kind."""
+    traced: bool = False
+    """Report which pages the sampled token was read from."""
 
 
 @dataclass(frozen=True, slots=True)

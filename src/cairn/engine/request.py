@@ -13,6 +13,7 @@ from cairn.engine.logprobs import TokenLogprob
 from cairn.engine.plan import PromptScores
 from cairn.engine.sampling_params import SamplingParams
 from cairn.memory.cache import SequencePages
+from cairn.sparsity.selection import Selection
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -46,6 +47,8 @@ class Request:
     """Requests share cached prefixes only within a namespace."""
     prompt_scores: PromptScores = "none"
     """With scores the prompt is computed anew, cached pages or not; "whole" generates nothing."""
+    traced: bool = False
+    """Keep which pages each generated token was read from."""
 
     # set by the scheduler
     state: State = State.WAITING
@@ -63,6 +66,8 @@ class Request:
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one per output token, if asked for
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # from the second token on
     distributions: list[torch.Tensor] = field(default_factory=list)  # for "whole" prompt scores
+    selections: list[dict[int, Selection]] = field(default_factory=list)
+    """By layer, one entry per output token, if traced."""
     # fixed at creation
     prompt_len: int = field(init=False)
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from cairn.attention.backend import AttentionBackend
-from cairn.attention.batch import AttentionBatch, GroupTables
+from cairn.attention.batch import AttentionBatch, GroupTables, Scoring
 from cairn.engine.logprobs import TokenLogprob, token_logprobs
 from cairn.engine.plan import StepPlan
 from cairn.engine.rows import StepRows, build_rows
@@ -16,6 +16,7 @@ from cairn.engine.sampler import Draw, Sampler
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.kv_pool import KVPool
 from cairn.models.interface import LanguageModel
+from cairn.sparsity.selection import Selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class StepResult:
     prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     distributions: dict[str, torch.Tensor] = field(default_factory=dict)
     """Log-probabilities [tokens of this step, vocab], float32 on the host."""
+    selections: dict[str, dict[int, Selection]] = field(default_factory=dict)
+    """Pages that the row of a sampled token read, by layer, of traced requests."""
 
 
 class Runner:
@@ -50,20 +53,35 @@ class Runner:
         self._sampler = Sampler(num_slots, model.spec.vocab_size, device)
         # Host mirror of every running request's page tables, kept up to date by plan edits.
         self._tables = [np.zeros((num_slots, max_pages), dtype=np.int32) for _ in range(num_groups)]
+        self._generations = [np.zeros_like(table) for table in self._tables]
+        native = model.spec.sparsity
+        self._landmark_id = None if native is None else native.landmark_id
         self._top_logprobs: list[int | None] = [None] * num_slots
         self._top_prompt_logprobs = [0] * num_slots
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         self._apply(plan)
-        rows = build_rows(plan, self._geometry)
+        rows = build_rows(plan, self._geometry, self._landmark_id)
         batch = self._batch(plan, rows)
+        try:
+            return self._compute(plan, rows, batch)
+        except BaseException:
+            self._backend.abandon(batch)
+            raise
+
+    def _compute(self, plan: StepPlan, rows: StepRows, batch: AttentionBatch) -> StepResult:
         metadata = self._backend.prepare(batch)
 
-        def attend(layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
+        def attend(
+            layer: int,
+            query: torch.Tensor,
+            key_value: torch.Tensor,
+            scoring: Scoring | None = None,
+        ) -> torch.Tensor:
             tables = batch.groups[self._pool.group_of[layer]]
             self._pool.write(layer, tables.row_pages, batch.row_offsets, key_value)
-            return self._backend.forward(layer, query, metadata)
+            return self._backend.forward(layer, query, metadata, scoring)
 
         sampling = [s for s, advance in enumerate(plan.advances) if advance.samples]
         scored = self._scored_rows(plan, rows)
@@ -81,6 +99,11 @@ class Runner:
         for s, wanted in scored.items():
             self._score(plan, s, logits[begin : begin + len(wanted)], result)
             begin += len(wanted)
+        if len(batch.traced_rows):
+            for s in sampling:
+                if plan.advances[s].traced:
+                    read = self._backend.selections(metadata, int(rows.last_token_rows[s]))
+                    result.selections[plan.advances[s].request_id] = read
         return result
 
     def _apply(self, plan: StepPlan) -> None:
@@ -91,16 +114,26 @@ class Runner:
         for edit in plan.edits:
             stop = edit.first + len(edit.page_ids)
             self._tables[edit.group][edit.slot, edit.first : stop] = edit.page_ids
+            self._generations[edit.group][edit.slot, edit.first : stop] = edit.generations
 
     def _batch(self, plan: StepPlan, rows: StepRows) -> AttentionBatch:
         size = self._geometry.page_size
         slots = np.array([advance.slot for advance in plan.advances])
         width = int(-(-rows.kv_lens.max() // size))
+        prompts = [self._geometry.rows(advance.prompt_len) for advance in plan.advances]
+        traced = [s for s, advance in enumerate(plan.advances) if advance.traced]
         groups = []
-        for table in self._tables:
+        for table, generations in zip(self._tables, self._generations, strict=True):
             host = table[slots, :width]  # [seqs, width]
             row_pages = host[rows.seq, rows.cache_rows // size].astype(np.int64)
-            groups.append(GroupTables(self._to_device(host), self._to_device(row_pages)))
+            groups.append(
+                GroupTables(
+                    page_table=self._to_device(host),
+                    row_pages=self._to_device(row_pages),
+                    host_pages=host,
+                    host_generations=generations[slots, :width],
+                )
+            )
         return AttentionBatch(
             page_size=size,
             query_lens=rows.query_lens,
@@ -109,6 +142,8 @@ class Runner:
             row_offsets=self._to_device(rows.cache_rows % size),
             groups=tuple(groups),
             device=self._device,
+            prompt_rows=np.array(prompts),
+            traced_rows=rows.last_token_rows[traced],
         )
 
     def _sample(

@@ -328,6 +328,7 @@ class Scheduler:
                 samples=stop == len(request.token_ids) and request.prompt_scores != "whole",
                 prompt_scores=request.prompt_scores,
                 next_ids=self._next_ids(request, start, stop),
+                traced=request.traced,
             )
         )
 
@@ -342,11 +343,14 @@ class Scheduler:
             before, now = request.planned_live[g], pages.live_from[g]
             dropped = min(now, request.planned_pages) - before
             if dropped > 0:
-                step.edits.append(TableEdit(g, request.slot, before, (NULL_PAGE,) * dropped))
+                none, zeros = (NULL_PAGE,) * dropped, (0,) * dropped
+                step.edits.append(TableEdit(g, request.slot, before, none, zeros))
             request.planned_live[g] = now
             if len(table) > request.planned_pages:
-                added = tuple(table[request.planned_pages :])
-                step.edits.append(TableEdit(g, request.slot, request.planned_pages, added))
+                first = request.planned_pages
+                lives = tuple(pages.generations[g][first:])
+                edit = TableEdit(g, request.slot, first, tuple(table[first:]), lives)
+                step.edits.append(edit)
         request.planned_pages = pages.num_pages
 
     # -- committing ---------------------------------------------------------------------------

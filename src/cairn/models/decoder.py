@@ -10,12 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from cairn.models.interface import Attend
-from cairn.models.layers import Embedding, Factory, Linear, RMSNorm
+from cairn.models.hils_attention import CosSin, HiLSAttention
+from cairn.models.layers import Embedding, Factory, Linear, Parameter, RMSNorm
 from cairn.models.module import Module
 from cairn.models.rope import RopeParameters, Rotary, rotate, with_values_unrotated
 from cairn.models.spec import DecoderSpec, ModelSpec
-
-CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
 def _norm(dim: int, spec: DecoderSpec, factory: Factory) -> RMSNorm:
@@ -25,33 +24,36 @@ def _norm(dim: int, spec: DecoderSpec, factory: Factory) -> RMSNorm:
 
 class SelfAttention(Module):
     def __init__(self, spec: DecoderSpec, layer: int, factory: Factory) -> None:
+        own = spec.layers[layer]
         self._layer = layer
-        self._head_dim = spec.head_dim
-        self._heads = spec.num_heads
-        self._widths = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim)
+        self._head_dim = spec.dims.head_dim
+        self._heads = spec.dims.num_heads
+        self._widths = (spec.dims.num_heads * spec.dims.head_dim, spec.dims.num_kv_heads * spec.dims.head_dim)
         query_width, kv_width = self._widths
         self.qkv_proj = Linear(
-            spec.hidden_size,
+            spec.dims.hidden_size,
             {"q_proj": query_width, "k_proj": kv_width, "v_proj": kv_width},
             factory,
-            bias=spec.qkv_bias,
+            bias=own.qkv_bias,
         )
         self.o_proj = Linear(
-            query_width, {"o_proj": spec.hidden_size}, factory, bias=spec.output_bias
+            query_width, {"o_proj": spec.dims.hidden_size}, factory, bias=own.output_bias
         )
-        self._norm_heads = spec.qk_norm == "head"
-        if spec.qk_norm != "none":
-            dims = (spec.head_dim,) * 2 if self._norm_heads else self._widths
+        self._norm_heads = own.qk_norm == "head"
+        if own.qk_norm != "none":
+            dims = (spec.dims.head_dim,) * 2 if self._norm_heads else self._widths
             self.q_norm = _norm(dims[0], spec, factory)
             self.k_norm = _norm(dims[1], spec, factory)
-        self._has_norm = spec.qk_norm != "none"
+        self._has_norm = own.qk_norm != "none"
 
-    def __call__(self, x: torch.Tensor, cos_sin: CosSin, attend: Attend) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, cos_sin: CosSin | None, attend: Attend) -> torch.Tensor:
         qkv = self.qkv_proj(x)
         if self._has_norm:
             qkv = self._normed(qkv)
         # [rows, heads + 2 * kv_heads, head_dim], rotated all at once; values stand still.
-        qkv = rotate(qkv.view(x.shape[0], -1, self._head_dim), *cos_sin)
+        qkv = qkv.view(x.shape[0], -1, self._head_dim)
+        if cos_sin is not None:
+            qkv = rotate(qkv, *cos_sin)
         attended = attend(self._layer, qkv[:, : self._heads], qkv[:, self._heads :])
         return self.o_proj(attended.view(x.shape[0], -1))
 
@@ -69,57 +71,68 @@ class SelfAttention(Module):
 
 class MLP(Module):
     def __init__(self, spec: DecoderSpec, factory: Factory) -> None:
-        width = spec.intermediate_size
+        width = spec.dims.intermediate_size
         self.gate_up_proj = Linear(
-            spec.hidden_size,
+            spec.dims.hidden_size,
             {"gate_proj": width, "up_proj": width},
             factory,
             bias=spec.mlp_bias,
         )
-        self.down_proj = Linear(width, {"down_proj": spec.hidden_size}, factory, bias=spec.mlp_bias)
+        self.down_proj = Linear(width, {"down_proj": spec.dims.hidden_size}, factory, bias=spec.mlp_bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate).mul_(up))
 
 
+def _attention(spec: DecoderSpec, layer: int, factory: Factory) -> SelfAttention | HiLSAttention:
+    kind = SelfAttention if spec.layers[layer].hils is None else HiLSAttention
+    return kind(spec, layer, factory)
+
+
 class PreNormLayer(Module):
     def __init__(self, spec: DecoderSpec, layer: int, factory: Factory) -> None:
-        self.input_layernorm = _norm(spec.hidden_size, spec, factory)
-        self.self_attn = SelfAttention(spec, layer, factory)
-        self.post_attention_layernorm = _norm(spec.hidden_size, spec, factory)
+        self.input_layernorm = _norm(spec.dims.hidden_size, spec, factory)
+        self.self_attn = _attention(spec, layer, factory)
+        self.post_attention_layernorm = _norm(spec.dims.hidden_size, spec, factory)
         self.mlp = MLP(spec, factory)
 
-    def __call__(self, x: torch.Tensor, cos_sin: CosSin, attend: Attend) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, cos_sin: CosSin | None, attend: Attend) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos_sin, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class PostNormLayer(Module):
     def __init__(self, spec: DecoderSpec, layer: int, factory: Factory) -> None:
-        self.self_attn = SelfAttention(spec, layer, factory)
-        self.post_attention_layernorm = _norm(spec.hidden_size, spec, factory)
+        self.self_attn = _attention(spec, layer, factory)
+        self.post_attention_layernorm = _norm(spec.dims.hidden_size, spec, factory)
         self.mlp = MLP(spec, factory)
-        self.post_feedforward_layernorm = _norm(spec.hidden_size, spec, factory)
+        self.post_feedforward_layernorm = _norm(spec.dims.hidden_size, spec, factory)
 
-    def __call__(self, x: torch.Tensor, cos_sin: CosSin, attend: Attend) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, cos_sin: CosSin | None, attend: Attend) -> torch.Tensor:
         x = x + self.post_attention_layernorm(self.self_attn(x, cos_sin, attend))
         return x + self.post_feedforward_layernorm(self.mlp(x))
 
 
 class Decoder(Module):
     def __init__(self, spec: DecoderSpec, factory: Factory) -> None:
-        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, factory)
+        rows = spec.embedding_rows or spec.dims.vocab_size
+        self.embed_tokens = Embedding(rows, spec.dims.hidden_size, factory)
+        self._vocab_size = spec.dims.vocab_size
+        self.lmk_embed: Parameter | None = None
+        if spec.landmark_embedding:
+            self.lmk_embed = Parameter((spec.dims.hidden_size,), factory)
         layer_class = PostNormLayer if spec.post_norm else PreNormLayer
         self.layers = [layer_class(spec, i, factory) for i in range(len(spec.layers))]
-        self.norm = _norm(spec.hidden_size, spec, factory)
-        self._rotated, self._unrotated = spec.num_heads + spec.num_kv_heads, spec.num_kv_heads
+        self.norm = _norm(spec.dims.hidden_size, spec, factory)
+        self._rotated, self._unrotated = spec.dims.num_heads + spec.dims.num_kv_heads, spec.dims.num_kv_heads
         # Layers with the same rope share its cosines and sines.
-        ropes: list[RopeParameters] = list(dict.fromkeys(layer.rope for layer in spec.layers))
-        self._rope_of = [ropes.index(layer.rope) for layer in spec.layers]
-        self._rotaries = [
-            Rotary(rope, spec.head_dim, factory.dtype, factory.device) for rope in ropes
-        ]
+        self._rope_of = [(layer.rope, layer.hils is not None) for layer in spec.layers]
+        self._rotaries = {
+            rope: Rotary(rope, spec.dims.head_dim, factory.dtype, factory.device)
+            for rope, _ in self._rope_of
+            if rope is not None
+        }
 
     def __call__(
         self,
@@ -128,14 +141,35 @@ class Decoder(Module):
         lengths: torch.Tensor,
         attend: Attend,
     ) -> torch.Tensor:
-        x = self.embed_tokens(token_ids)
-        cos_sin = [
-            with_values_unrotated(rotary(positions, lengths), self._rotated, self._unrotated)
-            for rotary in self._rotaries
-        ]
+        x = self._embed(token_ids)
+        cos_sin = self._cos_sin(positions, lengths)
         for layer, rope in zip(self.layers, self._rope_of, strict=True):
             x = layer(x, cos_sin[rope], attend)
         return self.norm(x)
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self.lmk_embed is None:
+            return self.embed_tokens(token_ids)
+        landmark = token_ids == self._vocab_size
+        x = self.embed_tokens(token_ids.masked_fill(landmark, 0))
+        return torch.where(landmark[:, None], self.lmk_embed.weight, x)
+
+    def _cos_sin(
+        self, positions: torch.Tensor, lengths: torch.Tensor
+    ) -> dict[tuple[RopeParameters | None, bool], CosSin | None]:
+        """By rope and kind of layer: plain layers rotate queries, keys and values at once."""
+        turns = {rope: rotary(positions, lengths) for rope, rotary in self._rotaries.items()}
+        found: dict[tuple[RopeParameters | None, bool], CosSin | None] = {}
+        for rope, hils in dict.fromkeys(self._rope_of):
+            if rope is None:
+                found[rope, hils] = None
+            elif hils:
+                found[rope, hils] = turns[rope]
+            else:
+                found[rope, hils] = with_values_unrotated(
+                    turns[rope], self._rotated, self._unrotated
+                )
+        return found
 
 
 class CausalLM(Module):
@@ -145,7 +179,8 @@ class CausalLM(Module):
         self.config = config
         self.model = Decoder(config, factory)
         if not config.tie_embeddings:
-            self.lm_head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, factory)
+            rows = config.head_rows or config.dims.vocab_size
+            self.lm_head = Linear(config.dims.hidden_size, {"lm_head": rows}, factory)
 
     @property
     def spec(self) -> ModelSpec:
@@ -160,6 +195,7 @@ class CausalLM(Module):
         logit_rows: torch.Tensor,
     ) -> torch.Tensor:
         hidden = self.model(token_ids, positions, lengths, attend)[logit_rows]
-        if self.config.tie_embeddings:
-            return self.model.embed_tokens.logits(hidden)
-        return self.lm_head(hidden)
+        tied = self.config.tie_embeddings
+        logits = self.model.embed_tokens.logits(hidden) if tied else self.lm_head(hidden)
+        # Rows beyond the vocabulary, such as the landmark's, are no tokens.
+        return logits[:, : self.config.dims.vocab_size]

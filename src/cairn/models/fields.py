@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from cairn.errors import ConfigError
 from cairn.models.config_reader import ConfigReader
+from cairn.models.spec import Dimensions
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-
-
-@dataclass(frozen=True, slots=True)
-class Dimensions:
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
 
 
 def read_dimensions(

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from cairn.attention.batch import Scoring
 from cairn.models.spec import ModelSpec
 
 
@@ -17,6 +18,7 @@ class Attend(Protocol):
         layer: int,
         query: torch.Tensor,  # [rows, heads, head_dim]
         key_value: torch.Tensor,  # [rows, 2 * kv_heads, head_dim], keys first
+        scoring: Scoring | None = None,  # from layers with landmarks of their own
     ) -> torch.Tensor: ...  # [rows, heads, head_dim]
 
 

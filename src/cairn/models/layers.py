@@ -73,6 +73,16 @@ class Embedding(WeightModule):
         return out.transpose(0, 1).reshape(rows, -1)
 
 
+class Parameter(WeightModule):
+    """A tensor that stands in the checkpoint under its own name."""
+
+    def __init__(self, shape: tuple[int, ...], factory: Factory) -> None:
+        self.weight = factory.empty(*shape)
+
+    def slots(self, name: str) -> Iterator[tuple[str, TensorSlot]]:
+        yield name, TensorSlot(tuple(self.weight.shape), _copier(self.weight))
+
+
 class RMSNorm(WeightModule):
     """`round_last`: the weight is applied before rounding to the model's type, not after it."""
 

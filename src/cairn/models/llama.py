@@ -12,20 +12,15 @@ def read_spec(config: ConfigReader) -> DecoderSpec:
     dims = read_dimensions(config)
     bias = config.take("attention_bias", bool, False)
     rope = read_rope(config, [FULL], default_theta=10_000.0)
-    layer = LayerSpec(window=None, rope=rope.by_layer_type[FULL])
+    layer = LayerSpec(
+        window=None, rope=rope.by_layer_type[FULL], qkv_bias=bias, output_bias=bias
+    )
     return DecoderSpec(
         architecture=config.architecture,
-        vocab_size=dims.vocab_size,
-        hidden_size=dims.hidden_size,
-        intermediate_size=dims.intermediate_size,
-        num_heads=dims.num_heads,
-        num_kv_heads=dims.num_kv_heads,
-        head_dim=dims.head_dim,
+        dims=dims,
         norm_eps=config.take("rms_norm_eps", float, 1e-6),
         context_length=rope.context_length,
         tie_embeddings=config.take("tie_word_embeddings", bool, False),
         layers=(layer,) * dims.num_layers,
-        qkv_bias=bias,
-        output_bias=bias,
         mlp_bias=config.take("mlp_bias", bool, False),
     )

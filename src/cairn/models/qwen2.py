@@ -39,20 +39,18 @@ def read_qwen(
     rope = read_rope(config, types, default_theta=10_000.0)
     return DecoderSpec(
         architecture=config.architecture,
-        vocab_size=dims.vocab_size,
-        hidden_size=dims.hidden_size,
-        intermediate_size=dims.intermediate_size,
-        num_heads=dims.num_heads,
-        num_kv_heads=dims.num_kv_heads,
-        head_dim=dims.head_dim,
+        dims=dims,
         norm_eps=config.take("rms_norm_eps", float, 1e-6),
         context_length=rope.context_length,
         tie_embeddings=config.take("tie_word_embeddings", bool, False),
         layers=tuple(
-            LayerSpec(window=window if t == SLIDING else None, rope=rope.by_layer_type[t])
+            LayerSpec(
+                window=window if t == SLIDING else None,
+                rope=rope.by_layer_type[t],
+                qk_norm=qk_norm,
+                qkv_bias=qkv_bias,
+                output_bias=output_bias,
+            )
             for t in types
         ),
-        qk_norm=qk_norm,
-        qkv_bias=qkv_bias,
-        output_bias=output_bias,
     )

@@ -14,6 +14,7 @@ _ARCHITECTURES: Mapping[str, str] = {
     "Qwen2ForCausalLM": "cairn.models.qwen2",
     "Qwen3ForCausalLM": "cairn.models.qwen3",
     "Olmo3ForCausalLM": "cairn.models.olmo3",
+    "HiLSForCausalLM": "cairn.models.hils",
 }
 """architecture -> module with `read_spec(config) -> DecoderSpec`."""
 

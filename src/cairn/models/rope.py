@@ -48,6 +48,10 @@ class RopeParameters:
     truncate: bool = True
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    least_frequency: float = 0.0
+    """Slower dimensions, which would not come round within the context, stand still."""
+    rotated_share: float = 1.0
+    """Of a "hope" rope: pairs of dimensions that turn; the others stand still."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +68,11 @@ def read_rope(
     default_theta: float,
     *,
     scale_only: str | None = None,
+    default_context: int | None = None,
 ) -> RopeConfig:
     """Rope of every layer type. With `scale_only`, a transformers-4 `rope_scaling` applies to that
     layer type alone and the others keep the default."""
-    context = config.take_positive("max_position_embeddings")
+    context = config.take_positive("max_position_embeddings", default_context)
     theta = config.take("rope_theta", float, default_theta)
     if not theta > 0:
         raise ConfigError(f"{config.source}: rope_theta is {theta}; it must be above 0")
@@ -169,7 +174,9 @@ class Rotary:
         exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device)
         self._exponents = exponents.to(self._angle_dtype) / head_dim
         frequencies, self._scale = _frequencies(rope, head_dim, self._exponents)
-        self._frequencies = frequencies  # [head_dim / 2]
+        still = frequencies < rope.least_frequency
+        still[0] = False
+        self._frequencies = frequencies.masked_fill(still, 0)  # [head_dim / 2]
 
     def __call__(
         self, positions: torch.Tensor, lengths: torch.Tensor
@@ -221,6 +228,8 @@ def _frequencies(
     rope: RopeParameters, dim: int, exponents: torch.Tensor
 ) -> tuple[torch.Tensor, float]:
     """Inverse frequencies [dim / 2], and the factor on cos and sin."""
+    if rope.kind == "hope":
+        return _hope(rope, dim, exponents), 1.0
     inverse = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
         return inverse / rope.factor, 1.0
@@ -229,6 +238,17 @@ def _frequencies(
     if rope.kind == "yarn":
         return _yarn(rope, dim, inverse), _yarn_attention_factor(rope)
     return inverse, 1.0
+
+
+def _hope(rope: RopeParameters, dim: int, exponents: torch.Tensor) -> torch.Tensor:
+    """The first pairs of dimensions turn, from once a row to once in theta rows."""
+    turning = min(max(round(rope.rotated_share * dim / 2), 1), dim // 2)
+    index = torch.arange(dim // 2, dtype=exponents.dtype, device=exponents.device)
+    base = rope.theta
+    if not base:
+        # The slowest pair comes round once in the trained context.
+        base = (rope.original_context / (2 * math.pi)) ** (turning / max(turning - 1, 1))
+    return torch.where(index < turning, base ** (-index / turning), 0)
 
 
 def _llama3(rope: RopeParameters, inverse: torch.Tensor) -> torch.Tensor:

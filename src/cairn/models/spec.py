@@ -12,6 +12,21 @@ QKNorm = Literal["none", "head", "layer"]
 
 
 @dataclass(frozen=True, slots=True)
+class NativeSparsity:
+    """Sparse attention a model was trained with."""
+
+    policy: str
+    layers: tuple[int, ...]
+    chunk_size: int  # rows of a page, its landmark row included
+    topk: int
+    window: int
+    null_split: bool
+    landmark_id: int  # what a landmark row embeds; no token of the tokenizer
+    hides_landmark_rows: bool
+    """Layers that are not sparse do not see landmark rows."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """What the engine must know of a model, however it is implemented."""
 
@@ -25,47 +40,75 @@ class ModelSpec:
     context_length: int
     dynamic_rope_context: int | None = None
     """The length beyond which rotation depends on a prompt's length; None if it never does."""
+    sparsity: NativeSparsity | None = None
 
     def tokens_per_page(self, page_size: int) -> int:
-        return page_size
+        return page_size if self.sparsity is None else page_size - 1
+
+
+@dataclass(frozen=True, slots=True)
+class HiLSSpec:
+    """A layer that scores landmarks with a query of its own."""
+
+    calibration: int | None
+    """Rank of what is added to the query for scoring; 0 for a full matrix in its place, None to
+    score with the query itself."""
+    norm_eps: float  # of queries, keys and scoring queries
+    norm_scoring: QKNorm
+    shared_prior: bool
+    """One learned query per head pools all landmarks, instead of each landmark row's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     window: int | None  # rows a query sees, itself included; None for all
-    rope: RopeParameters
+    rope: RopeParameters | None  # None: queries and keys are not rotated
+    qk_norm: QKNorm = "none"
+    qkv_bias: bool = False
+    output_bias: bool = False
+    hils: HiLSSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Dimensions:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
     architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    dims: Dimensions
     norm_eps: float
     context_length: int
     tie_embeddings: bool
     layers: tuple[LayerSpec, ...]
-    qk_norm: QKNorm = "none"
-    qkv_bias: bool = False
-    output_bias: bool = False
     mlp_bias: bool = False
     post_norm: bool = False
     """Norms after attention and MLP (OLMo) instead of before them."""
+    sparsity: NativeSparsity | None = None
+    embedding_rows: int | None = None  # vocab_size, if None
+    head_rows: int | None = None  # likewise
+    landmark_embedding: bool = False
+    """Landmark rows have an embedding beside the table, not in it."""
 
     def for_engine(self) -> ModelSpec:
-        dynamic = [s.rope.original_context for s in self.layers if s.rope.kind == "dynamic"]
+        ropes = [layer.rope for layer in self.layers if layer.rope is not None]
+        dynamic = [rope.original_context for rope in ropes if rope.kind == "dynamic"]
         return ModelSpec(
             architecture=self.architecture,
-            vocab_size=self.vocab_size,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            scale=self.head_dim**-0.5,
+            vocab_size=self.dims.vocab_size,
+            num_heads=self.dims.num_heads,
+            num_kv_heads=self.dims.num_kv_heads,
+            head_dim=self.dims.head_dim,
+            scale=self.dims.head_dim**-0.5,
             windows=tuple(layer.window for layer in self.layers),
             context_length=self.context_length,
             dynamic_rope_context=min(dynamic, default=None),
+            sparsity=self.sparsity,
         )

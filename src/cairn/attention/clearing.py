@@ -1,0 +1,21 @@
+"""Masked slots enter products with weight zero, which is no help if they hold NaN."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from cairn.attention.batch import AttentionBatch
+from cairn.memory.kv_pool import KVPool
+
+
+def clear_begun_pages(pool: KVPool, batch: AttentionBatch) -> None:
+    """Zero the last page of every sequence that begins it in this step and leaves it partial."""
+    size = batch.page_size
+    last_page = (batch.kv_lens - 1) // size
+    begun = last_page * size >= batch.kv_lens - batch.query_lens
+    seqs = np.flatnonzero(begun & (batch.kv_lens % size != 0))
+    if len(seqs):
+        for g, tables in enumerate(batch.groups):
+            pages = tables.host_pages[seqs, last_page[seqs]].astype(np.int64)
+            pool.clear(g, torch.from_numpy(pages).to(batch.device))

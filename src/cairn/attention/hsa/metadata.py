@@ -1,0 +1,159 @@
+"""What all sparse layers of a step share: which rows go together, and what each may see.
+
+Rows are computed in tiles. A tile of decode rows has one row of each of several sequences; a tile
+of a prefill chunk has many rows of one sequence, in blocks that share a window:
+
+    block:   rows of one sequence within a page, and the pages from the first row's window start
+    tile:    equal blocks, with equally many window pages
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cairn.attention.batch import AttentionBatch
+from cairn.sparsity.config import SparseConfig
+
+_TILE_ROWS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    seqs: int
+    """Sequences of the tile; each has equally many of its rows, side by side."""
+    blocks: int
+    """Blocks of the tile, likewise; every block is within one sequence."""
+    rows: torch.Tensor  # [rows] of the step
+    limits: torch.Tensor  # [rows] pages before it are candidates
+    window_pages: torch.Tensor  # [blocks, window pages]
+    hidden: torch.Tensor  # [blocks, rows of a block, window keys] True where not visible
+    page_table: torch.Tensor  # [seqs, candidate pages]; none where no row has candidates
+    generations: torch.Tensor  # [seqs, candidate pages]
+    own_pages: torch.Tensor  # [rows] page that holds the row itself
+    traced: torch.Tensor | None  # [n] rows of the tile whose selection is wanted
+    traced_rows: tuple[int, ...]  # the same rows, as rows of the step
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedPages:
+    pages: torch.Tensor  # [n]
+    last_rows: torch.Tensor  # [n] row of the step that completed each
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    seq: int
+    first: int  # row in the cache
+    count: int
+    window_start: int  # page
+    window_pages: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.count, self.window_pages
+
+
+def completed_pages(batch: AttentionBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pages this step completes: sequence, place in its table, and the row of the step that does."""
+    size = batch.page_size
+    past = batch.kv_lens - batch.query_lens
+    seqs, index = [], []
+    for s in np.flatnonzero(batch.kv_lens // size > past // size):
+        pages = np.arange(past[s] // size, batch.kv_lens[s] // size)
+        seqs.append(np.full(len(pages), s))
+        index.append(pages)
+    if not seqs:
+        empty = np.zeros(0, dtype=np.int64)
+        return empty, empty, empty
+    seq, place = np.concatenate(seqs), np.concatenate(index)
+    rows = batch.cu_query[seq] + (place + 1) * size - 1 - past[seq]
+    return seq, place, rows
+
+
+def make_tiles(
+    batch: AttentionBatch, group: int, config: SparseConfig, chosen: np.ndarray | None = None
+) -> tuple[Tile, ...]:
+    """Tiles of all rows, or of those of the `chosen` sequences."""
+    seqs = np.arange(batch.num_seqs) if chosen is None else chosen
+    blocks = [block for s in seqs for block in _blocks(batch, config, int(s))]
+    return tuple(_tile(batch, group, config, run) for run in _runs(batch, blocks))
+
+
+def _blocks(batch: AttentionBatch, config: SparseConfig, s: int) -> Iterator[_Block]:
+    size = batch.page_size
+    end = int(batch.kv_lens[s])
+    row = end - int(batch.query_lens[s])
+    dense_until = int(batch.prompt_rows[s]) if config.dense_prompt else 0
+    while row < end:
+        stop = min(end, (row // size + 1) * size)
+        start = 0 if row < dense_until else config.window_start(row, size)
+        yield _Block(s, row, stop - row, start, (stop - 1) // size + 1 - start)
+        row = stop
+
+
+def _runs(batch: AttentionBatch, blocks: list[_Block]) -> Iterator[list[_Block]]:
+    """Blocks that make a tile: of one sequence, or single rows of several."""
+    single = [block for block in blocks if batch.query_lens[block.seq] == 1]
+    for width in sorted({block.window_pages for block in single}):
+        alike = [block for block in single if block.window_pages == width]
+        for begin in range(0, len(alike), _TILE_ROWS):
+            yield alike[begin : begin + _TILE_ROWS]
+    run: list[_Block] = []
+    for block in blocks:
+        if batch.query_lens[block.seq] == 1:
+            continue
+        fits = run and (block.seq, block.shape) == (run[0].seq, run[0].shape)
+        if run and not (fits and (len(run) + 1) * block.count <= _TILE_ROWS):
+            yield run
+            run = []
+        run.append(block)
+    if run:
+        yield run
+
+
+def _tile(batch: AttentionBatch, g: int, config: SparseConfig, blocks: list[_Block]) -> Tile:
+    size, device = batch.page_size, batch.device
+    tables = batch.groups[g]
+    count, width = blocks[0].shape
+    seq = np.array([block.seq for block in blocks])
+    start = np.array([block.window_start for block in blocks])
+    first = np.array([block.first for block in blocks])
+    cache_rows = first[:, None] + np.arange(count)  # [blocks, count]
+    rows = cache_rows - (batch.kv_lens - batch.query_lens - batch.cu_query[:-1])[seq, None]
+    limits = np.maximum(0, (cache_rows - config.window + 1) // size)
+    limits[cache_rows < config.dense_below] = 0
+    if config.dense_prompt:
+        limits[cache_rows < batch.prompt_rows[seq, None]] = 0
+    keys = start[:, None] * size + np.arange(width * size)  # [blocks, keys]
+    hidden = keys[:, None] > cache_rows[..., None]
+    hidden |= keys[:, None] < limits[..., None] * size
+    if config.landmark_rows:
+        hidden |= (keys % size == size - 1)[:, None]
+    # Tiles of a chunk hold one sequence, tiles of decode rows one row of each.
+    owners = seq[:1] if len(set(seq.tolist())) == 1 else seq
+    candidates = int(limits.max())
+    flat_rows = rows.reshape(-1)
+    traced = np.flatnonzero(np.isin(flat_rows, batch.traced_rows))
+
+    def to(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    pages = start[:, None] + np.arange(width)
+    own = tables.host_pages[seq[:, None], cache_rows // size]
+    return Tile(
+        seqs=len(owners),
+        blocks=len(blocks),
+        rows=to(flat_rows),
+        limits=to(limits.reshape(-1)),
+        window_pages=to(tables.host_pages[seq[:, None], pages].astype(np.int64)),
+        hidden=to(hidden),
+        page_table=to(tables.host_pages[owners, :candidates].astype(np.int64)),
+        generations=to(tables.host_generations[owners, :candidates]),
+        own_pages=to(own.reshape(-1).astype(np.int64)),
+        traced=to(traced) if len(traced) else None,
+        traced_rows=tuple(int(row) for row in flat_rows[traced]),
+    )

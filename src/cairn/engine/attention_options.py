@@ -1,0 +1,184 @@
+"""From options to attention: which backend computes which layers, and how sparse ones select."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from cairn.config import EngineConfig
+from cairn.errors import ConfigError
+from cairn.models.spec import ModelSpec, NativeSparsity
+from cairn.sparsity.config import SparseConfig
+from cairn.sparsity.policy import Fusion, PolicyShape, Strategy
+from cairn.sparsity.registry import policy_class
+
+_PAGE_SIZE = 64
+_POLICY, _TOPK, _WINDOW, _SINKS = "quest", 32, 512, 1
+"""For models that were not trained with sparse attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    dense: str
+    """Backend of the layers that are not sparse."""
+    sparse: SparseConfig | None
+    page_size: int
+    notes: tuple[str, ...] = ()
+
+
+def plan_attention(config: EngineConfig, spec: ModelSpec) -> AttentionPlan:
+    names = [name.strip() for name in config.attention_backend.split(",")]
+    if spec.sparsity is not None:
+        return _native(config, spec, spec.sparsity, names)
+    page_size = config.page_size or _PAGE_SIZE
+    if "hsa" not in names:
+        for name in _hsa_options(config):
+            raise ConfigError(
+                f"{name} is given but attention_backend is {config.attention_backend!r}; "
+                "it works with attention_backend=hsa"
+            )
+        if len(names) > 1:
+            raise ConfigError(
+                f"attention_backend is {config.attention_backend!r}; a pair ends in hsa"
+            )
+        return AttentionPlan(names[0], None, page_size)
+    if names not in (["hsa"], [names[0], "hsa"]) or names == ["hsa", "hsa"]:
+        raise ConfigError(
+            f"attention_backend is {config.attention_backend!r}; use hsa, or DENSE,hsa for a dense "
+            "prefill and sparse decoding"
+        )
+    sparse = _training_free(config, spec, dense_prompt=len(names) == 2)
+    dense = names[0] if len(names) == 2 else "auto"
+    return AttentionPlan(dense, sparse, page_size, (_summary(config, spec, sparse, page_size),))
+
+
+def _training_free(config: EngineConfig, spec: ModelSpec, *, dense_prompt: bool) -> SparseConfig:
+    name = config.hsa_policy or _POLICY
+    kind = policy_class(name)
+    if kind.needs_landmark_rows:
+        raise ConfigError(
+            f"hsa_policy {name!r} needs a model trained with landmark rows, which "
+            f"{spec.architecture} is not; use quest or mean"
+        )
+    topk = _TOPK if config.hsa_topk is None else config.hsa_topk
+    sinks = min(_SINKS, topk) if config.hsa_sinks is None else config.hsa_sinks
+    if sinks > topk:
+        raise ConfigError(
+            f"hsa_sinks is {sinks} and hsa_topk {topk}; sink pages are among the top-k, so "
+            f"hsa_topk must be at least {sinks}"
+        )
+    return SparseConfig(
+        policy=kind(_policy_shape(spec)),
+        layers=_layers(config.hsa_layers, spec),
+        topk=topk,
+        window=config.hsa_window or _WINDOW,
+        strategy=_strategy(config, kind.strategy),
+        fusion=kind.fusion if config.hsa_fusion is None else _fusion(config.hsa_fusion),
+        sinks=sinks,
+        dense_below=config.hsa_dense_below or 0,
+        dense_prompt=dense_prompt,
+    )
+
+
+def _native(
+    config: EngineConfig, spec: ModelSpec, native: NativeSparsity, names: list[str]
+) -> AttentionPlan:
+    if names not in (["auto"], ["hsa"]):
+        raise ConfigError(
+            f"attention_backend is {config.attention_backend!r}; {spec.architecture} was trained "
+            "with sparse attention for prompts and answers alike: use hsa"
+        )
+    if config.page_size not in (None, native.chunk_size):
+        raise ConfigError(
+            f"page_size is {config.page_size} and the model's chunk_size {native.chunk_size}; a "
+            f"page must be a chunk: use page_size={native.chunk_size}"
+        )
+    for name in ("layers", "window", "sinks", "fusion", "dense_below"):
+        value = getattr(config, f"hsa_{name}")
+        if value is not None:
+            raise ConfigError(
+                f"hsa_{name} is {value!r}, but {spec.architecture} was trained with its own; "
+                "leave it out (hsa_topk and hsa_selection_strategy may be changed)"
+            )
+    if config.hsa_policy not in (None, native.policy):
+        raise ConfigError(
+            f"hsa_policy is {config.hsa_policy!r}, but {spec.architecture} was trained with "
+            f"{native.policy!r}; leave it out"
+        )
+    kind = policy_class(native.policy)
+    topk = native.topk if config.hsa_topk is None else config.hsa_topk
+    sparse = SparseConfig(
+        policy=kind(_policy_shape(spec)),
+        layers=native.layers,
+        topk=topk,
+        window=native.window,
+        strategy=_strategy(config, kind.strategy),
+        fusion=kind.fusion,
+        null_split=native.null_split,
+        landmark_rows=True,
+    )
+    notes = [_summary(config, spec, sparse, native.chunk_size)]
+    for option, value, trained in (
+        ("hsa_topk", topk, native.topk),
+        ("hsa_selection_strategy", sparse.strategy, kind.strategy),
+    ):
+        if value != trained:
+            notes.append(f"{option} {value} where the model has {trained}: an approximation")
+    return AttentionPlan("auto", sparse, native.chunk_size, tuple(notes))
+
+
+def _policy_shape(spec: ModelSpec) -> PolicyShape:
+    return PolicyShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.scale)
+
+
+def _hsa_options(config: EngineConfig) -> list[str]:
+    names = [option.name for option in fields(config) if option.name.startswith("hsa_")]
+    return [name for name in names if getattr(config, name) is not None]
+
+
+def _strategy(config: EngineConfig, default: Strategy) -> Strategy:
+    match config.hsa_selection_strategy:
+        case "group" | "head" | "softmax_head" as given:
+            return given
+        case _:
+            return default
+
+
+def _fusion(name: str) -> Fusion:
+    return "landmark" if name == "landmark" else "lse"
+
+
+def _layers(given: str | None, spec: ModelSpec) -> tuple[int, ...]:
+    """`0-3,7`, or all layers that see everything."""
+    full = [layer for layer, window in enumerate(spec.windows) if window is None]
+    if given is None:
+        if not full:
+            raise ConfigError(f"{spec.architecture} has no full-attention layer for hsa to work on")
+        return tuple(full)
+    layers: set[int] = set()
+    for part in given.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ConfigError(f"hsa_layers is {given!r}; write layers and ranges such as 0-3,7")
+        begin, end = int(first), int(last or first)
+        if end < begin or end >= len(spec.windows):
+            raise ConfigError(
+                f"hsa_layers is {given!r}; the model has layers 0-{len(spec.windows) - 1}, and "
+                "ranges ascend"
+            )
+        layers.update(range(begin, end + 1))
+    windowed = sorted(layers - set(full))
+    if windowed:
+        raise ConfigError(
+            f"hsa_layers is {given!r}, but layer {windowed[0]} has a sliding window and reads few "
+            "pages anyway; name full-attention layers"
+        )
+    return tuple(sorted(layers))
+
+
+def _summary(config: EngineConfig, spec: ModelSpec, sparse: SparseConfig, page_size: int) -> str:
+    name = config.hsa_policy or (spec.sparsity.policy if spec.sparsity else _POLICY)
+    return (
+        f"hsa: {name}, {len(sparse.layers)} of {len(spec.windows)} layers, top-{sparse.topk} pages "
+        f"of {page_size} rows, window {sparse.window}, sinks {sparse.sinks}, {sparse.strategy}, "
+        f"{sparse.fusion} weights" + (", dense prompts" if sparse.dense_prompt else "")
+    )

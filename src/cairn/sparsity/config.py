@@ -1,0 +1,35 @@
+"""How the sparse layers of a model attend, with every choice made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cairn.sparsity.policy import Fusion, Policy, Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class SparseConfig:
+    policy: Policy
+    layers: tuple[int, ...]
+    topk: int
+    """Pages a query reads outside its window, sinks included."""
+    window: int
+    """Rows a query always sees, itself included, widened to whole pages."""
+    strategy: Strategy
+    fusion: Fusion
+    sinks: int = 0
+    """First pages of a sequence, which are always among the selected."""
+    null_split: bool = False
+    """A split of weight exp(0) and output zero takes part in the merge (softmax1)."""
+    landmark_rows: bool = False
+    """The last row of a page is a landmark row, whose KV nobody attends to."""
+    dense_below: int = 0
+    """Queries at rows below this see everything."""
+    dense_prompt: bool = False
+    """So do the rows of a prompt; only generated rows are sparse."""
+
+    def window_start(self, row: int, page_size: int) -> int:
+        """First page of the window of a query at `row`; earlier pages are candidates."""
+        if row < self.dense_below:
+            return 0
+        return max(0, (row - self.window + 1) // page_size)

@@ -1,0 +1,35 @@
+"""HiLS: a page is summed up as its own landmark row would read it.
+
+The landmark row's query attends to the page's keys; the mean key under that attention, plus the
+attention's entropy, is the first-order expansion of the page's log-sum-exp around that query.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from cairn.sparsity.policy import Fusion, Landmark, Policy
+
+
+class HiLSPolicy(Policy):
+    needs_landmark_rows = True
+    fusion: ClassVar[Fusion] = "landmark"
+    has_bias = True
+
+    @property
+    def landmark_heads(self) -> int:
+        return self.shape.num_heads
+
+    def landmark(self, keys: torch.Tensor, prior: torch.Tensor | None) -> Landmark:
+        assert prior is not None
+        wide = torch.promote_types(keys.dtype, torch.float32)
+        real = keys[:, :-1].to(wide)  # the landmark row itself does not count
+        query = prior.to(wide).unflatten(1, (real.shape[2], -1))  # [pages, kv_heads, group, dim]
+        logits = torch.einsum("phgd,pshd->phgs", query, real) * self.shape.scale
+        log_weights = logits.log_softmax(-1)
+        weights = log_weights.exp()
+        vectors = torch.einsum("phgs,pshd->phgd", weights, real).flatten(1, 2)
+        entropy = -(weights * log_weights).sum(-1).flatten(1, 2)
+        return Landmark(vectors.to(keys.dtype), entropy)

@@ -1,0 +1,13 @@
+"""The mean key of a page: the simplest landmark for models that were not trained with any."""
+
+from __future__ import annotations
+
+import torch
+
+from cairn.sparsity.policy import Landmark, Policy
+
+
+class MeanPolicy(Policy):
+    def landmark(self, keys: torch.Tensor, prior: torch.Tensor | None) -> Landmark:
+        wide = torch.promote_types(keys.dtype, torch.float32)
+        return Landmark(keys.mean(1, dtype=wide).to(keys.dtype), None)

@@ -1,0 +1,80 @@
+"""What a page-selection policy is.
+
+A policy sums up each complete page in a landmark, and scores it against a query:
+
+    score(query, page) = scale * map_query(query) . vectors(page) + bias(page)
+
+It is linear in the landmark, so that the same kernels serve every policy; a policy that overrides
+`score` still runs, in plain torch. Policies know nothing of kernels, requests or memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+
+Fusion = Literal["landmark", "lse"]
+"""What a selected page weighs in the merge: its landmark's score, or its exact log-sum-exp."""
+
+Strategy = Literal["group", "head", "softmax_head"]
+"""How the query heads of one kv head agree on pages: by the sum of their scores, by the best
+score, or by the best share of a head's attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyShape:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # of attention scores
+
+
+class Landmark(NamedTuple):
+    vectors: torch.Tensor  # [pages, landmark heads, width]
+    bias: torch.Tensor | None  # [pages, landmark heads], float32 or wider
+
+
+class Policy:
+    needs_landmark_rows: ClassVar[bool] = False
+    """Pages must end in a landmark row, which only models trained with one have."""
+    fusion: ClassVar[Fusion] = "lse"
+    strategy: ClassVar[Strategy] = "softmax_head"
+    has_bias: ClassVar[bool] = False
+
+    def __init__(self, shape: PolicyShape) -> None:
+        self.shape = shape
+
+    @property
+    def landmark_heads(self) -> int:
+        """One landmark per kv head, or one per query head."""
+        return self.shape.num_kv_heads
+
+    @property
+    def landmark_width(self) -> int:
+        return self.shape.head_dim
+
+    def landmark(self, keys: torch.Tensor, prior: torch.Tensor | None) -> Landmark:
+        """Sum up complete pages.
+
+        keys [pages, page_size, kv_heads, head_dim]; prior [pages, heads, head_dim] is the scoring
+        query of each page's last row, None where the model has no landmark rows.
+        """
+        raise NotImplementedError
+
+    def map_query(self, query: torch.Tensor) -> torch.Tensor:
+        """[rows, heads, head_dim] -> [rows, heads, landmark_width]"""
+        return query
+
+    def score(self, query: torch.Tensor, landmark: Landmark) -> torch.Tensor:
+        """query [..., rows, heads, width], mapped; landmarks [..., pages, heads, width].
+
+        -> [..., rows, heads, pages]
+        """
+        vectors, bias = landmark
+        grouped = query.unflatten(-2, (vectors.shape[-2], -1))  # [..., rows, lm heads, shared, width]
+        scores = torch.einsum("...rhgw,...phw->...rhgp", grouped, vectors) * self.shape.scale
+        if bias is not None:
+            scores = scores + bias.transpose(-1, -2)[..., None, :, None, :]
+        return scores.flatten(-3, -2)

@@ -1,0 +1,117 @@
+"""Which pages each query reads: the one definition that prefill, decode and every kernel share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+
+from cairn.sparsity.policy import Strategy
+
+_BLOCK = 4096  # pages scored at once; bounds memory, not the result
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The pages some rows of one layer read, in ascending order; -1 where there are fewer than k."""
+
+    page_ids: torch.Tensor  # [rows, kv_heads, k] in the pool
+    page_index: torch.Tensor  # [rows, kv_heads, k] place in the sequence
+    scores: torch.Tensor  # [rows, heads, k] of the landmark, -inf where there is no page
+    weights: torch.Tensor  # [rows, heads, k] share in the output
+    window_lse: torch.Tensor  # [rows, heads]
+    window_weight: torch.Tensor  # [rows, heads]
+
+    def row(self, index: int) -> Selection:
+        """The selection of one row, on the host."""
+        parts = (getattr(self, part.name)[index : index + 1].cpu() for part in fields(self))
+        return Selection(*parts)
+
+
+def select(
+    score: Callable[[int, int], torch.Tensor],
+    limits: torch.Tensor,
+    num_pages: int,
+    window_lse: torch.Tensor,
+    *,
+    kv_heads: int,
+    topk: int,
+    strategy: Strategy,
+    sinks: int = 0,
+    block: int = _BLOCK,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best `topk` pages of each row and kv head, ties to the earlier page.
+
+    score(begin, end) -> [rows, heads, end - begin], -inf for pages that must not be read;
+    limits [rows]: pages before it are candidates; window_lse [rows, heads].
+
+    Returns place in the sequence [rows, kv_heads, k] ascending, -1 where there is none, and
+    scores [rows, heads, k], -inf there. Scoring goes in blocks of pages and comes out as if it
+    had not.
+    """
+    blocks = [(begin, min(begin + block, num_pages)) for begin in range(0, num_pages, block)]
+    group = window_lse.shape[1] // kv_heads
+    kept: torch.Tensor | None = None
+
+    def masked(begin: int, end: int) -> torch.Tensor:
+        pages = torch.arange(begin, end, device=limits.device)
+        beyond = pages >= limits[:, None]  # [rows, pages]
+        return score(begin, end).masked_fill(beyond[:, None], float("-inf"))
+
+    normalizer = None
+    if strategy == "softmax_head" and group > 1:
+        # Heads of one group compare pages by their share of each head's whole attention.
+        normalizer = window_lse
+        for begin, end in blocks:
+            kept = masked(begin, end)
+            normalizer = torch.logaddexp(normalizer, kept.logsumexp(-1))
+    index: torch.Tensor | None = None
+    for begin, end in blocks:
+        scores = kept if kept is not None and len(blocks) == 1 else masked(begin, end)
+        shares = scores if normalizer is None else scores - normalizer[..., None]
+        grouped = shares.unflatten(1, (kv_heads, group))
+        ranks = grouped.sum(2) if strategy == "group" else grouped.amax(2)  # [rows, kv_heads, n]
+        if begin < sinks:
+            first = ranks[..., : sinks - begin]
+            first.masked_fill_(first > float("-inf"), float("inf"))
+        found = torch.arange(begin, end, device=limits.device).expand(ranks.shape)
+        if index is not None:
+            found = torch.cat((index, found), -1)
+            ranks = torch.cat((best, ranks), -1)
+            scores = torch.cat((chosen, scores), -1)
+        place = top_positions(ranks, topk)
+        index = _gather(found, place, -1)
+        best = _gather(ranks, place, float("-inf"))
+        chosen = _gather(scores, place.repeat_interleave(group, 1), float("-inf"))
+    if index is None:
+        rows, heads = window_lse.shape
+        return limits.new_full((rows, kv_heads, topk), -1), window_lse.new_full(
+            (rows, heads, topk), float("-inf")
+        )
+    return index, chosen
+
+
+def top_positions(ranks: torch.Tensor, k: int) -> torch.Tensor:
+    """Positions of the k largest ranks above -inf, ascending; -1 behind them where fewer are.
+
+    Of equal ranks the earlier position wins, which torch.topk does not promise.
+    """
+    n = ranks.shape[-1]
+    least = ranks.topk(min(k, n), dim=-1).values[..., -1:]
+    above = ranks > least
+    equal = (ranks == least) & (ranks > float("-inf"))
+    room = min(k, n) - above.sum(-1, keepdim=True)
+    keep = above | (equal & (equal.cumsum(-1) <= room))
+    # Ascending positions first, then padding: earlier positions have larger keys.
+    keys = torch.where(keep, torch.arange(n, 0, -1, device=ranks.device), 0)
+    keys = keys.topk(min(k, n), dim=-1).values
+    places = torch.where(keys > 0, n - keys, -1)
+    if k > n:
+        places = torch.cat((places, places.new_full((*places.shape[:-1], k - n), -1)), -1)
+    return places
+
+
+def _gather(values: torch.Tensor, places: torch.Tensor, missing: float) -> torch.Tensor:
+    """values at places along the last dimension, `missing` where the place is -1."""
+    return values.gather(-1, places.clamp(min=0)).masked_fill(places < 0, missing)
