@@ -43,6 +43,24 @@ TINY_OLMO3: dict[str, Any] = {
 
 TINY_LLAMA: dict[str, Any] = {**TINY, "architectures": ["LlamaForCausalLM"]}
 
+TINY_HILS: dict[str, Any] = {
+    **TINY,
+    "architectures": ["HiLSForCausalLM"],
+    "model_type": "qwen_hils",
+    "num_attention_heads": 4,
+    "use_sliding_window": True,
+    "sliding_window": 40,
+    "chunk_size": 16,
+    "hils_topk": 3,
+    "full_attn_interleave": 1,
+    "enable_lmk_q_proj": True,
+    "lmk_q_lora_dim": 6,
+    "apply_hils_rope": True,
+    "enable_inrange_rope": True,
+    "rope_context_length": 64,
+    "rope_period_multiplier": 2.0,
+}
+
 
 def write_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
     """A model folder with random weights in which every parameter matters."""
@@ -67,14 +85,23 @@ def write_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
 
 
 def poison_free_memory(engine: Engine) -> None:
-    """NaN in every slot nobody owns, now and whenever a page is freed."""
+    """NaN in every slot nobody owns, now and whenever a page is freed; in landmarks too."""
     pool = engine._runner._pool
+    landmarks = getattr(engine._runner._backend, "_landmarks", None)
+    sparse_group = -1
+    if landmarks is not None:
+        sparse_group = pool.group_of[landmarks.shape.layers[0]]
+        for tensor in (*landmarks.vectors.values(), *landmarks.biases.values()):
+            tensor.fill_(float("nan"))
     for tensor in pool.layers.values():
         tensor.fill_(float("nan"))
     for g, allocator in enumerate(engine.scheduler.cache.allocators):
 
         def poison(page: int, group: int = g) -> None:
             pool.fill_page(group, page, float("nan"))
+            if landmarks is not None and group == sparse_group:
+                for tensor in (*landmarks.vectors.values(), *landmarks.biases.values()):
+                    tensor[page] = float("nan")
 
         allocator._on_free = poison
 

@@ -19,6 +19,7 @@ ROOMS = [
     {"llm", "async_llm"},
     {"frontend"},
     {"cli_flags", "outputs", "progress"},
+    {"trace"},
     {"engine"},
     {"text"},
     {"models"},

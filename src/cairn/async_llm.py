@@ -51,6 +51,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         *,
         cache_salt: str | None = None,
+        trace: bool = False,
         **sampling: Any,
     ) -> AsyncIterator[Chunk]:
         """Chunks of a prompt's choices. Leaving the loop early aborts them."""
@@ -67,7 +68,7 @@ class AsyncLLM:
                 self._post(partial(self._abort_each, ids))
 
         def submit() -> None:
-            requests = self._frontend.prepare(prompt, params, cache_salt)
+            requests = self._frontend.prepare(prompt, params, cache_salt, trace=trace)
             self._frontend.submit(requests, sink)
             ids.extend(request.id for request in requests)
             self._sinks.add(sink)

@@ -92,12 +92,11 @@ class EngineConfig:
             ("model_impl", MODEL_IMPLS),
             ("quantization", QUANTIZATIONS),
             ("eviction", EVICTION_POLICIES),
-            ("hsa_selection_strategy", (None, *STRATEGIES)),
-            ("hsa_fusion", (None, *FUSIONS)),
+            ("hsa_selection_strategy", STRATEGIES),
+            ("hsa_fusion", FUSIONS),
         ):
             value = getattr(self, name)
-            if value not in choices:
-                choices = tuple(choice for choice in choices if choice is not None)
+            if value not in choices and not (value is None and name.startswith("hsa_")):
                 raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(choices)}")
         for name in ("chunked_prefill_size", "max_running_requests"):
             self._check_whole(name, 1)

@@ -19,6 +19,7 @@ from cairn.progress import loading_bar
 from cairn.text.detokenizer import Detokenizer
 from cairn.text.load import load_tokenizer
 from cairn.text.tokenizer import Message, Tokenizer
+from cairn.trace import Trace, make_trace
 
 Prompt = str | Sequence[int]
 Sink = Callable[[Chunk], None]
@@ -28,10 +29,16 @@ class Live:
     """A submitted request whose tokens become chunks of text."""
 
     def __init__(
-        self, request: Request, choice: int, detokenizer: Detokenizer | None, sink: Sink | None
+        self,
+        request: Request,
+        choice: int,
+        detokenizer: Detokenizer | None,
+        sink: Sink | None,
+        tracer: Callable[[Request], Trace],
     ) -> None:
         self.request = request
         self.result: Generation | None = None
+        self._tracer = tracer
         self._choice = choice
         self._detokenizer = detokenizer
         self._sink = sink
@@ -59,7 +66,8 @@ class Live:
 
     def _finish(self, reason: FinishReason) -> None:
         text = self._detokenizer.text if self._detokenizer else None
-        self.result = summarize(self.request, text, reason)
+        trace = self._tracer(self.request) if self.request.traced else None
+        self.result = summarize(self.request, text, reason, trace)
 
     def _emit(self, text: str, progress: StepProgress, result: Generation | None) -> None:
         if self._sink is not None:
@@ -89,7 +97,12 @@ class Frontend:
     # -- requests -----------------------------------------------------------------------------
 
     def prepare(
-        self, prompt: Prompt, params: SamplingParams, cache_salt: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        cache_salt: str | None = None,
+        *,
+        trace: bool = False,
     ) -> list[Request]:
         """Checked requests, one for each choice. Raises RequestError."""
         if params.stop_strings:
@@ -97,7 +110,7 @@ class Frontend:
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise RequestError(f"cache_salt is {cache_salt!r}; it must be a string")
         ids = self.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
-        return self.engine.make_requests(ids, params, cache_salt=cache_salt)
+        return self.engine.make_requests(ids, params, cache_salt=cache_salt, traced=trace)
 
     def submit(self, requests: Sequence[Request], sink: Sink | None = None) -> list[Live]:
         """Queue all choices of a prompt, or none; `sink` gets their chunks as they come."""
@@ -114,8 +127,14 @@ class Frontend:
             stop, prompt = request.params.stop_strings, request.token_ids
             detokenizer = Detokenizer(self.tokenizer, stop, prompt)
         self.engine.submit(request)
-        self._live[request.id] = live = Live(request, choice, detokenizer, sink)
+        self._live[request.id] = live = Live(request, choice, detokenizer, sink, self._trace)
         return live
+
+    def _trace(self, request: Request) -> Trace:
+        decode = None if self.tokenizer is None else self.tokenizer.decode
+        geometry = self.engine.scheduler.cache.geometry
+        selections = request.selections
+        return make_trace(request.token_ids, request.prompt_len, selections, geometry, decode)
 
     def is_live(self, request_id: str) -> bool:
         return request_id in self._live

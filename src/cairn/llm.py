@@ -110,6 +110,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         cache_salt: str | None = None,
+        trace: bool = False,
         **sampling: Any,
     ) -> Generation: ...
     @overload
@@ -119,6 +120,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache_salt: str | None = None,
+        trace: bool = False,
         **sampling: Any,
     ) -> list[Generation]: ...
     def generate(
@@ -127,17 +129,21 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache_salt: str | None = None,
+        trace: bool = False,
         **sampling: Any,
     ) -> Generation | list[Generation]:
         """Complete one prompt or many, given as text or token ids.
 
         Sampling comes as SamplingParams (one, or one per prompt) or as its fields by keyword. If
-        any prompt is refused, none is run.
+        any prompt is refused, none is run. With `trace`, and sparse attention, each result says
+        which pages its tokens were read from.
         """
         if _is_one(prompts):
-            return self._generate([cast(Prompt, prompts)], sampling_params, cache_salt, sampling)[0]
+            return self._generate(
+                [cast(Prompt, prompts)], sampling_params, cache_salt, trace, sampling
+            )[0]
         many = cast(Sequence[Prompt], prompts)
-        return self._generate(many, sampling_params, cache_salt, sampling)
+        return self._generate(many, sampling_params, cache_salt, trace, sampling)
 
     def stream(
         self,
@@ -145,11 +151,13 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         cache_salt: str | None = None,
+        trace: bool = False,
         **sampling: Any,
     ) -> Stream:
         """Complete one prompt, a chunk at a time."""
         params = make_params(sampling_params, sampling)
-        return Stream(self, self._frontend_or_fail().prepare(prompt, params, cache_salt))
+        requests = self._frontend_or_fail().prepare(prompt, params, cache_salt, trace=trace)
+        return Stream(self, requests)
 
     def chat(
         self,
@@ -157,11 +165,12 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         cache_salt: str | None = None,
+        trace: bool = False,
         **sampling: Any,
     ) -> Generation:
         """Answer a conversation: messages with a role and a content, in the model's own format."""
         ids = self._frontend_or_fail().encode_chat(messages)
-        return self.generate(ids, sampling_params, cache_salt=cache_salt, **sampling)
+        return self.generate(ids, sampling_params, cache_salt=cache_salt, trace=trace, **sampling)
 
     def stream_chat(
         self,
@@ -169,10 +178,11 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         cache_salt: str | None = None,
+        trace: bool = False,
         **sampling: Any,
     ) -> Stream:
         ids = self._frontend_or_fail().encode_chat(messages)
-        return self.stream(ids, sampling_params, cache_salt=cache_salt, **sampling)
+        return self.stream(ids, sampling_params, cache_salt=cache_salt, trace=trace, **sampling)
 
     def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
         """float32 [len(token_ids), vocab_size]; row i is the log-softmax after token i."""
@@ -211,6 +221,7 @@ class LLM:
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         cache_salt: str | None,
+        trace: bool,
         sampling: dict[str, Any],
     ) -> list[Generation]:
         if isinstance(sampling_params, Sequence):
@@ -224,7 +235,9 @@ class LLM:
         prepared = []
         for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
             try:
-                prepared.append(self._frontend_or_fail().prepare(prompt, each, cache_salt))
+                prepared.append(
+                    self._frontend_or_fail().prepare(prompt, each, cache_salt, trace=trace)
+                )
             except RequestError as error:
                 where = f"prompts[{index}]: " if len(prompts) > 1 else ""
                 raise RequestError(f"{where}{error}") from error

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from cairn.engine.logprobs import TokenLogprob
 from cairn.engine.request import FinishReason, Request
+from cairn.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class Generation:
     """One entry per generated token, if asked for."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
     """One entry per prompt token, if asked for; None for the first, which nothing precedes."""
+    trace: Trace | None = None
+    """Which pages each generated token was read from, if asked for."""
     alternatives: tuple[Generation, ...] = ()
     """The other n - 1 answers to the same prompt."""
 
@@ -66,7 +69,9 @@ class Chunk:
     result: Generation | None = None
 
 
-def summarize(request: Request, text: str | None, reason: FinishReason) -> Generation:
+def summarize(
+    request: Request, text: str | None, reason: FinishReason, trace: Trace | None = None
+) -> Generation:
     times = request.times
 
     def since_arrival(moment: float) -> float | None:
@@ -87,4 +92,5 @@ def summarize(request: Request, text: str | None, reason: FinishReason) -> Gener
         prompt_logprobs=[None, *request.prompt_logprobs]
         if request.prompt_scores == "top"
         else None,
+        trace=trace,
     )

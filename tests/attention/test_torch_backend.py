@@ -84,8 +84,18 @@ def test_matches_attention_by_hand(
             kv_lens,
             np.concatenate(([0], np.cumsum(query_lens))),
             torch.empty(0),
-            tuple(GroupTables(table[: len(new)], torch.empty(0)) for table in tables),
+            tuple(
+                GroupTables(
+                    table[: len(new)],
+                    torch.empty(0),
+                    table[: len(new)].numpy(),
+                    np.ones_like(table[: len(new)].numpy()),
+                )
+                for table in tables
+            ),
             CPU,
+            prompt_rows=kv_lens,
+            traced_rows=np.zeros(0, dtype=np.int64),
         )
         metadata = backend.prepare(batch)
         for g, group in enumerate(groups):

@@ -16,11 +16,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cairn import LLM, SamplingParams
-from tests.helpers import TINY_LLAMA, TINY_OLMO3, poison_free_memory, tokens_of, write_model
+from tests.helpers import (
+    TINY_HILS,
+    TINY_LLAMA,
+    TINY_OLMO3,
+    poison_free_memory,
+    tokens_of,
+    write_model,
+)
 
 PAGE = 16
 CHUNKS = [1, 7, PAGE - 1, PAGE, PAGE + 1, 100, 4096]
-CONFIGS = {"llama": TINY_LLAMA, "olmo3": TINY_OLMO3}
+CONFIGS = {"llama": TINY_LLAMA, "olmo3": TINY_OLMO3, "hils": TINY_HILS, "quest": TINY_LLAMA}
+SPARSE = {"attention_backend": "hsa", "hsa_topk": 2, "hsa_window": 20, "hsa_sinks": 1}
+OPTIONS: dict[str, dict[str, Any]] = {"quest": SPARSE}
+
+
+def name_of(folder: Path) -> str:
+    return next(name for name in CONFIGS if name in folder.name)
+
+
+def per_page(folder: Path) -> int:
+    """Tokens of a page; the last row of a HiLS page is a landmark row."""
+    return PAGE - 1 if name_of(folder) == "hils" else PAGE
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -29,7 +47,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def load(folder: Path, **options: Any) -> LLM:
-    options = {"page_size": PAGE, "max_running_requests": 8, **options}
+    own = OPTIONS.get(name_of(folder), {})
+    options = {"page_size": PAGE, "max_running_requests": 8, **own, **options}
     llm = LLM(folder, dtype="float64", device="cpu", **options)
     poison_free_memory(llm.engine)
     return llm
@@ -44,10 +63,12 @@ def reference(folder: Path, prompt: tuple[int, ...], params: SamplingParams) -> 
 
 def kv_gib(folder: Path, pages: int) -> float:
     """A budget of `pages` pages of every layer, in float64."""
-    config = CONFIGS["olmo3" if "olmo3" in folder.name else "llama"]
+    config = CONFIGS[name_of(folder)]
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     per_layer = 2 * PAGE * config["num_key_value_heads"] * head_dim * 8
-    return float(pages * per_layer * config["num_hidden_layers"] / 2**30)
+    if name_of(folder) in ("hils", "quest"):  # landmarks cost something too
+        per_layer += config["num_attention_heads"] * (head_dim + 1) * 8
+    return float(pages * (per_layer * config["num_hidden_layers"] + 4) / 2**30)
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -115,11 +136,12 @@ def test_a_warm_prefix_gives_the_same_tokens_and_is_counted(folder: Path) -> Non
         cold = llm.generate(prompt, params)
         warm = llm.generate(prompt, params)
         assert cold.usage.cached_tokens == 0
-        assert warm.usage.cached_tokens == 96
+        step = per_page(folder)
+        assert warm.usage.cached_tokens == 99 // step * step
         assert cold.token_ids == warm.token_ids == reference(folder, tuple(prompt), params)
         # The answer is cached too: the next turn of a chat finds it.
         following = llm.generate([*prompt, *cold.token_ids, 5, 6], params)
-        assert following.usage.cached_tokens == 112
+        assert following.usage.cached_tokens == 119 // step * step
         salted = llm.generate(prompt, params, cache_salt="tenant")
         assert salted.usage.cached_tokens == 0
         assert salted.token_ids == cold.token_ids
@@ -129,8 +151,9 @@ def test_a_shared_prefix_is_computed_once(folder: Path) -> None:
     shared = tokens_of(90)
     with load(folder, chunked_prefill_size=96) as llm:
         llm.generate([[*shared, i] for i in range(6)], max_tokens=1, ignore_eos=True)
-        # 91 tokens once, then what follows the five shared pages.
-        assert llm.engine.stats.computed_tokens == 91 + 5 * 11
+        # 91 tokens once, then what follows the shared pages.
+        shared_tokens = 90 // per_page(folder) * per_page(folder)
+        assert llm.engine.stats.computed_tokens == 91 + 5 * (91 - shared_tokens)
 
 
 def test_window_layers_hold_a_window_of_memory(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def backend_names() -> tuple[str, ...]:
 def backend_class(name: str) -> type[DenseBackend]:
     if name not in _BACKENDS:
         raise ConfigError(
-            f"attention_backend is {name!r}; choose one of auto, {', '.join(_BACKENDS)}"
+            f"attention_backend is {name!r}; choose one of auto, hsa, {', '.join(_BACKENDS)}"
         )
     module, _, attribute = _BACKENDS[name].partition(":")
     found: type[DenseBackend] = getattr(importlib.import_module(module), attribute)

@@ -17,8 +17,11 @@ from cairn.outputs import Generation
 _HELP = """\
 /reset   start a new conversation
 /stats   what the last answer took, and the state of the KV cache
+/trace   which pages the last answer was read from (with sparse attention)
 /help    this list
 /exit    leave (Ctrl-D does too; Ctrl-C stops an answer)"""
+
+_TRACED_PAGES = 8
 
 
 class Chat:
@@ -65,6 +68,8 @@ class Chat:
             self._say("[dim]A new conversation.[/dim]")
         elif line == "/stats":
             self._stats()
+        elif line == "/trace":
+            self._trace()
         elif line == "/help":
             self._say(_HELP)
         else:
@@ -73,7 +78,9 @@ class Chat:
     def _answer(self, text: str) -> None:
         self._messages.append({"role": "user", "content": text})
         try:
-            stream = self._llm.stream_chat(self._messages, self._params)
+            stream = self._llm.stream_chat(
+                self._messages, self._params, trace=self._llm.engine.can_trace
+            )
         except RequestError as error:
             self._messages.pop()
             self._say(f"[red]{escape(str(error))}[/red]")
@@ -109,11 +116,31 @@ class Chat:
                 f"{group.free} free of {group.total}"
             )
 
+    def _trace(self) -> None:
+        if not self._llm.engine.can_trace:
+            self._say("[dim]Attention is dense; --attention-backend hsa selects pages.[/dim]")
+            return
+        trace = None if self._last is None else self._last.trace
+        if trace is None:
+            self._say("[dim]No answer yet.[/dim]")
+            return
+        shares = trace.page_weights()
+        if not shares:
+            self._say("[dim]Everything was within the window; no page was selected.[/dim]")
+            return
+        self._say(f"{len(shares)} of {len(trace.pages)} pages were read, the most in front:")
+        for page, share in sorted(shares.items(), key=lambda item: -item[1])[:_TRACED_PAGES]:
+            text = " ".join(_printable(trace.pages[page].text or "").split())
+            self._say(f"{100 * share:5.1f} %  page {page:<5d} {escape(text[:60])}")
+
     def _write(self, text: str) -> None:
         """The model's words as they are, but for control characters, which a terminal obeys."""
-        shown = "".join(c for c in text if c in "\n\t" or c.isprintable())
-        self._console.file.write(shown)
+        self._console.file.write(_printable(text))
         self._console.file.flush()
 
     def _say(self, text: str, end: str = "\n") -> None:
         self._console.print(text, end=end, soft_wrap=True)
+
+
+def _printable(text: str) -> str:
+    return "".join(c for c in text if c in "\n\t" or c.isprintable())

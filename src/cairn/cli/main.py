@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from cairn import __version__
 from cairn.cli_flags import add_flags, collect
@@ -55,6 +58,9 @@ def _parser() -> argparse.ArgumentParser:
         "generate", help="complete a prompt; only the text goes to stdout", allow_abbrev=False
     )
     generate.add_argument("prompt", metavar="PROMPT")
+    generate.add_argument(
+        "--trace", metavar="FILE", help="Write which pages each token read, as JSON (hsa)."
+    )
     add_flags(generate.add_argument_group("sampling"), SamplingParams, skip=_NOT_FOR_TEXT)
     add_flags(generate.add_argument_group("engine"), EngineConfig)
     generate.set_defaults(run=_generate)
@@ -88,12 +94,25 @@ def _generate(arguments: argparse.Namespace) -> int:
     from cairn.llm import LLM
 
     params = SamplingParams(**collect(arguments, SamplingParams, skip=_NOT_FOR_TEXT))
+    if arguments.trace is not None:
+        _check_writable(Path(arguments.trace))
     with LLM.from_frontend(start(arguments)) as llm:
-        with llm.stream(arguments.prompt, params) as stream:
+        trace = None
+        with llm.stream(arguments.prompt, params, trace=arguments.trace is not None) as stream:
             for chunk in stream:
                 print(chunk.text, end="", flush=True)
+                trace = trace if chunk.result is None else chunk.result.trace
         print()
+    if arguments.trace is not None and trace is not None:
+        Path(arguments.trace).write_text(json.dumps(trace.as_dict()), encoding="utf-8")
     return 0
+
+
+def _check_writable(path: Path) -> None:
+    """Before the work is done whose result would be lost."""
+    place = path if path.exists() else path.parent
+    if path.is_dir() or not os.access(place, os.W_OK):
+        raise ConfigError(f"--trace {path} cannot be written; name a file in a folder that exists")
 
 
 def _chat(arguments: argparse.Namespace) -> int:

@@ -63,9 +63,7 @@ def build_engine(
     groups = group_layers(spec.windows)
     context = _context_length(config, spec)
     landmark_shape = _landmark_shape(attention.sparse, dtype)
-    num_pages = _size_pools(
-        config, spec, geometry, groups, landmark_shape, context, dtype, device
-    )
+    num_pages = _size_pools(config, spec, geometry, groups, landmark_shape, context, dtype, device)
     pool = KVPool(
         groups, num_pages, geometry.page_size, spec.num_kv_heads, spec.head_dim, dtype, device
     )
@@ -117,6 +115,7 @@ def build_engine(
         context_length=context,
         eos_token_ids=source.eos_token_ids(),
         seed=config.seed,
+        can_trace=attention.sparse is not None,
         notes=(*notes, *attention.notes),
     )
 

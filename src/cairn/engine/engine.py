@@ -54,11 +54,14 @@ class Engine:
         context_length: int,
         eos_token_ids: frozenset[int],
         seed: int,
+        can_trace: bool = False,
         notes: tuple[str, ...] = (),
     ) -> None:
         self.spec = spec
         self.scheduler = scheduler
         self.stats = EngineStats()
+        self.can_trace = can_trace
+        """Attention is sparse, so that there is something to see."""
         self.notes = notes
         """What a user should know about the loaded model."""
         self.context_length = context_length
@@ -78,6 +81,7 @@ class Engine:
         *,
         cache_salt: str | None = None,
         whole_scores: bool = False,
+        traced: bool = False,
     ) -> list[Request]:
         """Check a prompt and wrap it, once for each of the `n` choices it asks for.
 
@@ -89,6 +93,11 @@ class Engine:
             ("logit_bias", [token for token, _ in params.bias]),
         ):
             self._check_tokens(name, tokens)
+        if traced and not self.can_trace:
+            raise RequestError(
+                "trace shows which pages sparse attention reads; start the engine with "
+                "attention_backend=hsa"
+            )
         eos = frozenset() if params.ignore_eos else self._eos_token_ids
         seed = self._random.randint(0, MAX_SEED) if params.seed is None else params.seed
         scores: PromptScores = "none" if params.prompt_logprobs is None else "top"
@@ -102,6 +111,7 @@ class Engine:
                 stop_token_ids=eos | frozenset(params.stop_token_ids),
                 namespace=(cache_salt, self._rope_length(len(prompt_ids))),
                 prompt_scores="whole" if whole_scores else scores,
+                traced=traced,
             )
             for choice in range(params.n)
         ]
@@ -176,6 +186,9 @@ class Engine:
         for request_id, distributions in result.distributions.items():
             if (request := self.scheduler.get(request_id)) is not None:
                 request.distributions.append(distributions)
+        for request_id, selections in result.selections.items():
+            if (request := self.scheduler.get(request_id)) is not None:
+                request.selections.append(selections)
 
     def _progress(self, request: Request, result: StepResult) -> Progress:
         if request.prompt_scores == "whole":

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from cairn.errors import PageError
+from cairn.memory.pages import NULL_PAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class LandmarkPool:
         # Generation each page was sealed in, 0 for never; on the device and, for checks, here.
         self.sealed = torch.zeros(num_pages + 1, dtype=torch.int32, device=device)
         self._host_sealed = np.zeros(num_pages + 1, dtype=np.int32)
-        self.sealed[0] = -1  # the null page has no generation that could match
+        self.sealed[NULL_PAGE] = -1  # the null page has no generation that could match
         self.num_sealed = 0
         """Pages whose landmarks were computed, ever; prefix hits do not add to it."""
 
@@ -96,5 +97,6 @@ class LandmarkPool:
     def invalidate(self, pages: Sequence[int] | np.ndarray) -> None:
         """Forget landmarks, for pages whose step did not come to its end."""
         index = np.asarray(pages, dtype=np.int64)
+        index = index[index != NULL_PAGE]
         self._host_sealed[index] = 0
         self.sealed[torch.from_numpy(index).to(self.sealed.device)] = 0

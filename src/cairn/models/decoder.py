@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from cairn.models.interface import Attend
 from cairn.models.hils_attention import CosSin, HiLSAttention
+from cairn.models.interface import Attend
 from cairn.models.layers import Embedding, Factory, Linear, Parameter, RMSNorm
 from cairn.models.module import Module
 from cairn.models.rope import RopeParameters, Rotary, rotate, with_values_unrotated
@@ -28,7 +28,10 @@ class SelfAttention(Module):
         self._layer = layer
         self._head_dim = spec.dims.head_dim
         self._heads = spec.dims.num_heads
-        self._widths = (spec.dims.num_heads * spec.dims.head_dim, spec.dims.num_kv_heads * spec.dims.head_dim)
+        self._widths = (
+            spec.dims.num_heads * spec.dims.head_dim,
+            spec.dims.num_kv_heads * spec.dims.head_dim,
+        )
         query_width, kv_width = self._widths
         self.qkv_proj = Linear(
             spec.dims.hidden_size,
@@ -78,7 +81,9 @@ class MLP(Module):
             factory,
             bias=spec.mlp_bias,
         )
-        self.down_proj = Linear(width, {"down_proj": spec.dims.hidden_size}, factory, bias=spec.mlp_bias)
+        self.down_proj = Linear(
+            width, {"down_proj": spec.dims.hidden_size}, factory, bias=spec.mlp_bias
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
@@ -125,7 +130,10 @@ class Decoder(Module):
         layer_class = PostNormLayer if spec.post_norm else PreNormLayer
         self.layers = [layer_class(spec, i, factory) for i in range(len(spec.layers))]
         self.norm = _norm(spec.dims.hidden_size, spec, factory)
-        self._rotated, self._unrotated = spec.dims.num_heads + spec.dims.num_kv_heads, spec.dims.num_kv_heads
+        self._rotated, self._unrotated = (
+            spec.dims.num_heads + spec.dims.num_kv_heads,
+            spec.dims.num_kv_heads,
+        )
         # Layers with the same rope share its cosines and sines.
         self._rope_of = [(layer.rope, layer.hils is not None) for layer in spec.layers]
         self._rotaries = {

@@ -45,9 +45,8 @@ class HiLSAttention(Module):
     def __call__(self, x: torch.Tensor, cos_sin: CosSin | None, attend: Attend) -> torch.Tensor:
         rows, dim = x.shape[0], self._head_dim
         qkv = self.qkv_proj(x)
-        query, key, value = qkv.split(
-            (self._heads * dim, self._kv_heads * dim, self._kv_heads * dim), dim=-1
-        )
+        width, kv_width = self._heads * dim, self._kv_heads * dim
+        query, key, value = torch.split(qkv, [width, kv_width, kv_width], dim=-1)
         scoring = None
         if self.lmk_q_proj is not None:
             scoring = self._heads_normed(

@@ -12,9 +12,7 @@ def read_spec(config: ConfigReader) -> DecoderSpec:
     dims = read_dimensions(config)
     bias = config.take("attention_bias", bool, False)
     rope = read_rope(config, [FULL], default_theta=10_000.0)
-    layer = LayerSpec(
-        window=None, rope=rope.by_layer_type[FULL], qkv_bias=bias, output_bias=bias
-    )
+    layer = LayerSpec(window=None, rope=rope.by_layer_type[FULL], qkv_bias=bias, output_bias=bias)
     return DecoderSpec(
         architecture=config.architecture,
         dims=dims,

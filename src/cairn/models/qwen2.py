@@ -6,13 +6,12 @@ from cairn.models.config_reader import ConfigReader
 from cairn.models.fields import (
     FULL,
     SLIDING,
-    Dimensions,
     read_dimensions,
     read_layer_types,
     read_window,
 )
 from cairn.models.rope import read_rope
-from cairn.models.spec import DecoderSpec, LayerSpec, QKNorm
+from cairn.models.spec import DecoderSpec, Dimensions, LayerSpec, QKNorm
 
 
 def read_spec(config: ConfigReader) -> DecoderSpec:

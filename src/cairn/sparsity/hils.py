@@ -26,7 +26,9 @@ class HiLSPolicy(Policy):
         assert prior is not None
         wide = torch.promote_types(keys.dtype, torch.float32)
         real = keys[:, :-1].to(wide)  # the landmark row itself does not count
-        query = prior.to(wide).unflatten(1, (real.shape[2], -1))  # [pages, kv_heads, group, dim]
+        query = torch.unflatten(
+            prior.to(wide), 1, (real.shape[2], -1)
+        )  # [pages, kv_heads, group, dim]
         logits = torch.einsum("phgd,pshd->phgs", query, real) * self.shape.scale
         log_weights = logits.log_softmax(-1)
         weights = log_weights.exp()

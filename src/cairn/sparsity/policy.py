@@ -73,7 +73,9 @@ class Policy:
         -> [..., rows, heads, pages]
         """
         vectors, bias = landmark
-        grouped = query.unflatten(-2, (vectors.shape[-2], -1))  # [..., rows, lm heads, shared, width]
+        grouped = torch.unflatten(
+            query, -2, (vectors.shape[-2], -1)
+        )  # [..., rows, lm heads, shared, width]
         scores = torch.einsum("...rhgw,...phw->...rhgp", grouped, vectors) * self.shape.scale
         if bias is not None:
             scores = scores + bias.transpose(-1, -2)[..., None, :, None, :]

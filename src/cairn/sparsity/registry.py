@@ -31,7 +31,7 @@ def policy_class(name: str) -> type[Policy]:
         )
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ConfigError(f"hsa_policy {name!r} cannot be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Policy)):
         raise ConfigError(f"hsa_policy {name!r} is not a subclass of cairn.sparsity.policy.Policy")

@@ -14,7 +14,7 @@ _BLOCK = 4096  # pages scored at once; bounds memory, not the result
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The pages some rows of one layer read, in ascending order; -1 where there are fewer than k."""
+    """The pages that rows of a layer read, in ascending order; -1 where there are fewer than k."""
 
     page_ids: torch.Tensor  # [rows, kv_heads, k] in the pool
     page_index: torch.Tensor  # [rows, kv_heads, k] place in the sequence
@@ -44,11 +44,12 @@ def select(
     """The best `topk` pages of each row and kv head, ties to the earlier page.
 
     score(begin, end) -> [rows, heads, end - begin], -inf for pages that must not be read;
-    limits [rows]: pages before it are candidates; window_lse [rows, heads].
+    limits [rows]: pages before it are candidates; window_lse [rows, heads]; num_pages, one or
+    more, is at least the largest limit.
 
     Returns place in the sequence [rows, kv_heads, k] ascending, -1 where there is none, and
-    scores [rows, heads, k], -inf there. Scoring goes in blocks of pages and comes out as if it
-    had not.
+    scores [rows, heads, k], -inf there. Scoring goes in blocks of pages, which changes nothing
+    but the rounding of the normalizer.
     """
     blocks = [(begin, min(begin + block, num_pages)) for begin in range(0, num_pages, block)]
     group = window_lse.shape[1] // kv_heads
@@ -66,29 +67,25 @@ def select(
         for begin, end in blocks:
             kept = masked(begin, end)
             normalizer = torch.logaddexp(normalizer, kept.logsumexp(-1))
-    index: torch.Tensor | None = None
+    rows, heads = window_lse.shape
+    index = limits.new_empty(rows, kv_heads, 0)
+    best = window_lse.new_empty(rows, kv_heads, 0)
+    chosen = window_lse.new_empty(rows, heads, 0)
     for begin, end in blocks:
         scores = kept if kept is not None and len(blocks) == 1 else masked(begin, end)
         shares = scores if normalizer is None else scores - normalizer[..., None]
-        grouped = shares.unflatten(1, (kv_heads, group))
+        grouped = shares.view(rows, kv_heads, group, end - begin)
         ranks = grouped.sum(2) if strategy == "group" else grouped.amax(2)  # [rows, kv_heads, n]
         if begin < sinks:
             first = ranks[..., : sinks - begin]
             first.masked_fill_(first > float("-inf"), float("inf"))
         found = torch.arange(begin, end, device=limits.device).expand(ranks.shape)
-        if index is not None:
-            found = torch.cat((index, found), -1)
-            ranks = torch.cat((best, ranks), -1)
-            scores = torch.cat((chosen, scores), -1)
+        # What was best so far comes from earlier pages, so that the order still is theirs.
+        found, ranks = torch.cat((index, found), -1), torch.cat((best, ranks), -1)
+        scores = torch.cat((chosen, scores), -1)
         place = top_positions(ranks, topk)
-        index = _gather(found, place, -1)
-        best = _gather(ranks, place, float("-inf"))
+        index, best = _gather(found, place, -1), _gather(ranks, place, float("-inf"))
         chosen = _gather(scores, place.repeat_interleave(group, 1), float("-inf"))
-    if index is None:
-        rows, heads = window_lse.shape
-        return limits.new_full((rows, kv_heads, topk), -1), window_lse.new_full(
-            (rows, heads, topk), float("-inf")
-        )
     return index, chosen
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ class HSAMetadata:
 
 
 class HSABackend:
-    name = "hsa"
+    name: ClassVar[str] = "hsa"
 
     def __init__(
         self,

@@ -58,7 +58,7 @@ class _Block:
 
 
 def completed_pages(batch: AttentionBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Pages this step completes: sequence, place in its table, and the row of the step that does."""
+    """Pages this step completes: sequence, place in its table, and the step's row that does."""
     size = batch.page_size
     past = batch.kv_lens - batch.query_lens
     seqs, index = [], []

@@ -16,7 +16,9 @@ from cairn.sparsity.config import SparseConfig
 from cairn.sparsity.policy import Landmark
 from cairn.sparsity.selection import Selection, select
 
-_GATHER_ELEMENTS = 2**23  # of K or V copied at once for selected pages
+_ELEMENTS = 2**23  # scores inside selected pages that are computed at once
+_MANY_ROWS = 16  # of one sequence: from here on rows that share a page are multiplied together
+_PIECE = 32  # rows that share a copy of a page
 
 
 class TorchSparse:
@@ -55,14 +57,15 @@ class TorchSparse:
         page_ids = tile.page_table[owner[:, None, None], index.clamp(min=0)]
         # Empty places read the row's own page, with weight zero: nothing unowned is touched.
         readable = torch.where(index < 0, tile.own_pages[:, None, None], page_ids)
-        merged, weights, window_weight = [], [], []
-        page_elements = self._pool.kv_heads * index.shape[2] * self._pool.page_size
-        step = max(1, _GATHER_ELEMENTS // (page_elements * query.shape[2]))
+        attend = self._pages_by_page if rows // tile.seqs >= _MANY_ROWS else self._pages_by_row
+        merged: list[torch.Tensor] = []
+        weights: list[torch.Tensor] = []
+        window_weight: list[torch.Tensor] = []
+        step = max(1, _ELEMENTS // (heads * index.shape[2] * self._pool.page_size))
         for begin in range(0, rows, step):
             part = slice(begin, begin + step)
-            mixed = self._merge(
-                layer, query[part], readable[part], scores[part], out[part], lse[part]
-            )
+            page_out, page_lse = attend(layer, query[part], readable[part])
+            mixed = self._merge(page_out, page_lse, scores[part], out[part], lse[part])
             for collected, value in zip((merged, weights, window_weight), mixed, strict=True):
                 collected.append(value)
         out = torch.cat(merged)
@@ -90,20 +93,20 @@ class TorchSparse:
         key, value = both[:, :kv_heads], both[:, kv_heads:]
         # [blocks, kv_heads, group * count, dim]
         own = query.view(blocks, count, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
-        scores = own.flatten(2, 3) @ key.transpose(2, 3)
-        scores = scores.unflatten(2, (group, count)) * self._scale
-        scores = scores.masked_fill(tile.hidden[:, None, None], float("-inf"))
-        lse = scores.logsumexp(-1, keepdim=True)  # [blocks, kv_heads, group, count, 1]
-        out = (scores - lse).exp().flatten(2, 3) @ value
-        out = out.unflatten(2, (group, count)).permute(0, 3, 1, 2, 4)
-        return out.reshape(rows, heads, dim), lse[..., 0].permute(0, 3, 1, 2).reshape(rows, heads)
+        scores = (own * self._scale).flatten(2, 3) @ key.transpose(2, 3)
+        scores = scores.view(blocks, kv_heads, group, count, -1)
+        scores.masked_fill_(tile.hidden[:, None, None], float("-inf"))
+        out, lse = _softmax(scores.flatten(2, 3), value)
+        out = out.view(blocks, kv_heads, group, count, dim).permute(0, 3, 1, 2, 4)
+        lse = lse.view(blocks, kv_heads, group, count).permute(0, 3, 1, 2)
+        return out.reshape(rows, heads, dim), lse.reshape(rows, heads)
 
     def _select(
         self, layer: int, tile: Tile, scoring: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Places of the selected pages [rows, kv_heads, k], and their scores [rows, heads, k]."""
         config = self._config
-        mapped = config.policy.map_query(scoring).unflatten(0, (tile.seqs, -1))
+        mapped = torch.unflatten(config.policy.map_query(scoring), 0, (tile.seqs, -1))
 
         def score(begin: int, end: int) -> torch.Tensor:
             pages = tile.page_table[:, begin:end]
@@ -123,28 +126,87 @@ class TorchSparse:
             sinks=config.sinks,
         )
 
+    def _pages_by_row(
+        self, layer: int, query: torch.Tensor, pages: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention inside each page, page by page: every row copies the pages it reads.
+
+        query [rows, heads, dim], pages [rows, kv_heads, k]
+        -> output [rows, heads, k, dim] and log-sum-exp [rows, heads, k]
+        """
+        rows, heads, dim = query.shape
+        kv_heads, k = pages.shape[1:]
+        key, value = self._slices(layer, self._slice_ids(pages).flatten(), query.dtype)
+        own = query.view(rows * kv_heads, 1, -1, dim).expand(-1, k, -1, -1).flatten(0, 1)
+        out, lse = self._inside(own, key, value)  # [rows * kv_heads * k, group, ...]
+        out = out.view(rows, kv_heads, k, -1, dim).transpose(2, 3)
+        lse = lse.view(rows, kv_heads, k, -1).transpose(2, 3)
+        return out.reshape(rows, heads, k, dim), lse.reshape(rows, heads, k)
+
+    def _pages_by_page(
+        self, layer: int, query: torch.Tensor, pages: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, but every page is copied once for a few of the rows that read it.
+
+        (row, page) pairs are sorted by page and cut into pieces of equal length, which are
+        multiplied together.
+        """
+        rows, heads, dim = query.shape
+        kv_heads, k = pages.shape[1:]
+        device = pages.device
+        order = self._slice_ids(pages).flatten().argsort(stable=True)  # pairs by page
+        slices, counts = torch.unique_consecutive(
+            self._slice_ids(pages).flatten()[order], return_counts=True
+        )
+        pieces = (counts + _PIECE - 1) // _PIECE
+        run = torch.repeat_interleave(torch.arange(len(slices), device=device), counts)
+        rank = torch.arange(len(order), device=device) - (counts.cumsum(0) - counts)[run]
+        # Pair -> place among pieces; places that no pair takes repeat the first pair.
+        place = (pieces.cumsum(0) - pieces)[run] * _PIECE + rank
+        of_place = torch.zeros(int(pieces.sum()) * _PIECE, dtype=torch.int64, device=device)
+        of_place[place] = order
+        own = query.view(rows * kv_heads, -1, dim)[of_place // k]  # [places, group, dim]
+        group = own.shape[1]
+        key, value = self._slices(layer, slices.repeat_interleave(pieces), query.dtype)
+        out, lse = self._inside(own.view(-1, _PIECE * group, dim), key, value)
+        where = torch.empty_like(place)
+        where[order] = place
+        out = out.view(-1, group, dim)[where].view(rows, kv_heads, k, group, dim).transpose(2, 3)
+        lse = lse.view(-1, group)[where].view(rows, kv_heads, k, group).transpose(2, 3)
+        return out.reshape(rows, heads, k, dim), lse.reshape(rows, heads, k)
+
+    def _slice_ids(self, pages: torch.Tensor) -> torch.Tensor:
+        """pages [rows, kv_heads, k] -> where the pool has their (page, kv head) slices of keys."""
+        heads = torch.arange(pages.shape[1], device=pages.device)
+        return pages * (2 * pages.shape[1]) + heads[:, None]
+
+    def _slices(
+        self, layer: int, slices: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of (page, kv head) slices: [slices, rows that count, dim]"""
+        pool = self._pool.layers[layer]
+        flat = pool.view(-1, *pool.shape[2:])
+        real = self._pool.page_size - self._config.landmark_rows
+        key = flat.index_select(0, slices)[:, :real].to(dtype)
+        value = flat.index_select(0, slices + self._pool.kv_heads)[:, :real].to(dtype)
+        return key, value
+
+    def _inside(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Plain attention of [n, rows, dim] over [n, keys, dim], with its log-sum-exp."""
+        scores = torch.bmm(query * self._scale, key.transpose(1, 2))
+        return _softmax(scores, value)
+
     def _merge(
         self,
-        layer: int,
-        query: torch.Tensor,  # [rows, heads, dim]
-        pages: torch.Tensor,  # [rows, kv_heads, k]
-        scores: torch.Tensor,  # [rows, heads, k]
+        page_out: torch.Tensor,  # [rows, heads, k, dim]
+        page_lse: torch.Tensor,  # [rows, heads, k]
+        scores: torch.Tensor,  # [rows, heads, k], -inf where there is no page
         window_out: torch.Tensor,  # [rows, heads, dim]
         window_lse: torch.Tensor,  # [rows, heads]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Attend inside the selected pages and merge: output, weights of pages and of the window."""
-        rows, heads, dim = query.shape
-        kv_heads, k = pages.shape[1:]
-        pool, size = self._pool.layers[layer], self._pool.page_size
-        real = size - self._config.landmark_rows
-        flat = pool.view(-1, size, dim)  # (page, head) slices
-        slices = pages * (2 * kv_heads) + torch.arange(kv_heads, device=pages.device)[:, None]
-        key = flat[slices.flatten()].view(rows, kv_heads, k, size, dim)[..., :real, :]
-        value = flat[(slices + kv_heads).flatten()].view(rows, kv_heads, k, size, dim)
-        own = query.view(rows, kv_heads, -1, dim)
-        inside = own @ key.to(query.dtype).flatten(2, 3).transpose(2, 3) * self._scale
-        inside = inside.unflatten(-1, (k, real)).view(rows, heads, k, real)
-        page_lse = inside.logsumexp(-1)  # [rows, heads, k]
+        """Merged output, weights of the pages and of the window."""
         mass = scores
         if self._config.fusion == "lse":
             mass = page_lse.masked_fill(scores == float("-inf"), float("-inf"))
@@ -152,9 +214,18 @@ class TorchSparse:
         if self._config.null_split:
             splits.append(torch.zeros_like(window_lse)[..., None])
         weights = torch.cat(splits, -1).softmax(-1)
+        k = scores.shape[-1]
         page_weights, window_weight = weights[..., :k], weights[..., k]
-        inside = (inside - page_lse[..., None]).exp() * page_weights[..., None]
-        inside = inside.flatten(2).view(rows, kv_heads, -1, k * real)
-        out = inside @ value[..., :real, :].to(query.dtype).flatten(2, 3)
-        out = out.view(rows, heads, dim) + window_weight[..., None] * window_out
-        return out, page_weights, window_weight
+        out = (page_weights[..., None, :] @ page_out).squeeze(-2)
+        return out + window_weight[..., None] * window_out, page_weights, window_weight
+
+
+def _softmax(scores: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """scores [..., rows, keys], overwritten, and value [..., keys, dim] -> output and log-sum-exp.
+
+    Every row sees some key.
+    """
+    most = scores.amax(-1, keepdim=True)
+    shares = scores.sub_(most).exp_()
+    total = shares.sum(-1, keepdim=True)
+    return (shares @ value) / total, (most + total.log()).squeeze(-1)
