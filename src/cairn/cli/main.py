@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
