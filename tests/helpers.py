@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,7 @@ def poison_free_memory(engine: Engine) -> None:
     for tensor in pool.layers.values():
         tensor.fill_(float("nan"))
     for g, allocator in enumerate(engine.scheduler.cache.allocators):
+        random.Random(g).shuffle(allocator._free)  # pages lie anywhere
 
         def poison(page: int, group: int = g) -> None:
             pool.fill_page(group, page, float("nan"))

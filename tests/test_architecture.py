@@ -26,6 +26,7 @@ ROOMS = [
     {"attention"},
     {"sparsity"},
     {"memory"},
+    {"kernels"},
     {"config"},
     {"errors"},
 ]

@@ -214,7 +214,7 @@ def test_a_failing_step_loses_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch)
     stream = llm.stream(prompts[0], max_tokens=20, ignore_eos=True)
     tokens = list(next(stream).token_ids)
     runner = llm.engine._runner
-    whole = type(runner).run
+    whole = type(runner).launch
     calls = iter(range(100))
 
     def breaks_at_third(self: Any, plan: Any) -> Any:
@@ -223,7 +223,7 @@ def test_a_failing_step_loses_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch)
         return whole(self, plan)
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(runner), "run", breaks_at_third)
+        patch.setattr(type(runner), "launch", breaks_at_third)
         with pytest.raises(RuntimeError, match="out of luck"):
             llm.generate(prompts[1], max_tokens=20, ignore_eos=True)
     llm.engine.scheduler.check()

@@ -57,14 +57,24 @@ class EngineConfig:
     )
     disable_radix_cache: bool = _option(False, "Do not reuse the KV of common prefixes.")
     eviction: str = _option("lru", "Which cached pages to give up first.", EVICTION_POLICIES)
-    chunked_prefill_size: int = _option(2048, "Rows a step computes for prefill and decode.")
-    max_running_requests: int = _option(64, "Requests in the batch at once.")
+    chunked_prefill_size: int | None = _option(
+        None, "Rows a step computes for prefill and decode; 2048, on CUDA 8192."
+    )
+    max_running_requests: int | None = _option(
+        None, "Requests in the batch at once; 64, on CUDA 256."
+    )
     max_queued_requests: int = _option(10_000, "Requests that may wait; more are refused.")
     max_step_ms: float | None = _option(
         None, "Shrink prefill chunks so that a step stays under this time."
     )
-    attention_backend: str = _option(
-        "auto", "Attention kernels: auto, torch, hsa, or torch,hsa for a dense prefill."
+    attention_backend: str | None = _option(
+        None,
+        "Attention kernels: auto, torch, triton, sgl_kernel, flashinfer, hsa, or a pair "
+        "PREFILL,DECODE. By default ATTN_BACKEND of the environment, or auto.",
+    )
+    disable_cuda_graph: bool = _option(False, "CUDA: launch every kernel of a decode step anew.")
+    disable_overlap_schedule: bool = _option(
+        False, "CUDA: wait for a step's tokens before planning the next."
     )
     hsa_policy: str | None = _option(
         None, "hsa: how pages are scored: quest, mean, or your own as module:Class."
@@ -98,9 +108,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value not in choices and not (value is None and name.startswith("hsa_")):
                 raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(choices)}")
-        for name in ("chunked_prefill_size", "max_running_requests"):
-            self._check_whole(name, 1)
         for name, low in (
+            ("chunked_prefill_size", 1),
+            ("max_running_requests", 1),
             ("page_size", 1),
             ("hsa_topk", 1),
             ("hsa_window", 1),
@@ -125,7 +135,8 @@ class EngineConfig:
             "hsa_layers",
         ):
             value = getattr(self, name)
-            if not isinstance(value, str) and not (value is None and name.startswith("hsa_")):
+            optional = name == "attention_backend" or name.startswith("hsa_")
+            if not isinstance(value, str) and not (value is None and optional):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be a string")
         share = self.mem_fraction_static
         if share is not None:

@@ -92,7 +92,8 @@ def make_trace(
 def _read(layer: int, selection: Selection) -> LayerRead:
     index = selection.page_index[0]  # [kv_heads, k]
     kv_heads = index.shape[0]
-    weights = selection.weights[0].view(kv_heads, -1, index.shape[1])  # [kv_heads, group, k]
+    group = selection.weights.shape[1] // kv_heads
+    weights = selection.weights[0].view(kv_heads, group, index.shape[1])
     pages, shares = [], []
     for head in range(kv_heads):
         count = int((index[head] >= 0).sum())

@@ -96,6 +96,8 @@ def test_matches_attention_by_hand(
             CPU,
             prompt_rows=kv_lens,
             traced_rows=np.zeros(0, dtype=np.int64),
+            device_kv_lens=torch.from_numpy(kv_lens.astype(np.int32)),
+            device_cu_query=torch.empty(0),
         )
         metadata = backend.prepare(batch)
         for g, group in enumerate(groups):

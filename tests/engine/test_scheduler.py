@@ -47,6 +47,7 @@ class PagedMemory:
         self.cache = cache
         self.tables = [[[NULL_PAGE] * 64 for _ in range(slots)] for _ in cache.groups]
         self.rows: list[dict[tuple[int, int], Row]] = [{} for _ in cache.groups]
+        self.newest = [-1] * slots  # token last sampled, which the host may not know yet
 
     def freed(self, group: int, page: int) -> None:
         for offset in range(self.cache.geometry.page_size):
@@ -68,6 +69,9 @@ class PagedMemory:
             owner = scheduler._requests[advance.request_id]
             tokens, namespace = tuple(owner.token_ids), owner.namespace
             assert advance.token_ids == tokens[advance.start : advance.stop]
+            unknown = advance.stop - advance.start - len(advance.token_ids)
+            assert unknown == owner.pending and not (unknown and owner.host_tokens)
+            tokens += (self.newest[advance.slot],) * unknown
             for g, group in enumerate(self.cache.groups):
                 table = self.tables[g][advance.slot]
 
@@ -87,7 +91,9 @@ class PagedMemory:
                             assert self.rows[g][slot(key)] == (namespace, tokens[: key + 1])
             if advance.samples:
                 assert advance.stop == len(tokens)
-                sampled[advance.request_id] = next_token(namespace, tokens)
+                self.newest[advance.slot] = next_token(namespace, tokens)
+                sampled[advance.request_id] = self.newest[advance.slot]
+        scheduler.launched(plan)
         return sampled
 
 
@@ -303,6 +309,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         running=st.integers(1, 4),
         caching=st.sampled_from([True, True, False]),
         limited=st.booleans(),
+        overlap=st.booleans(),
     )
     def setup(
         self,
@@ -313,7 +320,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         running: int,
         caching: bool,
         limited: bool,
+        overlap: bool,
     ) -> None:
+        self.overlap = overlap
+        self.in_flight: tuple[StepPlan, dict[str, int]] | None = None
         groups = group_layers(windows)
         geometry = PageGeometry(page_size, page_size - landmark)
         pages = [
@@ -340,9 +350,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 10),
         stop=st.sampled_from([frozenset(), frozenset({0})]),
         salt=st.integers(0, 1),
+        host_tokens=st.sampled_from([False, False, True]),
     )
     def add(
-        self, prompt: list[int], shared: bool, max_tokens: int, stop: frozenset[int], salt: int
+        self,
+        prompt: list[int],
+        shared: bool,
+        max_tokens: int,
+        stop: frozenset[int],
+        salt: int,
+        host_tokens: bool,
     ) -> None:
         if shared and self.prompts:
             prompt = (list(self.prompts.values())[-1] + prompt)[:12]
@@ -350,6 +367,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         name = str(len(self.all))
         new = request(name, prompt, max_tokens, self.most, salt)
         new.stop_token_ids = stop
+        new.host_tokens = host_tokens
         self.prompts[name], self.all[name] = prompt, new
         self.scheduler.add(new)
 
@@ -360,16 +378,30 @@ class SchedulerMachine(RuleBasedStateMachine):
             for name, r in self.all.items()
             if r.pages is not None
         }
-        decoding = {name for name, r in self.scheduler._running.items() if r.remaining == 1}
+        running = self.scheduler._running.items()
+        decoding = {name for name, r in running if r.can_advance and r.remaining == 1}
         plan = self.scheduler.plan()
         if not plan:
-            assert not self.scheduler.has_work or plan.retracted
+            assert not self.scheduler.has_work or plan.retracted or self.in_flight
+            self.land()
             return
         assert set(plan.retracted).isdisjoint(a.request_id for a in plan.advances)
         self.check_budget(plan, decoding)
         self.check_append_only(plan, tables)
         self.scheduler.step_time.observe(plan.num_tokens, plan.num_tokens, seconds)
-        sampled = self.memory.run(plan, self.scheduler)
+        launched = plan, self.memory.run(plan, self.scheduler)
+        if self.overlap:
+            self.land()
+            self.in_flight = launched
+        else:
+            self.in_flight = launched
+            self.land()
+
+    def land(self) -> None:
+        """The step in flight comes to its end."""
+        if self.in_flight is None:
+            return
+        (plan, sampled), self.in_flight = self.in_flight, None
         for done in self.scheduler.commit(plan, sampled):
             expected = reference(done, self.prompts[done.id], self.most)
             assert done.output_ids == expected[: done.num_output]
@@ -420,6 +452,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not self.scheduler.has_work:
                 break
             self.step(1e-4)
+        self.land()
         assert not self.scheduler.has_work
         assert all(r.finish_reason for r in self.all.values())
         self.scheduler.cache.tree.clear()

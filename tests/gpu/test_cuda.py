@@ -6,11 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cairn import LLM
+from cairn import LLM, SamplingParams
 from tests.helpers import GOLDENS, poison_free_memory
 
 pytestmark = pytest.mark.gpu
-CASES = sorted(path.name for path in GOLDENS.iterdir() if path.is_dir())
+CASES = sorted(path.name for path in GOLDENS.glob("hf_*"))
+HILS = sorted(path.parent.name for path in GOLDENS.glob("*/layer_intermediates.safetensors"))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -24,6 +25,48 @@ def test_golden_logits_in_float32(case: str) -> None:
             torch.testing.assert_close(llm.logprobs(ids), expected, rtol=0, atol=5e-4)
             result = llm.generate(ids, max_tokens=32, ignore_eos=True)
             assert result.token_ids == golden[f"greedy_ids_{name}"].tolist()
+
+
+@pytest.mark.parametrize("case", HILS)
+def test_golden_hils_logits_in_float32(case: str) -> None:
+    golden = load_file(GOLDENS / case / "golden.safetensors")
+    with LLM(GOLDENS / case, dtype="float32", device="cuda", kv_cache_gib=0.1) as llm:
+        poison_free_memory(llm.engine)
+        vocab = llm.engine.spec.vocab_size
+        for name in ("a", "b", "short", "edge"):
+            ids = golden[f"input_ids_{name}"].tolist()
+            expected = golden[f"logits_{name}"][:, :vocab].log_softmax(-1)
+            torch.testing.assert_close(llm.logprobs(ids), expected, rtol=0, atol=5e-4)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_graphs_and_overlap_change_nothing(backend: str) -> None:
+    """Greedy and seeded requests of many lengths, with every switch on and off."""
+    case = GOLDENS / CASES[0]
+    golden = load_file(case / "golden.safetensors")
+    prompts = [golden["input_ids_b"].tolist()[:n] for n in (1, 15, 16, 17, 63, 64, 65, 200, 500)]
+    params = [
+        SamplingParams(max_tokens=30 + i, temperature=0.7 * (i % 2), seed=i, ignore_eos=i % 3 > 0)
+        for i in range(len(prompts))
+    ]
+    answers = []
+    for switches in ({}, {"disable_cuda_graph": True}, {"disable_overlap_schedule": True}):
+        with LLM(
+            case,
+            dtype="float32",
+            device="cuda",
+            kv_cache_gib=0.1,
+            attention_backend=backend,
+            page_size=16,
+            max_running_requests=8,
+            **switches,
+        ) as llm:
+            assert (llm.engine._runner.graph_sizes > 0) == (
+                backend == "triton" and "disable_cuda_graph" not in switches
+            )
+            answers.append([r.token_ids for r in llm.generate(prompts, params)])
+            llm.engine.scheduler.check()
+    assert answers[0] == answers[1] == answers[2]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

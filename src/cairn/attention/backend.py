@@ -7,7 +7,7 @@ asked for, and says itself whether it can run here.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -32,15 +32,34 @@ class AttentionShape:
     dtype: torch.dtype
     device: torch.device
     groups: tuple[LayerGroup, ...]
+    max_seqs: int = 1
+    """Most sequences of a step."""
     hides_landmark_rows: bool = False
     """The last row of a page is a landmark row that dense layers do not see."""
 
 
 class AttentionBackend(Protocol):
-    name: ClassVar[str]
+    @property
+    def name(self) -> str: ...
 
-    def prepare(self, batch: AttentionBatch) -> Any:
-        """Host work of a step, shared by all its layers. The result goes to `forward`."""
+    @property
+    def graphs(self) -> bool:
+        """`begin` and `forward` of a decode batch can be recorded in a CUDA graph and replayed."""
+        ...
+
+    def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> Any:
+        """Host work of a step, shared by all its layers. The result goes to `forward`.
+
+        `groups` names the layer groups it will be asked for, all if None.
+        """
+        ...
+
+    def begin(self, metadata: Any) -> None:
+        """Device work that all layers of a step share; part of a recorded graph."""
+        ...
+
+    def refresh(self, metadata: Any, batch: AttentionBatch) -> None:
+        """Host work before a recorded step is replayed on a new batch."""
         ...
 
     def forward(
@@ -66,6 +85,13 @@ class DenseBackend:
     """A backend that is found by name and reads the whole past, or a window of it."""
 
     name: ClassVar[str]
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
+    head_dims: ClassVar[tuple[int, ...] | None] = None  # None for any
+    hides_rows: ClassVar[bool] = False
+    """Can leave landmark rows out."""
+    graphs: ClassVar[bool] = False
+    """`begin` and `forward` of a decode batch can be recorded in a CUDA graph and replayed."""
+    gives_lse: ClassVar[bool] = False
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
         self._shape = shape
@@ -76,8 +102,27 @@ class DenseBackend:
         """Why this backend cannot run on the device; None if it can."""
         raise NotImplementedError
 
-    def prepare(self, batch: AttentionBatch) -> Any:
+    @classmethod
+    def unsupported_reason(cls, shape: AttentionShape) -> str | None:
+        """Why it cannot serve this model; None if it can."""
+        if shape.dtype not in cls.dtypes:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in cls.dtypes)
+            return f"the type is {str(shape.dtype).removeprefix('torch.')}; it has {names}"
+        if cls.head_dims is not None and shape.head_dim not in cls.head_dims:
+            sizes = ", ".join(map(str, cls.head_dims))
+            return f"heads have size {shape.head_dim}; it has {sizes}"
+        if shape.hides_landmark_rows and not cls.hides_rows:
+            return "the model hides landmark rows from its window layers, and it cannot"
+        return None
+
+    def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> Any:
         raise NotImplementedError
+
+    def begin(self, metadata: Any) -> None:
+        """Device work that all layers of a step share; part of a recorded graph."""
+
+    def refresh(self, metadata: Any, batch: AttentionBatch) -> None:
+        """Host work before a recorded step is replayed on a new batch."""
 
     def forward(
         self, layer: int, query: torch.Tensor, metadata: Any, scoring: Scoring | None = None
@@ -92,9 +137,15 @@ class DenseBackend:
 
 
 _BACKENDS: Mapping[str, str] = {
+    "sgl_kernel": "cairn.attention.sgl_kernel_backend:SglKernelBackend",
+    "flashinfer": "cairn.attention.flashinfer_backend:FlashInferBackend",
+    "triton": "cairn.attention.triton_backend:TritonBackend",
     "torch": "cairn.attention.torch_backend:TorchBackend",
 }
 """name -> "module:class"."""
+
+_AUTO = ("sgl_kernel", "triton", "torch")
+"""What `auto` tries, fastest first."""
 
 
 def backend_names() -> tuple[str, ...]:
@@ -111,10 +162,43 @@ def backend_class(name: str) -> type[DenseBackend]:
     return found
 
 
-def resolve_backend(name: str, device: torch.device) -> type[DenseBackend]:
-    """The named backend, or an error that says why it cannot run. `auto` is torch."""
-    cls = backend_class("torch" if name == "auto" else name)
-    reason = cls.unavailable_reason(device)
-    if reason is not None:
-        raise ConfigError(f"attention_backend {name!r} cannot run on {device}: {reason}")
-    return cls
+def refusal(name: str, shape: AttentionShape) -> str | None:
+    """Why a backend cannot serve this model here; None if it can."""
+    cls = backend_class(name)
+    return cls.unavailable_reason(shape.device) or cls.unsupported_reason(shape)
+
+
+def resolve_backend(name: str, shape: AttentionShape) -> tuple[type[DenseBackend], str]:
+    """The named backend, or an error that says why it cannot run; and one line about the choice.
+
+    `auto` takes the first that can, and the line says why not the others.
+    """
+    dimensions = (
+        f"{shape.num_heads} query and {shape.num_kv_heads} kv heads of {shape.head_dim}, "
+        f"{str(shape.dtype).removeprefix('torch.')}, pages of {shape.page_size}"
+    )
+    if name != "auto":
+        reason = refusal(name, shape)
+        if reason is not None:
+            raise ConfigError(
+                f"attention_backend {name!r} cannot run here: {reason}; use auto, or see "
+                "`cairn doctor`"
+            )
+        return backend_class(name), f"attention: {name}; {dimensions}"
+    passed: list[str] = []
+    for candidate in _AUTO:
+        reason = refusal(candidate, shape)
+        if reason is None:
+            why = f" ({'; '.join(passed)})" if passed else ""
+            return backend_class(candidate), f"attention: auto took {candidate}{why}; {dimensions}"
+        passed.append(f"not {candidate}: {reason}")
+    raise ConfigError(f"no attention backend can run here: {'; '.join(passed)}")
+
+
+def missing_module(module: str, package: str) -> str | None:
+    """Why a package cannot be imported; None if it can."""
+    try:
+        importlib.import_module(module)
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"{package} cannot be imported ({error}); pip install {package}"
+    return None

@@ -36,6 +36,8 @@ class AttentionBatch:
     device: torch.device
     prompt_rows: np.ndarray  # [seqs] int64, rows of the cache that hold the sequence's prompt
     traced_rows: np.ndarray  # [n] int64, rows of the step whose page selection is wanted
+    device_kv_lens: torch.Tensor  # kv_lens on the device, int32
+    device_cu_query: torch.Tensor  # cu_query on the device, int32
 
     def take(self, seqs: np.ndarray) -> tuple[AttentionBatch, np.ndarray]:
         """The batch of some of its sequences, and which rows of the step are theirs."""
@@ -43,8 +45,8 @@ class AttentionBatch:
         cu_query = np.concatenate(([0], np.cumsum(query_lens)))
         first = np.repeat(self.cu_query[seqs] - cu_query[:-1], query_lens)
         rows = first + np.arange(cu_query[-1])
-        seq_index = torch.from_numpy(seqs).to(self.device)
-        row_index = torch.from_numpy(rows).to(self.device)
+        seq_index = to_device(seqs, self.device)
+        row_index = to_device(rows, self.device)
         taken = replace(
             self,
             query_lens=query_lens,
@@ -62,6 +64,8 @@ class AttentionBatch:
             ),
             prompt_rows=self.prompt_rows[seqs],
             traced_rows=np.flatnonzero(np.isin(rows, self.traced_rows)),
+            device_kv_lens=self.device_kv_lens[seq_index],
+            device_cu_query=to_device(cu_query.astype(np.int32), self.device),
         )
         return taken, rows
 
@@ -72,6 +76,11 @@ class AttentionBatch:
     @property
     def num_rows(self) -> int:
         return int(self.cu_query[-1])
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Without waiting for what the device is doing."""
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
 
 class Scoring(NamedTuple):

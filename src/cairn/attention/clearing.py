@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
-from cairn.attention.batch import AttentionBatch
+from cairn.attention.batch import AttentionBatch, to_device
 from cairn.memory.kv_pool import KVPool
 
 
@@ -18,4 +17,4 @@ def clear_begun_pages(pool: KVPool, batch: AttentionBatch) -> None:
     if len(seqs):
         for g, tables in enumerate(batch.groups):
             pages = tables.host_pages[seqs, last_page[seqs]].astype(np.int64)
-            pool.clear(g, torch.from_numpy(pages).to(batch.device))
+            pool.clear(g, to_device(pages, batch.device))

@@ -8,6 +8,7 @@ written may hold NaN: a page that a step leaves partial is cleared when it is be
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from cairn.attention.backend import AttentionShape, DenseBackend
-from cairn.attention.batch import AttentionBatch, Scoring
+from cairn.attention.batch import AttentionBatch, Scoring, to_device
 from cairn.attention.clearing import clear_begun_pages
 from cairn.memory.groups import LayerGroup
 from cairn.memory.kv_pool import KVPool
@@ -68,6 +69,8 @@ class _GroupMetadata:
 
 class TorchBackend(DenseBackend):
     name = "torch"
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    hides_rows = True
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
         super().__init__(shape, pool)
@@ -79,7 +82,9 @@ class TorchBackend(DenseBackend):
 
     # -- once per step ------------------------------------------------------------------------
 
-    def prepare(self, batch: AttentionBatch) -> list[_GroupMetadata]:
+    def prepare(
+        self, batch: AttentionBatch, groups: Collection[int] | None = None
+    ) -> list[_GroupMetadata]:
         clear_begun_pages(self._pool, batch)
         decoding = np.flatnonzero(batch.query_lens == 1)
         chunks = np.flatnonzero(batch.query_lens > 1)
@@ -88,6 +93,8 @@ class TorchBackend(DenseBackend):
                 decode=self._decode_rows(batch, g, group, decoding) if len(decoding) else None,
                 chunks=tuple(self._chunk(batch, g, group, int(s)) for s in chunks),
             )
+            if groups is None or g in groups
+            else _GroupMetadata(None, ())
             for g, group in enumerate(self._groups)
         ]
 
@@ -110,16 +117,20 @@ class TorchBackend(DenseBackend):
             hidden = (rows < first_keys[which, None]) | (rows >= kv_lens[which, None])
             if self._shape.hides_landmark_rows:
                 hidden |= rows % size == size - 1
-            pages = table[_to(seqs[which, None], table.device), _to(index, table.device)].long()
+            pages = table[
+                to_device(seqs[which, None], table.device), to_device(index, table.device)
+            ].long()
             mask = None
             if hidden.any():
                 mask = torch.zeros(hidden.shape, dtype=self._shape.dtype, device=table.device)
-                mask = mask.masked_fill(_to(hidden, table.device), float("-inf"))[:, None, None, :]
+                mask = mask.masked_fill(to_device(hidden, table.device), float("-inf"))[
+                    :, None, None, :
+                ]
             slices.append(self._slices(pages))
             peers.append(_Peers(len(which), int(count), mask))
         return _Decode(
-            rows=_to(batch.cu_query[seqs[order]], table.device),
-            places=_to(np.argsort(order), table.device),
+            rows=to_device(batch.cu_query[seqs[order]], table.device),
+            places=to_device(np.argsort(order), table.device),
             slices=torch.cat(slices),
             peers=tuple(peers),
         )
@@ -233,7 +244,3 @@ class TorchBackend(DenseBackend):
             scale=self._shape.scale,
         )
         return out.permute(2, 0, 1, 3).reshape(rows, heads, dim)
-
-
-def _to(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)

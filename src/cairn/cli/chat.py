@@ -65,6 +65,7 @@ class Chat:
     def _command(self, line: str) -> None:
         if line == "/reset":
             self._messages = list(self._system)
+            self._last = None
             self._say("[dim]A new conversation.[/dim]")
         elif line == "/stats":
             self._stats()
@@ -77,6 +78,7 @@ class Chat:
 
     def _answer(self, text: str) -> None:
         self._messages.append({"role": "user", "content": text})
+        self._last = None
         try:
             stream = self._llm.stream_chat(
                 self._messages, self._params, trace=self._llm.engine.can_trace

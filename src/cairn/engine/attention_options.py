@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 
 from cairn.config import EngineConfig
 from cairn.errors import ConfigError
 from cairn.models.spec import ModelSpec, NativeSparsity
 from cairn.sparsity.config import SparseConfig
-from cairn.sparsity.policy import Fusion, PolicyShape, Strategy
-from cairn.sparsity.registry import policy_class
+from cairn.sparsity.policy import Fusion, Policy, PolicyShape, Strategy
+from cairn.sparsity.registry import make_policy, policy_class
 
 _PAGE_SIZE = 64
 _POLICY, _TOPK, _WINDOW, _SINKS = "quest", 32, 512, 1
@@ -18,37 +19,45 @@ _POLICY, _TOPK, _WINDOW, _SINKS = "quest", 32, 512, 1
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    dense: str
-    """Backend of the layers that are not sparse."""
+    dense: tuple[str, ...]
+    """Backend of the layers that are not sparse, or a pair: for prefill and for decode."""
     sparse: SparseConfig | None
     page_size: int
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """Notes that a user should not miss."""
 
 
 def plan_attention(config: EngineConfig, spec: ModelSpec) -> AttentionPlan:
-    names = [name.strip() for name in config.attention_backend.split(",")]
+    given = config.attention_backend
+    if given is None:
+        given = os.environ.get("ATTN_BACKEND") or "auto"
+    names = [name.strip() for name in given.split(",")]
     if spec.sparsity is not None:
         return _native(config, spec, spec.sparsity, names)
     page_size = config.page_size or _PAGE_SIZE
     if "hsa" not in names:
         for name in _hsa_options(config):
             raise ConfigError(
-                f"{name} is given but attention_backend is {config.attention_backend!r}; "
-                "it works with attention_backend=hsa"
+                f"{name} is given but attention_backend is {given!r}; it works with "
+                "attention_backend=hsa"
             )
-        if len(names) > 1:
+        if len(names) > 2:
             raise ConfigError(
-                f"attention_backend is {config.attention_backend!r}; a pair ends in hsa"
+                f"attention_backend is {given!r}; give one backend, or two as PREFILL,DECODE"
             )
-        return AttentionPlan(names[0], None, page_size)
+        return AttentionPlan(tuple(names), None, page_size)
     if names not in (["hsa"], [names[0], "hsa"]) or names == ["hsa", "hsa"]:
         raise ConfigError(
-            f"attention_backend is {config.attention_backend!r}; use hsa, or DENSE,hsa for a dense "
-            "prefill and sparse decoding"
+            f"attention_backend is {given!r}; use hsa, or DENSE,hsa for a dense prefill and sparse "
+            "decoding"
         )
     sparse = _training_free(config, spec, dense_prompt=len(names) == 2)
-    dense = names[0] if len(names) == 2 else "auto"
-    return AttentionPlan(dense, sparse, page_size, (_summary(config, spec, sparse, page_size),))
+    dense = (names[0] if len(names) == 2 else "auto",)
+    notes = [_summary(config, spec, sparse, page_size)]
+    if type(sparse.policy).score is not Policy.score:
+        notes.append("hsa: the policy has a score of its own, which runs in plain torch")
+    return AttentionPlan(dense, sparse, page_size, tuple(notes))
 
 
 def _training_free(config: EngineConfig, spec: ModelSpec, *, dense_prompt: bool) -> SparseConfig:
@@ -67,7 +76,7 @@ def _training_free(config: EngineConfig, spec: ModelSpec, *, dense_prompt: bool)
             f"hsa_topk must be at least {sinks}"
         )
     return SparseConfig(
-        policy=kind(_policy_shape(spec)),
+        policy=make_policy(name, _policy_shape(spec)),
         layers=_layers(config.hsa_layers, spec),
         topk=topk,
         window=config.hsa_window or _WINDOW,
@@ -84,8 +93,8 @@ def _native(
 ) -> AttentionPlan:
     if names not in (["auto"], ["hsa"]):
         raise ConfigError(
-            f"attention_backend is {config.attention_backend!r}; {spec.architecture} was trained "
-            "with sparse attention for prompts and answers alike: use hsa"
+            f"attention_backend is {','.join(names)!r}; {spec.architecture} was trained with "
+            "sparse attention for prompts and answers alike: use hsa"
         )
     if config.page_size not in (None, native.chunk_size):
         raise ConfigError(
@@ -107,7 +116,7 @@ def _native(
     kind = policy_class(native.policy)
     topk = native.topk if config.hsa_topk is None else config.hsa_topk
     sparse = SparseConfig(
-        policy=kind(_policy_shape(spec)),
+        policy=make_policy(native.policy, _policy_shape(spec)),
         layers=native.layers,
         topk=topk,
         window=native.window,
@@ -116,14 +125,15 @@ def _native(
         null_split=native.null_split,
         landmark_rows=True,
     )
-    notes = [_summary(config, spec, sparse, native.chunk_size)]
+    warnings = []
     for option, value, trained in (
         ("hsa_topk", topk, native.topk),
         ("hsa_selection_strategy", sparse.strategy, kind.strategy),
     ):
         if value != trained:
-            notes.append(f"{option} {value} where the model has {trained}: an approximation")
-    return AttentionPlan("auto", sparse, native.chunk_size, tuple(notes))
+            warnings.append(f"{option} {value} where the model has {trained}: an approximation")
+    summary = _summary(config, spec, sparse, native.chunk_size)
+    return AttentionPlan(("auto",), sparse, native.chunk_size, (summary,), tuple(warnings))
 
 
 def _policy_shape(spec: ModelSpec) -> PolicyShape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 
 from cairn.attention.backend import AttentionBackend, AttentionShape, resolve_backend
 from cairn.attention.hsa.backend import HSABackend
+from cairn.attention.pair_backend import PairBackend
 from cairn.config import EngineConfig
 from cairn.engine.attention_options import plan_attention
 from cairn.engine.engine import Engine
@@ -17,7 +19,7 @@ from cairn.engine.scheduler import Limits, Scheduler
 from cairn.errors import ConfigError
 from cairn.memory.cache import PagedCache
 from cairn.memory.geometry import PageGeometry
-from cairn.memory.groups import LayerGroup, group_layers, split_budget
+from cairn.memory.groups import group_layers, split_budget
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.landmarks import LandmarkPool, LandmarkShape
 from cairn.models.checkpoint import Checkpoint
@@ -57,13 +59,26 @@ def build_engine(
     _check_quantization(config, dtype, device)
     model, notes = load_model(config, source, dtype, device, progress)
     spec = model.spec
+    limits = _limits(config, device)
     attention = plan_attention(config, spec)
-    dense_class = resolve_backend(attention.dense, device)
     geometry = PageGeometry(attention.page_size, spec.tokens_per_page(attention.page_size))
     groups = group_layers(spec.windows)
+    shape = AttentionShape(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        scale=spec.scale,
+        page_size=geometry.page_size,
+        dtype=dtype,
+        device=device,
+        groups=groups,
+        max_seqs=limits.max_running_requests,
+        hides_landmark_rows=spec.sparsity is not None and spec.sparsity.hides_landmark_rows,
+    )
+    dense = [resolve_backend(name, shape) for name in attention.dense]
     context = _context_length(config, spec)
     landmark_shape = _landmark_shape(attention.sparse, dtype)
-    num_pages = _size_pools(config, spec, geometry, groups, landmark_shape, context, dtype, device)
+    num_pages = _size_pools(config, spec, limits, shape, landmark_shape, context)
     pool = KVPool(
         groups, num_pages, geometry.page_size, spec.num_kv_heads, spec.head_dim, dtype, device
     )
@@ -74,40 +89,28 @@ def build_engine(
         eviction="lfu" if config.eviction == "lfu" else "lru",
         prefix_caching=not config.disable_radix_cache,
     )
-    shape = AttentionShape(
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        scale=spec.scale,
-        page_size=geometry.page_size,
-        dtype=dtype,
-        device=device,
-        groups=groups,
-        hides_landmark_rows=spec.sparsity is not None and spec.sparsity.hides_landmark_rows,
-    )
-    backend: AttentionBackend = dense_class(shape, pool)
+    backends = [kind(shape, pool) for kind, _ in dense]
+    backend: AttentionBackend = backends[0] if len(backends) == 1 else PairBackend(*backends)
     if attention.sparse is not None and landmark_shape is not None:
         group = pool.group_of[attention.sparse.layers[0]]
         landmarks = LandmarkPool(landmark_shape, num_pages[group], device)
         backend = HSABackend(
             shape, pool, config=attention.sparse, landmarks=landmarks, dense=backend
         )
-    limits = Limits(
-        chunked_prefill_size=config.chunked_prefill_size,
-        max_running_requests=config.max_running_requests,
-        max_queued_requests=config.max_queued_requests,
-        max_step_seconds=None if config.max_step_ms is None else config.max_step_ms / 1e3,
-    )
+    for warning in attention.warnings:
+        logging.getLogger("cairn").warning(warning)
     runner = Runner(
         model,
         pool,
         backend,
         geometry,
         num_groups=len(groups),
-        num_slots=config.max_running_requests,
+        num_slots=limits.max_running_requests,
         max_pages=geometry.pages(min(context, cache.max_tokens)),
         device=device,
     )
+    if device.type == "cuda" and not config.disable_cuda_graph and backend.graphs:
+        runner.record_graphs()
     return Engine(
         spec,
         Scheduler(cache, limits, time.perf_counter),
@@ -116,7 +119,23 @@ def build_engine(
         eos_token_ids=source.eos_token_ids(),
         seed=config.seed,
         can_trace=attention.sparse is not None,
-        notes=(*notes, *attention.notes),
+        overlap=device.type == "cuda" and not config.disable_overlap_schedule,
+        notes=(
+            *notes,
+            *(line for _, line in dense if device.type == "cuda"),
+            *attention.notes,
+            *attention.warnings,
+        ),
+    )
+
+
+def _limits(config: EngineConfig, device: torch.device) -> Limits:
+    cuda = device.type == "cuda"
+    return Limits(
+        chunked_prefill_size=config.chunked_prefill_size or (8192 if cuda else 2048),
+        max_running_requests=config.max_running_requests or (256 if cuda else 64),
+        max_queued_requests=config.max_queued_requests,
+        max_step_seconds=None if config.max_step_ms is None else config.max_step_ms / 1e3,
     )
 
 
@@ -211,25 +230,25 @@ def resolve_dtype(name: str, config: ConfigReader, device: torch.device) -> torc
 def _size_pools(
     config: EngineConfig,
     spec: ModelSpec,
-    geometry: PageGeometry,
-    groups: tuple[LayerGroup, ...],
+    limits: Limits,
+    shape: AttentionShape,
     landmarks: LandmarkShape | None,
     context: int,
-    dtype: torch.dtype,
-    device: torch.device,
 ) -> list[int]:
     """Pages per layer group."""
+    groups, device, size = shape.groups, shape.device, shape.page_size
+    geometry = PageGeometry(size, spec.tokens_per_page(size))
     page_bytes = [
-        KVPool.page_bytes(group, geometry.page_size, spec.num_kv_heads, spec.head_dim, dtype)
+        KVPool.page_bytes(group, size, spec.num_kv_heads, spec.head_dim, shape.dtype)
         + (landmarks.page_bytes if landmarks and landmarks.layers[0] in group.layers else 0)
         for group in groups
     ]
-    chunk = min(config.chunked_prefill_size, context)
+    chunk = min(limits.chunked_prefill_size, context)
     wanted = [
         # What all running requests can hold at once, prefill counted once, twice over for reuse.
         _CACHE_HEADROOM
         * (
-            config.max_running_requests * group.peak_pages(context, 1, geometry)
+            limits.max_running_requests * group.peak_pages(context, 1, geometry)
             + geometry.pages(chunk)
         )
         for group in groups

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from cairn.engine.logprobs import TokenLogprob
 from cairn.engine.plan import PromptScores, StepPlan
 from cairn.engine.request import Request
-from cairn.engine.runner import Runner, StepResult
+from cairn.engine.runner import InFlight, Runner, StepResult
 from cairn.engine.sampler import derived_seed
 from cairn.engine.sampling_params import MAX_SEED, SamplingParams
 from cairn.engine.scheduler import Scheduler, attention_pairs
@@ -55,6 +55,7 @@ class Engine:
         eos_token_ids: frozenset[int],
         seed: int,
         can_trace: bool = False,
+        overlap: bool = False,
         notes: tuple[str, ...] = (),
     ) -> None:
         self.spec = spec
@@ -71,6 +72,10 @@ class Engine:
         self._eos_token_ids = eos_token_ids
         self._random = random.Random(seed)
         self._ids = itertools.count()
+        self.overlap = overlap
+        """Launch a step before the tokens of the one before it are known."""
+        self._in_flight: InFlight | None = None
+        self._last_finish = 0.0
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -92,7 +97,7 @@ class Engine:
             ("stop_token_ids", params.stop_token_ids),
             ("logit_bias", [token for token, _ in params.bias]),
         ):
-            self._check_tokens(name, tokens)
+            self._check_tokens(name, tokens, self.spec.vocab_size)
         if traced and not self.can_trace:
             raise RequestError(
                 "trace shows which pages sparse attention reads; start the engine with "
@@ -137,37 +142,66 @@ class Engine:
     # -- a step -------------------------------------------------------------------------------
 
     def step(self) -> list[Progress]:
-        """Plan, compute, commit. Empty when there is nothing to do."""
+        """Plan and launch a step, and take in the one before it, or this one without overlap.
+
+        Empty when nothing came of it yet, or there is nothing to do.
+        """
         begin = time.perf_counter()
-        plan = self.scheduler.plan()
-        if not plan and self.scheduler.has_work:
-            plan = self.scheduler.plan()  # pages given up by the first are free now
-            if not plan:
-                raise RuntimeError("the scheduler has work but plans nothing; this is a bug")
-        if not plan:
-            self.scheduler.check()
-            return []
+        plan = self._plan()
         planned = time.perf_counter()
-        try:
-            result = self._runner.run(plan)
-        except BaseException:  # Ctrl-C too: the books must balance whatever happens
-            self.scheduler.undo(plan)
-            raise
+        launched = self._launch(plan) if plan else None
+        finished, self._in_flight = self._in_flight, launched
+        if not self.overlap and finished is None:
+            finished, self._in_flight = launched, None
+        if finished is None:
+            if launched is None:
+                self.scheduler.check()
+            self.stats.step_seconds += time.perf_counter() - begin
+            return []
+        result = self._finish(finished)
         ran = time.perf_counter()
         if self.scheduler.limits.max_step_seconds is not None:
-            self._observe(plan, ran - planned)
+            self._observe(finished.plan, ran - max(planned, self._last_finish))
+        self._last_finish = ran
         self._take_scores(result)
         progress = [
             self._progress(request, result)
-            for request in self.scheduler.commit(plan, result.sampled)
+            for request in self.scheduler.commit(finished.plan, result.sampled)
         ]
         end = time.perf_counter()
         self.stats.steps += 1
         self.stats.step_seconds += end - begin
         self.stats.scheduler_seconds += (planned - begin) + (end - ran)
-        self.stats.computed_tokens += plan.num_tokens
+        self.stats.computed_tokens += finished.plan.num_tokens
         self.stats.generated_tokens += len(result.sampled)
         return progress
+
+    def _plan(self) -> StepPlan:
+        plan = self.scheduler.plan()
+        if not plan and self.scheduler.has_work and self._in_flight is None:
+            plan = self.scheduler.plan()  # pages given up by the first are free now
+            if not plan:
+                raise RuntimeError("the scheduler has work but plans nothing; this is a bug")
+        return plan
+
+    def _launch(self, plan: StepPlan) -> InFlight:
+        try:
+            launched = self._runner.launch(plan)
+        except BaseException:  # Ctrl-C too: the books must balance whatever happens
+            self.scheduler.undo(plan)
+            raise
+        self.scheduler.launched(plan)
+        return launched
+
+    def _finish(self, step: InFlight) -> StepResult:
+        try:
+            return self._runner.finish(step)
+        except BaseException:
+            self.scheduler.undo(step.plan, launched=True)
+            if self._in_flight is not None:  # built on what failed
+                self.scheduler.undo(self._in_flight.plan, launched=True)
+                self._in_flight = None
+            raise
 
     def _observe(self, plan: StepPlan, seconds: float) -> None:
         """Teach the step-time model, which only a time limit asks."""
@@ -204,7 +238,8 @@ class Engine:
     def _check_prompt(self, prompt_ids: Sequence[int], *, scored: bool) -> None:
         if len(prompt_ids) == 0:
             raise RequestError("the prompt is empty; give at least one token")
-        self._check_tokens("prompt", prompt_ids)
+        rows = self.spec.embedding_rows if scored else None
+        self._check_tokens("prompt", prompt_ids, rows or self.spec.vocab_size)
         # A prompt that is only scored needs no room for an answer.
         most = self.max_tokens if scored else self.max_tokens - 1
         if len(prompt_ids) > most:
@@ -215,8 +250,8 @@ class Engine:
                 "kv_cache_gib or mem_fraction_static"
             )
 
-    def _check_tokens(self, name: str, tokens: Sequence[int]) -> None:
-        last = self.spec.vocab_size - 1
+    def _check_tokens(self, name: str, tokens: Sequence[int], count: int) -> None:
+        last = count - 1
         for token in tokens:
             if type(token) is not int:
                 raise RequestError(f"{name} holds {token!r}; token ids are whole numbers")

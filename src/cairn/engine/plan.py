@@ -43,7 +43,8 @@ class Advance(NamedTuple):
     slot: int
     start: int
     stop: int
-    token_ids: tuple[int, ...]  # tokens start..stop
+    token_ids: tuple[int, ...]
+    """Tokens start..stop, but for the last where the step before this one is still sampling it."""
     prompt_len: int
     samples: bool
     """The last token is the newest known one: sample what follows it."""

@@ -47,12 +47,16 @@ class Request:
     """Requests share cached prefixes only within a namespace."""
     prompt_scores: PromptScores = "none"
     """With scores the prompt is computed anew, cached pages or not; "whole" generates nothing."""
+    host_tokens: bool = False
+    """Each step needs the token of the last one on the host; such requests do not overlap."""
     traced: bool = False
     """Keep which pages each generated token was read from."""
 
     # set by the scheduler
     state: State = State.WAITING
     computed: int = 0
+    pending: int = 0
+    """Tokens sampled by a step under way, that the host does not know yet: 0 or 1."""
     pages: SequencePages | None = None
     slot: int = -1
     planned_pages: int = 0  # length of the page tables as the last plan left them
@@ -75,9 +79,26 @@ class Request:
         self.prompt_len = len(self.token_ids)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens the host knows, and those it is about to."""
+        return len(self.token_ids) + self.pending
+
+    @property
     def remaining(self) -> int:
-        """Known tokens whose KV is not computed yet."""
-        return len(self.token_ids) - self.computed
+        """Tokens whose KV is not computed yet."""
+        return self.num_tokens - self.computed
+
+    @property
+    def can_advance(self) -> bool:
+        """There is something to compute that does not depend on what is under way.
+
+        The last token it may generate is never computed; and one that needs to see its newest
+        token, as a grammar does, waits for it.
+        """
+        if self.remaining <= 0 or (self.pending and self.host_tokens):
+            return False
+        done = self.num_output + self.pending >= self.params.max_tokens
+        return not (self.pending and (done or self.num_tokens >= self.max_total_tokens))
 
     @property
     def output_ids(self) -> list[int]:

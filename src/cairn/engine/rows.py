@@ -15,6 +15,7 @@ class StepRows:
     """Host arrays over the rows of a step; sequence s is plan.advances[s]."""
 
     token_ids: np.ndarray  # [rows]
+    sources: np.ndarray  # [rows] slot whose newest token the row is, -1 if token_ids has it
     positions: (
         np.ndarray
     )  # [rows] what rotary embedding counts; landmark rows share the next token's
@@ -43,11 +44,26 @@ def build_rows(plan: StepPlan, geometry: PageGeometry, landmark_id: int | None =
     positions = cache_rows - cache_rows // size * (size - per_page)
     is_token = cache_rows % size < per_page
     token_ids = np.full(cu_query[-1], -1 if landmark_id is None else landmark_id, dtype=np.int64)
-    token_ids[is_token] = np.concatenate([advance.token_ids for advance in plan.advances])
+    known = [
+        advance.token_ids
+        if len(advance.token_ids) == advance.stop - advance.start
+        else (*advance.token_ids, 0)
+        for advance in plan.advances
+    ]
+    token_ids[is_token] = np.concatenate(known)
     last_tokens = stops - 1
     last_rows = last_tokens // per_page * size + last_tokens % per_page
+    last_token_rows = cu_query[:-1] + last_rows - first_rows
+    unknown = [
+        s
+        for s, advance in enumerate(plan.advances)
+        if len(advance.token_ids) < advance.stop - advance.start
+    ]
+    sources = np.full(cu_query[-1], -1, dtype=np.int64)
+    sources[last_token_rows[unknown]] = [plan.advances[s].slot for s in unknown]
     return StepRows(
         token_ids=token_ids,
+        sources=sources,
         positions=positions,
         lengths=np.maximum(prompts[seq], positions + 1),
         cache_rows=cache_rows,
@@ -56,5 +72,5 @@ def build_rows(plan: StepPlan, geometry: PageGeometry, landmark_id: int | None =
         kv_lens=kv_lens,
         cu_query=cu_query,
         is_token=is_token,
-        last_token_rows=cu_query[:-1] + last_rows - first_rows,
+        last_token_rows=last_token_rows,
     )

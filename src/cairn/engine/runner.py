@@ -1,16 +1,24 @@
-"""Carries out a plan: builds the step's tensors, runs the model, samples."""
+"""Carries out a plan: builds the step's tensors, runs the model, samples.
+
+`launch` puts a step on the device and returns; `finish` waits for its tokens. In between the next
+step may be launched: tokens that the host does not know yet are taken from where the sampler left
+them on the device.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from cairn.attention.backend import AttentionBackend
-from cairn.attention.batch import AttentionBatch, GroupTables, Scoring
+from cairn.attention.batch import AttentionBatch, Scoring, to_device
+from cairn.engine.graphs import DecodeGraphs, batch_sizes
+from cairn.engine.inputs import HostInputs, StepInputs
 from cairn.engine.logprobs import TokenLogprob, token_logprobs
-from cairn.engine.plan import StepPlan
+from cairn.engine.plan import Advance, StepPlan
 from cairn.engine.rows import StepRows, build_rows
 from cairn.engine.sampler import Draw, Sampler
 from cairn.memory.geometry import PageGeometry
@@ -30,6 +38,67 @@ class StepResult:
     """Log-probabilities [tokens of this step, vocab], float32 on the host."""
     selections: dict[str, dict[int, Selection]] = field(default_factory=dict)
     """Pages that the row of a sampled token read, by layer, of traced requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A launched step."""
+
+    plan: StepPlan
+    sampling: tuple[Advance, ...]
+    tokens: torch.Tensor  # [len(sampling)] on the host, there once `ready` is
+    ready: torch.cuda.Event | None
+    result: StepResult  # all but the tokens
+
+
+class _Attend:
+    """What the model's layers call: stores keys and values, then attends."""
+
+    def __init__(
+        self, pool: KVPool, backend: AttentionBackend, batch: AttentionBatch, metadata: object
+    ) -> None:
+        self._pool = pool
+        self._backend = backend
+        self._batch = batch
+        self._metadata = metadata
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key_value: torch.Tensor,
+        scoring: Scoring | None = None,
+    ) -> torch.Tensor:
+        tables = self._batch.groups[self._pool.group_of[layer]]
+        self._pool.write(layer, tables.row_pages, self._batch.row_offsets, key_value)
+        return self._backend.forward(layer, query, self._metadata, scoring)
+
+    def fused(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        norm: tuple[torch.Tensor, torch.Tensor, float] | None,
+    ) -> torch.Tensor:
+        from cairn.kernels.rope_kv import rope_kv
+
+        pool = self._pool.layers[layer]
+        tables = self._batch.groups[self._pool.group_of[layer]]
+        q_weight, k_weight, eps = (None, None, 0.0) if norm is None else norm
+        dim = pool.shape[3]
+        query = rope_kv(
+            qkv,
+            cos_sin[0],
+            cos_sin[1],
+            q_weight,
+            k_weight,
+            eps,
+            pool,
+            tables.row_pages,
+            self._batch.row_offsets,
+            qkv.shape[1] // dim - pool.shape[1],
+        )
+        return self._backend.forward(layer, query, self._metadata)
 
 
 class Runner:
@@ -52,59 +121,105 @@ class Runner:
         self._device = device
         self._sampler = Sampler(num_slots, model.spec.vocab_size, device)
         # Host mirror of every running request's page tables, kept up to date by plan edits.
-        self._tables = [np.zeros((num_slots, max_pages), dtype=np.int32) for _ in range(num_groups)]
-        self._generations = [np.zeros_like(table) for table in self._tables]
+        self._tables = np.zeros((num_groups, num_slots, max_pages), dtype=np.int32)
+        self._generations = np.zeros_like(self._tables)
         native = model.spec.sparsity
         self._landmark_id = None if native is None else native.landmark_id
         self._top_logprobs: list[int | None] = [None] * num_slots
         self._top_prompt_logprobs = [0] * num_slots
+        self._newest = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
+    def record_graphs(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Record decode steps of every batch size; the backend must be able to."""
+        num_groups, num_slots, max_pages = self._tables.shape
+        graphs = DecodeGraphs(
+            lambda inputs: self._forward(inputs, self._backend.prepare(inputs.batch), None),
+            sizes=batch_sizes(num_slots),
+            groups=num_groups,
+            page_size=self._geometry.page_size,
+            max_pages=max_pages,
+            device=self._device,
+        )
+        graphs.record(progress)
+        self._graphs = graphs
+
+    @property
+    def graph_sizes(self) -> int:
+        """The largest batch that is replayed; 0 without graphs."""
+        return 0 if self._graphs is None else self._graphs.largest
+
+    # -- a step -------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> InFlight:
         self._apply(plan)
         rows = build_rows(plan, self._geometry, self._landmark_id)
-        batch = self._batch(plan, rows)
-        try:
-            return self._compute(plan, rows, batch)
-        except BaseException:
-            self._backend.abandon(batch)
-            raise
-
-    def _compute(self, plan: StepPlan, rows: StepRows, batch: AttentionBatch) -> StepResult:
-        metadata = self._backend.prepare(batch)
-
-        def attend(
-            layer: int,
-            query: torch.Tensor,
-            key_value: torch.Tensor,
-            scoring: Scoring | None = None,
-        ) -> torch.Tensor:
-            tables = batch.groups[self._pool.group_of[layer]]
-            self._pool.write(layer, tables.row_pages, batch.row_offsets, key_value)
-            return self._backend.forward(layer, query, metadata, scoring)
-
+        host = self._host_inputs(plan, rows)
         sampling = [s for s, advance in enumerate(plan.advances) if advance.samples]
-        scored = self._scored_rows(plan, rows)
-        logit_rows = np.concatenate([rows.last_token_rows[sampling], *scored.values()])
-        logits = self._model(
-            self._to_device(rows.token_ids),
-            self._to_device(rows.positions),
-            self._to_device(rows.lengths),
-            attend,
-            self._to_device(logit_rows.astype(np.int64)),
-        )
         result = StepResult()
-        self._sample(plan, sampling, logits[: len(sampling)], result)
+        scored = self._scored_rows(plan, rows)
+        if self._graphs is not None and not scored and self._graphs.fits(rows):
+            logits = self._graphs.run(host)
+            if len(sampling) < len(plan.advances):
+                logits = logits[to_device(np.array(sampling, dtype=np.int64), self._device)]
+        else:
+            logit_rows = np.concatenate([rows.last_token_rows[sampling], *scored.values()])
+            logits = self._eager(plan, rows, host, logit_rows, sampling, result)
         begin = len(sampling)
+        tokens = self._sample(plan, sampling, logits[:begin], result)
         for s, wanted in scored.items():
             self._score(plan, s, logits[begin : begin + len(wanted)], result)
             begin += len(wanted)
-        if len(batch.traced_rows):
-            for s in sampling:
-                if plan.advances[s].traced:
-                    read = self._backend.selections(metadata, int(rows.last_token_rows[s]))
-                    result.selections[plan.advances[s].request_id] = read
-        return result
+        ready = None
+        if self._device.type == "cuda":
+            on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            tokens = on_host.copy_(tokens, non_blocking=True)
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record()
+        return InFlight(plan, tuple(plan.advances[s] for s in sampling), tokens, ready, result)
+
+    def finish(self, step: InFlight) -> StepResult:
+        """Wait for a launched step and take its tokens."""
+        if step.ready is not None:
+            step.ready.synchronize()
+        ids = (advance.request_id for advance in step.sampling)
+        step.result.sampled.update(zip(ids, step.tokens.tolist(), strict=True))
+        return step.result
+
+    def _eager(
+        self,
+        plan: StepPlan,
+        rows: StepRows,
+        host: HostInputs,
+        logit_rows: np.ndarray,
+        sampling: list[int],
+        result: StepResult,
+    ) -> torch.Tensor:
+        inputs = host.to_device(self._device)
+        try:
+            metadata = self._backend.prepare(inputs.batch)
+            wanted = to_device(logit_rows.astype(np.int64), self._device)
+            logits = self._forward(inputs, metadata, wanted)
+        except BaseException:
+            self._backend.abandon(inputs.batch)
+            raise
+        for s in sampling:
+            if plan.advances[s].traced:
+                read = self._backend.selections(metadata, int(rows.last_token_rows[s]))
+                result.selections[plan.advances[s].request_id] = read
+        return logits
+
+    def _forward(
+        self, inputs: StepInputs, metadata: object, logit_rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The device work of a step, with nothing that could not be recorded."""
+        self._backend.begin(metadata)
+        newest = self._newest[inputs.sources.clamp(min=0)]
+        token_ids = torch.where(inputs.sources >= 0, newest, inputs.token_ids)
+        attend = _Attend(self._pool, self._backend, inputs.batch, metadata)
+        return self._model(token_ids, inputs.positions, inputs.lengths, attend, logit_rows)
 
     def _apply(self, plan: StepPlan) -> None:
         for admission in plan.admissions:
@@ -113,58 +228,47 @@ class Runner:
             self._top_prompt_logprobs[admission.slot] = admission.params.prompt_logprobs or 0
         for edit in plan.edits:
             stop = edit.first + len(edit.page_ids)
-            self._tables[edit.group][edit.slot, edit.first : stop] = edit.page_ids
-            self._generations[edit.group][edit.slot, edit.first : stop] = edit.generations
+            self._tables[edit.group, edit.slot, edit.first : stop] = edit.page_ids
+            self._generations[edit.group, edit.slot, edit.first : stop] = edit.generations
 
-    def _batch(self, plan: StepPlan, rows: StepRows) -> AttentionBatch:
-        size = self._geometry.page_size
+    def _host_inputs(self, plan: StepPlan, rows: StepRows) -> HostInputs:
         slots = np.array([advance.slot for advance in plan.advances])
-        width = int(-(-rows.kv_lens.max() // size))
+        width = int(-(-rows.kv_lens.max() // self._geometry.page_size))
         prompts = [self._geometry.rows(advance.prompt_len) for advance in plan.advances]
         traced = [s for s, advance in enumerate(plan.advances) if advance.traced]
-        groups = []
-        for table, generations in zip(self._tables, self._generations, strict=True):
-            host = table[slots, :width]  # [seqs, width]
-            row_pages = host[rows.seq, rows.cache_rows // size].astype(np.int64)
-            groups.append(
-                GroupTables(
-                    page_table=self._to_device(host),
-                    row_pages=self._to_device(row_pages),
-                    host_pages=host,
-                    host_generations=generations[slots, :width],
-                )
-            )
-        return AttentionBatch(
-            page_size=size,
-            query_lens=rows.query_lens,
-            kv_lens=rows.kv_lens,
-            cu_query=rows.cu_query,
-            row_offsets=self._to_device(rows.cache_rows % size),
-            groups=tuple(groups),
-            device=self._device,
+        return HostInputs(
+            rows,
+            self._geometry.page_size,
+            tables=self._tables[:, slots, :width],
+            generations=self._generations[:, slots, :width],
             prompt_rows=np.array(prompts),
             traced_rows=rows.last_token_rows[traced],
         )
 
+    # -- tokens and scores --------------------------------------------------------------------
+
     def _sample(
         self, plan: StepPlan, sampling: list[int], logits: torch.Tensor, result: StepResult
-    ) -> None:
+    ) -> torch.Tensor:
+        """Tokens on the device, [len(sampling)]; they stay there too, for the next step."""
         if not sampling:
-            return
+            return torch.empty(0, dtype=torch.int64)
         advances = [plan.advances[s] for s in sampling]
         draws = [Draw(a.slot, a.stop, a.stop - a.prompt_len) for a in advances]
         tokens = self._sampler.sample(logits, draws)
-        result.sampled.update(zip((a.request_id for a in advances), tokens.tolist(), strict=True))
+        slots = to_device(np.array([a.slot for a in advances]), self._device)
+        self._newest[slots] = tokens
         wanted = [
             (row, advance, most)
             for row, advance in enumerate(advances)
             if (most := self._top_logprobs[advance.slot]) is not None
         ]
         if wanted:
-            index = self._to_device(np.array([row for row, _, _ in wanted]))
+            index = to_device(np.array([row for row, _, _ in wanted]), self._device)
             scores = token_logprobs(logits[index], tokens[index], [most for _, _, most in wanted])
             for (_, advance, _), score in zip(wanted, scores, strict=True):
                 result.logprobs[advance.request_id] = score
+        return tokens
 
     def _scored_rows(self, plan: StepPlan, rows: StepRows) -> dict[int, np.ndarray]:
         """Rows whose logits score the prompt, by sequence."""
@@ -187,6 +291,3 @@ class Runner:
         tokens = torch.tensor(advance.next_ids, dtype=torch.int64, device=self._device)
         most = [self._top_prompt_logprobs[advance.slot]] * len(tokens)
         result.prompt_logprobs[advance.request_id] = token_logprobs(logits, tokens, most)
-
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)

@@ -4,19 +4,22 @@ Parameters live on the device, one entry per slot, written when a request takes 
 only says which slots it samples. Token counts, biases and the like are tables [slots, vocab] that
 exist once somebody asks for them.
 
-Randomness is one number per token, made from the request's seed and the token's index alone, so a
-request draws the same tokens whatever else is in its batch; for the same reason the way a row is
-sampled depends on its own parameters only. Ties go to the lower id.
+Randomness is made from the request's seed and the token's index alone, so a request draws the same
+tokens whatever else is in its batch; for the same reason the way a row is sampled depends on its
+own parameters only. On CUDA, where rows without filters go through a kernel, other tokens are drawn
+than on a CPU. Ties go to the lower id.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from cairn.attention.batch import to_device
 from cairn.engine.plan import Admission
 
 _MASK = 2**64 - 1
@@ -38,11 +41,12 @@ class Sampler:
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._vocab = vocab_size
         self._device = device
+        self._fused = device.type == "cuda" and find_spec("triton") is not None
         self._shape = (num_slots, vocab_size)
         self._numbers = torch.zeros(num_slots, 6, dtype=torch.float32, device=device)
         self._top_k = torch.full((num_slots,), vocab_size, device=device)
         # What the host must know to choose a way without asking the device.
-        self._seed = [0] * num_slots
+        self._seeds = np.zeros(num_slots, dtype=np.uint64)
         self._random = np.zeros(num_slots, dtype=bool)
         self._filtered = np.zeros(num_slots, dtype=bool)
         self._penalized = np.zeros(num_slots, dtype=bool)
@@ -65,10 +69,10 @@ class Sampler:
             params.presence_penalty,
             params.frequency_penalty,
         )
-        self._numbers[slot] = torch.tensor(numbers, device=self._device)
+        self._numbers[slot] = self._values(numbers)
         top_k = params.top_k if params.top_k > 0 else self._vocab
         self._top_k[slot] = min(top_k, self._vocab)
-        self._seed[slot] = admission.seed
+        self._seeds[slot] = admission.seed
         self._random[slot] = params.temperature >= _LEAST_TEMPERATURE
         self._filtered[slot] = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
         self._penalized[slot] = params.has_penalties
@@ -81,7 +85,7 @@ class Sampler:
                 self._bias = torch.zeros(self._shape, device=self._device)
             self._bias[slot] = 0
             ids, values = zip(*params.bias, strict=True)
-            self._bias[slot, self._ids(ids)] = torch.tensor(values, device=self._device)
+            self._bias[slot, self._ids(ids)] = self._values(values)
         if self._min_tokens[slot]:
             if self._ends is None:
                 self._ends = torch.zeros(self._shape, dtype=torch.bool, device=self._device)
@@ -100,7 +104,10 @@ class Sampler:
             self._counts[slot] += torch.bincount(ids, minlength=self._vocab).int()
 
     def _ids(self, ids: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(ids, dtype=torch.int64, device=self._device)
+        return self._to_device(np.array(ids, dtype=np.int64))
+
+    def _values(self, values: Sequence[float]) -> torch.Tensor:
+        return self._to_device(np.array(values, dtype=np.float32))
 
     # -- every step ---------------------------------------------------------------------------
 
@@ -108,11 +115,16 @@ class Sampler:
         """logits [rows, vocab] -> token ids [rows]"""
         slots = np.array([draw.slot for draw in draws])
         logits = self._adjusted(logits, draws, slots)
-        tokens = logits.argmax(-1)
-        random = self._random[slots]
+        random, filtered = self._random[slots], self._filtered[slots]
+        if self._fused:
+            tokens = self._draw(logits, draws, slots)
+            plain = np.zeros(0, dtype=np.int64)
+        else:
+            tokens = logits.argmax(-1)
+            plain = np.flatnonzero(random & ~filtered)
         for rows, method in (
-            (np.flatnonzero(random & ~self._filtered[slots]), self._sample_plain),
-            (np.flatnonzero(random & self._filtered[slots]), self._sample_filtered),
+            (plain, self._sample_plain),
+            (np.flatnonzero(random & filtered), self._sample_filtered),
         ):
             if len(rows):
                 index = self._to_device(rows)
@@ -124,6 +136,16 @@ class Sampler:
             one = torch.ones((), dtype=torch.int32, device=self._device)
             self._counts.index_put_(where, one, accumulate=True)
         return tokens
+
+    def _draw(self, logits: torch.Tensor, draws: Sequence[Draw], slots: np.ndarray) -> torch.Tensor:
+        """Greedy and unfiltered rows at once, in one kernel."""
+        from cairn.kernels.sampling import sample
+
+        positions = np.array([draw.position for draw in draws])
+        packed = self._to_device(np.stack((slots, _seeds(self._seeds[slots], positions))))
+        temperatures = self._numbers[packed[0], _TEMPERATURE]
+        still = temperatures < _LEAST_TEMPERATURE
+        return sample(logits, temperatures.masked_fill(still, 0), packed[1])
 
     def _adjusted(
         self, logits: torch.Tensor, draws: Sequence[Draw], slots: np.ndarray
@@ -195,8 +217,8 @@ class Sampler:
 
         Never one of weight zero.
         """
-        numbers = [uniform_number(self._seed[draw.slot], draw.position) for draw in draws]
-        uniform = torch.tensor(numbers, dtype=weights.dtype, device=self._device)[:, None]
+        numbers = [uniform_number(int(self._seeds[draw.slot]), draw.position) for draw in draws]
+        uniform = self._values(numbers).to(weights.dtype)[:, None]
         cumulative = weights.cumsum(-1)
         target = uniform * cumulative[:, -1:]
         index = (cumulative <= target).sum(-1)
@@ -205,7 +227,16 @@ class Sampler:
         return torch.minimum(index, last)
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return to_device(array, self._device)
+
+
+def _seeds(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """One seed per draw, of request and position together: splitmix64 over uint64 arrays."""
+    x = seeds + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: np.ndarray = (x ^ (x >> np.uint64(31))).astype(np.int64)
+    return mixed
 
 
 def uniform_number(seed: int, index: int) -> float:

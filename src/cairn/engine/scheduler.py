@@ -134,11 +134,12 @@ class Scheduler:
         Strictly oldest first: whoever is retracted to make room has not been planned yet.
         """
         step = _Step()
-        decoding = sum(request.remaining == 1 for request in self._running.values())
+        ready = [request for request in self._running.values() if request.can_advance]
+        decoding = sum(request.remaining == 1 for request in ready)
         # Prefill must move on however many requests decode.
         least = min(self.cache.geometry.page_size, self.limits.chunked_prefill_size)
         step.budget = max(self.limits.chunked_prefill_size - decoding, least)
-        for request in list(self._running.values()):
+        for request in ready:
             if request.state is not State.RUNNING:
                 continue  # retracted for an older one
             if request.remaining == 1:
@@ -155,7 +156,7 @@ class Scheduler:
             tuple(step.retracted),
         )
 
-    def undo(self, plan: StepPlan) -> None:
+    def undo(self, plan: StepPlan, *, launched: bool = False) -> None:
         """A plan that was not carried out: its requests start over from what is cached.
 
         Their tables and sampling state on the runner's side cannot be trusted any more.
@@ -164,6 +165,11 @@ class Scheduler:
         for request in reversed(list(self._running.values())):
             if request.id in planned:
                 self._retract(request)
+        if launched:
+            self.cache.tree.clear()  # what it published was perhaps never written
+            for advance in plan.advances:
+                if (known := self._requests.get(advance.request_id)) is not None:
+                    known.pending -= advance.samples  # a token that will not come
 
     def _plan_decode(self, step: _Step, request: Request) -> None:
         if self._make_room(step, request, request.computed + 1):
@@ -224,6 +230,8 @@ class Scheduler:
         for request in list(islice(self._waiting.values(), _MAX_ADMISSIONS)):
             if not self._free_slots or step.budget <= 0:
                 return
+            if request.pending:
+                return  # retracted a moment ago; its newest token is about to be known
             match = self._match(request)
             if self._next_page(request, match) in pending:
                 continue
@@ -302,7 +310,7 @@ class Scheduler:
 
     def _peak_pages(self, request: Request, group: int) -> int:
         return self.cache.groups[group].peak_pages(
-            len(request.token_ids) + 1, self.limits.chunked_prefill_size, self.cache.geometry
+            request.num_tokens + 1, self.limits.chunked_prefill_size, self.cache.geometry
         )
 
     def _advance(self, step: _Step, request: Request, tokens: int, *, prefill: bool) -> None:
@@ -325,7 +333,7 @@ class Scheduler:
                 stop=stop,
                 token_ids=tuple(request.token_ids[start:stop]),
                 prompt_len=request.prompt_len,
-                samples=stop == len(request.token_ids) and request.prompt_scores != "whole",
+                samples=stop == request.num_tokens and request.prompt_scores != "whole",
                 prompt_scores=request.prompt_scores,
                 next_ids=self._next_ids(request, start, stop),
                 traced=request.traced,
@@ -355,6 +363,19 @@ class Scheduler:
 
     # -- committing ---------------------------------------------------------------------------
 
+    def launched(self, plan: StepPlan) -> None:
+        """The plan is under way: the next one may build on it before its tokens are known.
+
+        Whatever the step touches may be given to others from now on, even what it still writes
+        to: later steps run behind it on the device.
+        """
+        for advance in plan.advances:
+            request = self._requests[advance.request_id]
+            assert request.pages is not None
+            request.computed = advance.stop
+            request.pending += advance.samples
+            self.cache.commit(request.pages, request.token_ids, advance.stop)
+
     def commit(self, plan: StepPlan, sampled: Mapping[str, int]) -> list[Request]:
         """Take in a finished step. Returns the requests that got a token or came to their end."""
         progressed = []
@@ -363,13 +384,13 @@ class Scheduler:
             request = self._requests.get(advance.request_id)
             if request is None:
                 continue  # ended after the plan was made
-            assert request.pages is not None
-            request.computed = advance.stop
-            self.cache.commit(request.pages, request.token_ids, request.computed)
+            if request.pages is not None:  # not retracted since: a token may have completed a page
+                self.cache.commit(request.pages, request.token_ids, advance.stop)
             if advance.samples:
+                request.pending -= 1
                 self._append(request, sampled[request.id], now)
                 progressed.append(request)
-            elif request.prompt_scores == "whole" and request.remaining == 0:
+            elif request.prompt_scores == "whole" and advance.stop == len(request.token_ids):
                 self._end(request, "length")
                 progressed.append(request)
         return progressed
@@ -439,5 +460,5 @@ class Scheduler:
                     raise PageError(f"request {request.id} waits but claims computed tokens")
             else:
                 held = self.cache.geometry.tokens(request.pages.num_pages)
-                if not request.computed <= min(held, len(request.token_ids)):
+                if not request.computed <= min(held, request.num_tokens):
                     raise PageError(f"request {request.id} computed more than it holds")

@@ -197,9 +197,14 @@ class PagedCache:
         return count
 
     def commit(self, pages: SequencePages, token_ids: Sequence[int], computed: int) -> None:
-        """The first `computed` tokens are in the cache: publish complete pages, slide windows."""
-        if pages.publishes and computed >= self.geometry.tokens(pages.published + 1):
-            self._publish(pages, token_ids, computed)
+        """The first `computed` tokens are in the cache, or will be before anything that is yet to
+        be launched reads it: publish complete pages, slide windows.
+
+        The newest tokens may be unknown; their pages are published by a later call.
+        """
+        known = min(computed, len(token_ids))
+        if pages.publishes and known >= self.geometry.tokens(pages.published + 1):
+            self._publish(pages, token_ids, known)
         if self._windowed:
             self._slide(pages, computed)
 

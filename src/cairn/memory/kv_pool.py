@@ -34,7 +34,9 @@ class KVPool:
             shape = (num_pages[g] + 1, 2 * kv_heads, page_size, head_dim)
             for layer in group.layers:
                 self.group_of[layer] = g
-                self.layers[layer] = torch.empty(shape, dtype=dtype, device=device)
+                # Kernels of others multiply masked slots by zero: those must hold numbers.
+                make = torch.zeros if device.type == "cuda" else torch.empty
+                self.layers[layer] = make(shape, dtype=dtype, device=device)
 
     def keys(self, layer: int) -> torch.Tensor:
         """[pages, page_size, kv_heads, head_dim], a view"""

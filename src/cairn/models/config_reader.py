@@ -38,12 +38,18 @@ _NO_EFFECT = frozenset(
 
 class ConfigReader:
     def __init__(
-        self, values: Mapping[str, Any], source: str, ignored: Collection[str] = ()
+        self,
+        values: Mapping[str, Any],
+        source: str,
+        ignored: Collection[str] = (),
+        *,
+        is_preset: bool = False,
     ) -> None:
         self.source = source
         self._values = dict(values)
         self._taken: set[str] = set()
         self._ignored = frozenset(ignored)
+        self.is_preset = is_preset
 
     @classmethod
     def from_folder(cls, folder: Path, ignored: Collection[str] = ()) -> ConfigReader:
@@ -102,6 +108,10 @@ class ConfigReader:
     def values(self) -> dict[str, Any]:
         """All fields as they stand."""
         return dict(self._values)
+
+    def has(self, name: str) -> bool:
+        """The field is there, if only as null."""
+        return name in self._values
 
     def peek(self, name: str) -> Any:
         """A field's raw value, without taking it."""

@@ -16,6 +16,9 @@ from cairn.models.module import Module
 from cairn.models.rope import RopeParameters, Rotary, rotate, with_values_unrotated
 from cairn.models.spec import DecoderSpec, ModelSpec
 
+Stream = torch.Tensor | None
+"""The residual stream; None before the first layer."""
+
 
 def _norm(dim: int, spec: DecoderSpec, factory: Factory) -> RMSNorm:
     # OLMo rounds after the weight, the others before it.
@@ -49,16 +52,34 @@ class SelfAttention(Module):
             self.k_norm = _norm(dims[1], spec, factory)
         self._has_norm = own.qk_norm != "none"
 
+        self._fused = factory.fused
+        self._parallel = factory.parallel
+
     def __call__(self, x: torch.Tensor, cos_sin: CosSin | None, attend: Attend) -> torch.Tensor:
         qkv = self.qkv_proj(x)
+        if self._fused and cos_sin is not None:
+            attended = self._attend_fused(qkv, cos_sin, attend)
+        else:
+            attended = self._attend(qkv, cos_sin, attend)
+        return self._parallel.sum(self.o_proj(attended.view(x.shape[0], -1)))
+
+    def _attend_fused(self, qkv: torch.Tensor, cos_sin: CosSin, attend: Attend) -> torch.Tensor:
+        """Norm of heads, rotation and the write of keys and values in one kernel."""
+        if self._has_norm and not self._norm_heads:
+            qkv = self._normed(qkv)
+        weights = None
+        if self._norm_heads:
+            weights = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        return attend.fused(self._layer, qkv, cos_sin, weights)
+
+    def _attend(self, qkv: torch.Tensor, cos_sin: CosSin | None, attend: Attend) -> torch.Tensor:
         if self._has_norm:
             qkv = self._normed(qkv)
         # [rows, heads + 2 * kv_heads, head_dim], rotated all at once; values stand still.
-        qkv = qkv.view(x.shape[0], -1, self._head_dim)
+        qkv = qkv.view(qkv.shape[0], -1, self._head_dim)
         if cos_sin is not None:
             qkv = rotate(qkv, *cos_sin)
-        attended = attend(self._layer, qkv[:, : self._heads], qkv[:, self._heads :])
-        return self.o_proj(attended.view(x.shape[0], -1))
+        return attend(self._layer, qkv[:, : self._heads], qkv[:, self._heads :])
 
     def _normed(self, qkv: torch.Tensor) -> torch.Tensor:
         query_width, kv_width = self._widths
@@ -85,9 +106,17 @@ class MLP(Module):
             width, {"down_proj": spec.dims.hidden_size}, factory, bias=spec.mlp_bias
         )
 
+        self._fused = factory.fused
+        self._parallel = factory.parallel
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate).mul_(up))
+        gate_up = self.gate_up_proj(x)
+        if self._fused:
+            from cairn.kernels.activation import silu_and_mul
+
+            return self._parallel.sum(self.down_proj(silu_and_mul(gate_up)))
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self._parallel.sum(self.down_proj(F.silu(gate).mul_(up)))
 
 
 def _attention(spec: DecoderSpec, layer: int, factory: Factory) -> SelfAttention | HiLSAttention:
@@ -102,9 +131,13 @@ class PreNormLayer(Module):
         self.post_attention_layernorm = _norm(spec.dims.hidden_size, spec, factory)
         self.mlp = MLP(spec, factory)
 
-    def __call__(self, x: torch.Tensor, cos_sin: CosSin | None, attend: Attend) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos_sin, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def __call__(
+        self, added: torch.Tensor, stream: Stream, cos_sin: CosSin | None, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, stream = self.input_layernorm.add(added, stream)
+        attended = self.self_attn(normed, cos_sin, attend)
+        normed, stream = self.post_attention_layernorm.add(attended, stream)
+        return self.mlp(normed), stream
 
 
 class PostNormLayer(Module):
@@ -114,9 +147,12 @@ class PostNormLayer(Module):
         self.mlp = MLP(spec, factory)
         self.post_feedforward_layernorm = _norm(spec.dims.hidden_size, spec, factory)
 
-    def __call__(self, x: torch.Tensor, cos_sin: CosSin | None, attend: Attend) -> torch.Tensor:
+    def __call__(
+        self, added: torch.Tensor, stream: Stream, cos_sin: CosSin | None, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x = added if stream is None else stream + added
         x = x + self.post_attention_layernorm(self.self_attn(x, cos_sin, attend))
-        return x + self.post_feedforward_layernorm(self.mlp(x))
+        return self.post_feedforward_layernorm(self.mlp(x)), x
 
 
 class Decoder(Module):
@@ -130,6 +166,7 @@ class Decoder(Module):
         layer_class = PostNormLayer if spec.post_norm else PreNormLayer
         self.layers = [layer_class(spec, i, factory) for i in range(len(spec.layers))]
         self.norm = _norm(spec.dims.hidden_size, spec, factory)
+        self._fused = factory.fused
         self._rotated, self._unrotated = (
             spec.dims.num_heads + spec.dims.num_kv_heads,
             spec.dims.num_kv_heads,
@@ -149,11 +186,12 @@ class Decoder(Module):
         lengths: torch.Tensor,
         attend: Attend,
     ) -> torch.Tensor:
-        x = self._embed(token_ids)
+        # Each layer adds to the stream; the addition waits for the norm that follows it.
+        added, stream = self._embed(token_ids), None
         cos_sin = self._cos_sin(positions, lengths)
         for layer, rope in zip(self.layers, self._rope_of, strict=True):
-            x = layer(x, cos_sin[rope], attend)
-        return self.norm(x)
+            added, stream = layer(added, stream, cos_sin[rope], attend)
+        return self.norm.add(added, stream)[0]
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.lmk_embed is None:
@@ -171,7 +209,7 @@ class Decoder(Module):
         for rope, hils in dict.fromkeys(self._rope_of):
             if rope is None:
                 found[rope, hils] = None
-            elif hils:
+            elif hils or self._fused:
                 found[rope, hils] = turns[rope]
             else:
                 found[rope, hils] = with_values_unrotated(
@@ -185,6 +223,7 @@ class CausalLM(Module):
 
     def __init__(self, config: DecoderSpec, factory: Factory) -> None:
         self.config = config
+        self._parallel = factory.parallel
         self.model = Decoder(config, factory)
         if not config.tie_embeddings:
             rows = config.head_rows or config.dims.vocab_size
@@ -200,10 +239,12 @@ class CausalLM(Module):
         positions: torch.Tensor,
         lengths: torch.Tensor,
         attend: Attend,
-        logit_rows: torch.Tensor,
+        logit_rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        hidden = self.model(token_ids, positions, lengths, attend)[logit_rows]
+        hidden = self.model(token_ids, positions, lengths, attend)
+        if logit_rows is not None:
+            hidden = hidden[logit_rows]
         tied = self.config.tie_embeddings
         logits = self.model.embed_tokens.logits(hidden) if tied else self.lm_head(hidden)
         # Rows beyond the vocabulary, such as the landmark's, are no tokens.
-        return logits[:, : self.config.dims.vocab_size]
+        return self._parallel.concat(logits)[:, : self.config.dims.vocab_size]

@@ -86,13 +86,13 @@ class TransformersModel:
         positions: torch.Tensor,
         lengths: torch.Tensor,
         attend: Attend,
-        logit_rows: torch.Tensor,
+        logit_rows: torch.Tensor | None,
     ) -> torch.Tensor:
         logits: torch.Tensor = self._model(
             input_ids=token_ids[None],
             position_ids=positions[None],
             use_cache=False,
-            logits_to_keep=logit_rows,
+            logits_to_keep=0 if logit_rows is None else logit_rows,
             cairn_attend=attend,
         ).logits[0]
         return logits[:, : self._spec.vocab_size]

@@ -25,9 +25,9 @@ _ROW_MULTIPLE = 32  # embedding tables that hold the landmark are padded to it
 def read_spec(config: ConfigReader) -> DecoderSpec:
     variant = _variant(config)
     # Presets alone may have heads of another size: no checkpoint has them.
-    dims = read_dimensions(config, own_head_dim=config.source.startswith("preset "))
+    dims = read_dimensions(config, own_head_dim=config.is_preset)
     _refuse_ablations(config)
-    sparse_layers = _sparse_layers(config, dims.num_layers)
+    sparse_layers = _sparse_layers(config, variant, dims.num_layers)
     window, hils_window = _windows(config)
     hides_rows = config.take("mask_lmk_token", bool, False)
     if hides_rows and window == 1:
@@ -89,18 +89,21 @@ def _refuse_ablations(config: ConfigReader) -> None:
     config.take_optional("max_window_layers", int)
 
 
-def _sparse_layers(config: ConfigReader, num_layers: int) -> frozenset[int]:
+def _sparse_layers(config: ConfigReader, variant: Variant, num_layers: int) -> frozenset[int]:
     every = config.take_positive("full_attn_interleave", 4)
     first = config.take("num_swa_layers", int, 0)
     layers = frozenset(i for i in range(first, num_layers) if (i - first) % every == every - 1)
-    if first < 0 or not layers:
+    if first < 0:
+        raise ConfigError(f"{config.source}: num_swa_layers is {first}; it must be at least 0")
+    if not layers:
         raise ConfigError(
             f"{config.source}: full_attn_interleave {every} and num_swa_layers {first} leave no "
-            f"HiLS layer among {num_layers}"
+            f"HiLS layer among {num_layers}; lower one of them"
         )
     types = config.take_optional("layer_types", list)
     derived = [FULL if i in layers else SLIDING for i in range(num_layers)]
-    if types is not None and types != derived:
+    # The Qwen variant does not read it.
+    if variant == "olmo" and types is not None and types != derived:
         raise config.unsupported(
             "layer_types", types, "it must follow from full_attn_interleave and num_swa_layers"
         )
@@ -110,7 +113,16 @@ def _sparse_layers(config: ConfigReader, num_layers: int) -> frozenset[int]:
 def _windows(config: ConfigReader) -> tuple[int | None, int]:
     """Of the plain layers, None if they see everything, and of the HiLS layers."""
     uses_window = config.take("use_sliding_window", bool, False)
+    given = config.has("sliding_window")
     window = config.take_positive("sliding_window", 4096)
+    if given and config.peek("sliding_window") is None and uses_window:
+        raise config.unsupported("sliding_window", None, "give a number, or no use_sliding_window")
+    own = config.take_optional("hils_sliding_window", int)
+    if own is None and not uses_window:
+        raise ConfigError(
+            f"{config.source}: hils_sliding_window is missing; without use_sliding_window there is "
+            "no other window to take its place"
+        )
     hils_window = config.take_positive("hils_sliding_window", window)
     return (window if uses_window else None), hils_window
 
@@ -119,6 +131,11 @@ def _ropes(
     config: ConfigReader, variant: Variant, dims: Dimensions
 ) -> tuple[RopeParameters, RopeParameters, int]:
     """Of plain layers, of HiLS layers, and the context length."""
+    nested = config.peek("rope_parameters")
+    if isinstance(nested, dict) and (FULL in nested or SLIDING in nested):
+        raise config.unsupported(
+            "rope_parameters", "one per layer type", "HiLS models have one for all layers"
+        )
     read = read_rope(config, [FULL], default_theta=10_000.0, default_context=32768)
     plain = read.by_layer_type[FULL]
     positions = config.take_positive("max_position_embeddings", 32768)
@@ -133,6 +150,17 @@ def _ropes(
     share = config.take("hope_partial_ratio", float, 0.5)
     hope_context = config.take_positive("hope_context_length", positions)
     theta = config.take_optional("hope_theta", float) or 0.0
+    if (in_range or uses_hope) and plain.kind == "dynamic":
+        raise config.unsupported(
+            "rope_scaling.rope_type", "dynamic", "not with enable_inrange_rope or use_hope"
+        )
+    for name, value, least, most in (
+        ("rope_period_multiplier", multiplier, 0.0, math.inf),
+        ("hope_partial_ratio", share, 0.0, 1.0),
+        ("hope_theta", theta or 1.0, 0.0, math.inf),
+    ):
+        if not least < value <= most:
+            raise config.unsupported(name, value, f"it must be above {least:g}, at most {most:g}")
     special = plain
     if in_range:
         special = replace(plain, least_frequency=2 * math.pi * multiplier / context)

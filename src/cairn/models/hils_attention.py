@@ -33,8 +33,9 @@ class HiLSAttention(Module):
         self.lmk_q_proj: Linear | list[Linear] | None = None
         if rank is not None:
             self.lmk_q_norm = _norm(self._hils.norm_scoring, dim, width, own.hils.norm_eps, factory)
-            self.lmk_q_proj = Linear(spec.dims.hidden_size, {"lmk_q_proj": width}, factory)
-            if rank:
+            if rank == 0:
+                self.lmk_q_proj = Linear(spec.dims.hidden_size, {"lmk_q_proj": width}, factory)
+            else:
                 self.lmk_q_proj = [
                     Linear(spec.dims.hidden_size, {"down": rank}, factory),
                     Linear(rank, {"up": width}, factory),

@@ -21,6 +21,16 @@ class Attend(Protocol):
         scoring: Scoring | None = None,  # from layers with landmarks of their own
     ) -> torch.Tensor: ...  # [rows, heads, head_dim]
 
+    def fused(
+        self,
+        layer: int,
+        qkv: torch.Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim], as projected
+        cos_sin: tuple[torch.Tensor, torch.Tensor],  # [rows, 1, head_dim] each
+        norm: tuple[torch.Tensor, torch.Tensor, float] | None,  # q and k weights per head, eps
+    ) -> torch.Tensor:  # [rows, heads, head_dim]
+        """Norm, rotate, store and attend; for CUDA with triton."""
+        ...
+
 
 class LanguageModel(Protocol):
     @property
@@ -32,5 +42,5 @@ class LanguageModel(Protocol):
         positions: torch.Tensor,  # [rows] within the sequence
         lengths: torch.Tensor,  # [rows] sequence length a row is rotated for, see Rotary
         attend: Attend,
-        logit_rows: torch.Tensor,  # [n] rows whose logits are wanted
+        logit_rows: torch.Tensor | None,  # [n] rows whose logits are wanted; None for all
     ) -> torch.Tensor: ...  # [n, vocab_size]

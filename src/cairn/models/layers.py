@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from cairn.models.module import Module
+from cairn.models.parallel import Alone, Parallel
 from cairn.models.quantize import Int8Matrix
 
 
@@ -19,6 +20,9 @@ class Factory:
 
     dtype: torch.dtype
     device: torch.device
+    fused: bool = False
+    """Use Triton kernels for what lies between matrix products."""
+    parallel: Parallel = field(default_factory=Alone)
 
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -88,18 +92,36 @@ class RMSNorm(WeightModule):
 
     def __init__(self, dim: int, eps: float, factory: Factory, *, round_last: bool = False) -> None:
         self.weight = factory.empty(dim)
-        self._eps = eps
+        self.eps = eps
+        self._fused = factory.fused
         self._eps_tensor = torch.tensor(eps, dtype=factory.dtype, device=factory.device)
         self._round_last = round_last
 
+    def add(
+        self, x: torch.Tensor, stream: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of stream + x, and that sum, which may be stored in place of `stream`."""
+        if stream is None:
+            return self(x), x
+        if self._fused:
+            from cairn.kernels.norm import add_rms_norm
+
+            return add_rms_norm(x, stream, self.weight, self.eps), stream
+        stream = stream + x
+        return self(stream), stream
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._fused:
+            from cairn.kernels.norm import rms_norm
+
+            return rms_norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
         if x.dtype in (torch.float32, torch.float64):
             # Five small operations; torch's own rms_norm is made of nine.
             length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
             scale = torch.addcmul(self._eps_tensor, length, length, value=1 / x.shape[-1])
             return (x * scale.rsqrt_()).mul_(self.weight)
         wide = x.to(torch.float32)
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         if self._round_last:
             return (self.weight * scaled).to(x.dtype)
         return self.weight * scaled.to(x.dtype)
@@ -185,7 +207,9 @@ class Linear(WeightModule):
         """The weight as checkpoints have it, [out, in]; a copy on a CPU."""
         if not self._blocks:
             return self.weight
-        return self.weight.transpose(1, 2).flatten(0, 1)
+        return (
+            self.weight.transpose(1, 2).reshape(self._out_features, self._in_features).contiguous()
+        )
 
 
 _BLOCK_COLUMNS = 48

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -21,7 +22,8 @@ _DUMMY_STD = 0.02
 
 
 def build_model(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    return CausalLM(spec, Factory(dtype, device))
+    fused = device.type == "cuda" and dtype != torch.float64 and find_spec("triton") is not None
+    return CausalLM(spec, Factory(dtype, device, fused))
 
 
 class WeightSource(Protocol):

@@ -68,7 +68,9 @@ def find_model(
     if name in PULLABLE:
         return _from_gguf(_pulled(name, confirm, progress), ignored_fields)
     if name in PRESETS:
-        return ModelSource(ConfigReader(PRESETS[name], f"preset {name}", ignored_fields))
+        return ModelSource(
+            ConfigReader(PRESETS[name], f"preset {name}", ignored_fields, is_preset=True)
+        )
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         folder = _from_hub(name)
         return ModelSource(ConfigReader.from_folder(folder, ignored_fields), folder=folder)

@@ -41,6 +41,8 @@ class ModelSpec:
     dynamic_rope_context: int | None = None
     """The length beyond which rotation depends on a prompt's length; None if it never does."""
     sparsity: NativeSparsity | None = None
+    embedding_rows: int | None = None
+    """Ids that can be embedded, if more than the vocabulary; never generated, but may be scored."""
 
     def tokens_per_page(self, page_size: int) -> int:
         return page_size if self.sparsity is None else page_size - 1
@@ -111,4 +113,5 @@ class DecoderSpec:
             context_length=self.context_length,
             dynamic_rope_context=min(dynamic, default=None),
             sparsity=self.sparsity,
+            embedding_rows=self.embedding_rows,
         )

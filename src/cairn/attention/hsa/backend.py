@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 
 from cairn.attention.backend import AttentionBackend, AttentionShape
-from cairn.attention.batch import AttentionBatch, Scoring
+from cairn.attention.batch import AttentionBatch, Scoring, to_device
 from cairn.attention.clearing import clear_begun_pages
 from cairn.attention.hsa.metadata import CompletedPages, Tile, completed_pages, make_tiles
 from cairn.attention.hsa.torch_sparse import TorchSparse
@@ -34,6 +35,7 @@ class HSAMetadata:
 
 class HSABackend:
     name: ClassVar[str] = "hsa"
+    graphs: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -50,23 +52,25 @@ class HSABackend:
         self._dense = dense
         self._sparse = TorchSparse(config, pool, landmarks, shape.scale)
         self._sparse_layers = frozenset(config.layers)
-        self._has_dense_layers = len(config.layers) < len(pool.layers)
+        dense_layers = pool.layers.keys() - self._sparse_layers
+        self._dense_groups = {pool.group_of[layer] for layer in dense_layers}
         self._group = pool.group_of[config.layers[0]]
         self._wide = torch.promote_types(shape.dtype, torch.float32)
 
-    def prepare(self, batch: AttentionBatch) -> HSAMetadata:
+    def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> HSAMetadata:
         seq, place, rows = completed_pages(batch)
         completed = None
         if len(seq):
             tables = batch.groups[self._group]
             pages = tables.host_pages[seq, place].astype(np.int64)
             self._landmarks.seal(pages, tables.host_generations[seq, place])
-            completed = CompletedPages(_to(pages, batch.device), _to(rows, batch.device))
+            completed = CompletedPages(
+                to_device(pages, batch.device), to_device(rows, batch.device)
+            )
         dense = None
-        if self._has_dense_layers:
-            dense = self._dense.prepare(batch)
-        else:
-            clear_begun_pages(self._pool, batch)
+        if self._dense_groups:
+            dense = self._dense.prepare(batch, self._dense_groups)
+        clear_begun_pages(self._pool, batch)
         # Prompts that are read densely go to the dense backend whole; a sequence that resumes
         # with generated rows behind its prompt is tiled, with windows that reach back to its start.
         in_prompt = np.zeros(batch.num_seqs, dtype=bool)
@@ -75,9 +79,19 @@ class HSABackend:
         prompt = prompt_rows = None
         if in_prompt.any():
             taken, of_step = batch.take(np.flatnonzero(in_prompt))
-            prompt, prompt_rows = self._dense.prepare(taken), _to(of_step, batch.device)
+            prompt = self._dense.prepare(taken, {self._group})
+            prompt_rows = to_device(of_step, batch.device)
         tiles = make_tiles(batch, self._group, self._config, np.flatnonzero(~in_prompt))
         return HSAMetadata(dense, prompt, prompt_rows, tiles, completed)
+
+    def begin(self, metadata: HSAMetadata) -> None:
+        if metadata.dense is not None:
+            self._dense.begin(metadata.dense)
+        if metadata.prompt is not None:
+            self._dense.begin(metadata.prompt)
+
+    def refresh(self, metadata: HSAMetadata, batch: AttentionBatch) -> None:
+        raise NotImplementedError("hsa steps are not recorded")
 
     def forward(
         self, layer: int, query: torch.Tensor, metadata: HSAMetadata, scoring: Scoring | None = None
@@ -110,6 +124,7 @@ class HSABackend:
     def abandon(self, batch: AttentionBatch) -> None:
         seq, place, _ = completed_pages(batch)
         self._landmarks.invalidate(batch.groups[self._group].host_pages[seq, place])
+        self._dense.abandon(batch)
 
     def _save_landmarks(
         self, layer: int, completed: CompletedPages, scoring: Scoring | None
@@ -119,7 +134,3 @@ class HSABackend:
         prior = None if scoring is None else scoring.prior[completed.last_rows]
         vectors, bias = self._config.policy.landmark(keys, prior)
         self._landmarks.save(layer, completed.pages, vectors, bias)
-
-
-def _to(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cairn.attention.batch import AttentionBatch
+from cairn.attention.batch import AttentionBatch, to_device
 from cairn.sparsity.config import SparseConfig
 
 _TILE_ROWS = 512
@@ -140,7 +140,7 @@ def _tile(batch: AttentionBatch, g: int, config: SparseConfig, blocks: list[_Blo
     traced = np.flatnonzero(np.isin(flat_rows, batch.traced_rows))
 
     def to(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+        return to_device(array, device)
 
     pages = start[:, None] + np.arange(width)
     own = tables.host_pages[seq[:, None], cache_rows // size]

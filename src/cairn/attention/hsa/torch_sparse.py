@@ -46,11 +46,10 @@ class TorchSparse:
             out = out * weight[..., None]
             if tile.traced is None:
                 return out, None
-            kv_heads, k = self._pool.kv_heads, self._config.topk
-            none = tile.rows.new_full((len(tile.traced), kv_heads, k), -1)
-            scores = lse.new_full((len(tile.traced), heads, k), float("-inf"))
+            none = tile.rows.new_empty(len(tile.traced), self._pool.kv_heads, 0)
+            scores = lse.new_empty(len(tile.traced), heads, 0)
             picked = (lse[tile.traced], weight[tile.traced])
-            return out, Selection(none, none, scores, scores.exp(), *picked)
+            return out, Selection(none, none, scores, scores, *picked)
         index, scores = self._select(layer, tile, scoring, lse)
         per_seq = rows // tile.seqs
         owner = torch.arange(rows, device=index.device) // per_seq
@@ -121,7 +120,7 @@ class TorchSparse:
             tile.page_table.shape[1],
             lse,
             kv_heads=self._pool.kv_heads,
-            topk=config.topk,
+            topk=min(config.topk, tile.page_table.shape[1]),
             strategy=config.strategy,
             sinks=config.sinks,
         )

@@ -1,0 +1,141 @@
+"""Cairn's own Triton kernels: decode rows split along the past, longer chunks in blocks of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cairn.attention.backend import AttentionShape, DenseBackend, missing_module
+from cairn.attention.batch import AttentionBatch, Scoring, to_device
+from cairn.memory.kv_pool import KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class _Metadata:
+    decode_rows: torch.Tensor | None  # [n] rows of the sequences with one new row; None for none
+    decode_lens: torch.Tensor  # [n] their lengths
+    decode_tables: tuple[torch.Tensor, ...]  # per group, [n, pages]
+    blocks: object  # ExtendBlocks of the other sequences, or None
+    batch: AttentionBatch
+
+
+class TritonBackend(DenseBackend):
+    name = "triton"
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    hides_rows = True
+    graphs = True
+    gives_lse = True
+
+    def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
+        super().__init__(shape, pool)
+        from cairn.kernels.paged_decode import DecodeSplits
+
+        self._splits = [
+            DecodeSplits.empty(
+                shape.max_seqs, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.device
+            )
+            for _ in shape.groups
+        ]
+        self._every_row = torch.arange(shape.max_seqs, dtype=torch.int32, device=shape.device)
+
+    @staticmethod
+    def unavailable_reason(device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return f"its kernels are for CUDA devices, this is {device.type}"
+        return missing_module("triton", "triton")
+
+    def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> _Metadata:
+        decoding = np.flatnonzero(batch.query_lens == 1)
+        chunks = np.flatnonzero(batch.query_lens > 1)
+        tables = tuple(group.page_table for group in batch.groups)
+        if not len(chunks):
+            rows = self._every_row[: batch.num_seqs]
+            return _Metadata(rows, batch.device_kv_lens, tables, None, batch)
+        from cairn.kernels.paged_extend import ExtendBlocks
+
+        blocks = ExtendBlocks.of(batch.query_lens, chunks, batch.device)
+        if not len(decoding):
+            return _Metadata(None, batch.device_kv_lens, tables, blocks, batch)
+        index = to_device(decoding, batch.device)
+        return _Metadata(
+            decode_rows=batch.device_cu_query[index],
+            decode_lens=batch.device_kv_lens[index],
+            decode_tables=tuple(table[index] for table in tables),
+            blocks=blocks,
+            batch=batch,
+        )
+
+    def begin(self, metadata: _Metadata) -> None:
+        if metadata.decode_rows is None:
+            return
+        from cairn.kernels.paged_decode import plan_splits
+
+        for splits, group in zip(self._splits, self._shape.groups, strict=True):
+            plan_splits(
+                splits,
+                metadata.decode_lens,
+                kv_heads=self._shape.num_kv_heads,
+                page_size=self._shape.page_size,
+                window=group.window,
+            )
+
+    def forward(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        metadata: _Metadata,
+        scoring: Scoring | None = None,
+    ) -> torch.Tensor:
+        assert scoring is None, "dense attention scores no landmarks"
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        self.attend(layer, query, metadata, out)
+        return out
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        metadata: _Metadata,
+        out: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        from cairn.kernels.paged_decode import paged_decode
+        from cairn.kernels.paged_extend import ExtendBlocks, paged_extend
+
+        g = self._pool.group_of[layer]
+        window = self._shape.groups[g].window
+        pool = self._pool.layers[layer]
+        hide = self._shape.hides_landmark_rows
+        if metadata.decode_rows is not None:
+            paged_decode(
+                query,
+                pool,
+                metadata.decode_tables[g],
+                metadata.decode_lens,
+                metadata.decode_rows,
+                self._splits[g],
+                out,
+                scale=self._shape.scale,
+                window=window,
+                hide_last=hide,
+                lse=lse,
+            )
+        if metadata.blocks is not None:
+            assert isinstance(metadata.blocks, ExtendBlocks)
+            batch = metadata.batch
+            paged_extend(
+                query,
+                pool,
+                batch.groups[g].page_table,
+                batch.device_kv_lens,
+                batch.device_cu_query,
+                metadata.blocks,
+                out,
+                scale=self._shape.scale,
+                window=window,
+                hide_last=hide,
+                lse=lse,
+            )

@@ -1,0 +1,149 @@
+"""`cairn bench attention`: every attention backend that runs here, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from cairn.attention.backend import AttentionShape, backend_class, backend_names, refusal
+from cairn.attention.batch import AttentionBatch, GroupTables, to_device
+from cairn.memory.groups import group_layers
+from cairn.memory.kv_pool import KVPool
+
+PAGE_SIZE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    new_rows: int
+    length: int
+    seqs: int
+
+    @property
+    def kv_bytes(self) -> int:
+        return 2 * self.seqs * self.length * self.kv_heads * self.head_dim * 2
+
+    @property
+    def flops(self) -> float:
+        pairs = self.new_rows * self.length - self.new_rows * (self.new_rows - 1) / 2
+        return 4.0 * self.seqs * pairs * self.num_heads * self.head_dim
+
+
+CASES = (
+    Case("decode 256 x 1K, 16/8x128", 16, 8, 128, 1, 1024, 256),
+    Case("decode 32 x 32K, 16/8x128", 16, 8, 128, 1, 32768, 32),
+    Case("decode 1 x 128K, 16/8x128", 16, 8, 128, 1, 131072, 1),
+    Case("decode 16 x 64K, 16/2x128", 16, 2, 128, 1, 65536, 16),
+    Case("prefill 8K, 16/8x128", 16, 8, 128, 8192, 8192, 1),
+    Case("prefill 32K, 16/2x64", 16, 2, 64, 32768, 32768, 1),
+    Case("extend 2K on 32K, 16/8x128", 16, 8, 128, 2048, 34816, 1),
+)
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes per second of a plain sum over 2 GiB."""
+    data = torch.zeros(2**29, dtype=torch.float32, device=device)
+    seconds = time_cuda(lambda: data.sum())
+    return data.nbytes / seconds
+
+
+def time_cuda(call: Callable[[], Any], repeat: int = 20) -> float:
+    """Median seconds of a call, replayed from a CUDA graph where it can be recorded."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        run: Callable[[], Any] = graph.replay
+    except RuntimeError:
+        torch.cuda.synchronize()
+        run = call
+    times = []
+    for _ in range(repeat):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return float(np.median(times))
+
+
+def measure(case: Case, backend: str, device: torch.device) -> float | str:
+    """Seconds of one layer's attention, or why there are none."""
+    groups = group_layers([None])
+    dtype = torch.bfloat16
+    shape = AttentionShape(
+        case.num_heads,
+        case.kv_heads,
+        case.head_dim,
+        case.head_dim**-0.5,
+        PAGE_SIZE,
+        dtype,
+        device,
+        groups,
+        case.seqs,
+    )
+    reason = refusal(backend, shape)
+    if reason is not None:
+        return reason
+    per_seq = -(-case.length // PAGE_SIZE)
+    pages = case.seqs * per_seq
+    pool = KVPool(groups, [pages], PAGE_SIZE, case.kv_heads, case.head_dim, dtype, device)
+    pool.layers[0].normal_()
+    order = 1 + np.random.default_rng(0).permutation(pages)
+    table = order.reshape(case.seqs, per_seq).astype(np.int32)
+    new = np.full(case.seqs, case.new_rows)
+    total = np.full(case.seqs, case.length)
+    cu_query = np.concatenate(([0], np.cumsum(new)))
+    batch = AttentionBatch(
+        PAGE_SIZE,
+        new,
+        total,
+        cu_query,
+        torch.empty(0),
+        (GroupTables(to_device(table, device), torch.empty(0), table, np.ones_like(table)),),
+        device,
+        prompt_rows=total,
+        traced_rows=np.zeros(0, dtype=np.int64),
+        device_kv_lens=to_device(total.astype(np.int32), device),
+        device_cu_query=to_device(cu_query.astype(np.int32), device),
+    )
+    query = torch.randn(int(new.sum()), case.num_heads, case.head_dim, device=device).to(dtype)
+    attention = backend_class(backend)(shape, pool)
+    metadata = attention.prepare(batch)
+    attention.begin(metadata)
+    return time_cuda(lambda: attention.forward(0, query, metadata))
+
+
+def run(device: torch.device, backends: tuple[str, ...] | None = None) -> list[dict[str, Any]]:
+    bandwidth = read_bandwidth(device)
+    results = []
+    for case in CASES:
+        for backend in backends or backend_names():
+            if backend == "torch" and case.new_rows > 1 and case.length > 8192:
+                continue  # minutes
+            seconds = measure(case, backend, device)
+            entry: dict[str, Any] = {"case": case.name, "backend": backend}
+            if isinstance(seconds, str):
+                entry["skipped"] = seconds
+            else:
+                entry["us"] = round(seconds * 1e6, 1)
+                if case.new_rows == 1:
+                    entry["TB/s"] = round(case.kv_bytes / seconds / 1e12, 2)
+                    entry["share_of_read"] = round(case.kv_bytes / seconds / bandwidth, 3)
+                else:
+                    entry["TFLOP/s"] = round(case.flops / seconds / 1e12, 1)
+            results.append(entry)
+    results.append({"case": "plain read of 2 GiB", "TB/s": round(bandwidth / 1e12, 2)})
+    return results

@@ -1,0 +1,153 @@
+"""CUDA graphs of decode steps, one per batch size, recorded when the engine starts.
+
+A recorded step reads its inputs from buffers of its own. Running it means overwriting them and
+replaying; a batch between two recorded sizes is padded with rows that live on the null page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cairn.attention.batch import to_device
+from cairn.engine.inputs import HostInputs, StepInputs
+from cairn.engine.rows import StepRows
+from cairn.memory.pages import NULL_PAGE
+
+Forward = Callable[[StepInputs], torch.Tensor]
+"""The device work of a step, after its inputs are there: logits [rows, vocab]."""
+
+Progress = Callable[[int, int], None]
+
+
+def batch_sizes(most: int) -> list[int]:
+    """Sizes to record: dense where padding would cost most."""
+    sizes = [size for size in (1, 2, 4, 8) if size < most]
+    sizes += list(range(16, min(most, 128), 8)) + list(range(128, most, 16))
+    return [*sizes, most]
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    inputs: StepInputs
+    packed: torch.Tensor
+    tables: torch.Tensor  # [groups, size, max_pages]
+    logits: torch.Tensor  # [size, vocab]
+
+
+class DecodeGraphs:
+    def __init__(
+        self,
+        forward: Forward,
+        *,
+        sizes: Sequence[int],
+        groups: int,
+        page_size: int,
+        max_pages: int,
+        device: torch.device,
+    ) -> None:
+        self._forward = forward
+        self._sizes = sorted(sizes)
+        self._groups = groups
+        self._page_size = page_size
+        self._max_pages = max_pages
+        self._device = device
+        self._graphs: dict[int, _Graph] = {}
+
+    @property
+    def largest(self) -> int:
+        return self._sizes[-1]
+
+    def record(self, progress: Progress | None = None) -> None:
+        """Largest first: the smaller ones then live in its memory."""
+        pool = torch.cuda.graph_pool_handle()
+        for done, size in enumerate(reversed(self._sizes), start=1):
+            host = self._padding(size)
+            packed = to_device(host.pack(), self._device)
+            tables = to_device(host.tables, self._device)
+            inputs = host.view(packed, tables, self._device)
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(stream):
+                self._forward(inputs)  # compiles kernels and sets up libraries
+            torch.cuda.current_stream(self._device).wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                logits = self._forward(inputs)
+            self._graphs[size] = _Graph(graph, inputs, packed, tables, logits)
+            if progress is not None:
+                progress(done, len(self._sizes))
+
+    def fits(self, rows: StepRows) -> bool:
+        """One row per sequence, and not too many."""
+        seqs = len(rows.kv_lens)
+        return seqs <= self.largest and len(rows.token_ids) == seqs
+
+    def run(self, host: HostInputs) -> torch.Tensor:
+        """-> logits [seqs, vocab], overwritten by the next run of this size"""
+        count = len(host.rows.kv_lens)
+        size = next(size for size in self._sizes if size >= count)
+        graph = self._graphs[size]
+        padded = host if size == count else self._pad(host, size)
+        graph.packed.copy_(to_device(padded.pack(), self._device))
+        width = padded.tables.shape[2]
+        graph.tables[:, :, :width].copy_(to_device(padded.tables, self._device))
+        graph.graph.replay()
+        return graph.logits[:count]
+
+    def _padding(self, size: int, width: int | None = None) -> HostInputs:
+        """Rows of sequences of length one, all on the null page."""
+        ones = np.ones(size, dtype=np.int64)
+        zeros = np.zeros(size, dtype=np.int64)
+        rows = StepRows(
+            token_ids=zeros,
+            sources=-ones,
+            positions=zeros,
+            lengths=ones,
+            cache_rows=zeros,
+            seq=np.arange(size),
+            query_lens=ones,
+            kv_lens=ones,
+            cu_query=np.arange(size + 1),
+            is_token=ones.astype(bool),
+            last_token_rows=np.arange(size),
+        )
+        shape = (self._groups, size, width or self._max_pages)
+        tables = np.full(shape, NULL_PAGE, dtype=np.int32)
+        none = np.zeros(0, dtype=np.int64)
+        return HostInputs(rows, self._page_size, tables, np.zeros_like(tables), ones, none)
+
+    def _pad(self, host: HostInputs, size: int) -> HostInputs:
+        count = len(host.rows.kv_lens)
+        rest = self._padding(size - count, host.tables.shape[2])
+        joined = {
+            name: np.concatenate((getattr(host.rows, name), getattr(rest.rows, name)))
+            for name in (
+                "token_ids",
+                "sources",
+                "positions",
+                "lengths",
+                "cache_rows",
+                "query_lens",
+                "kv_lens",
+                "is_token",
+            )
+        }
+        rows = StepRows(
+            **joined,
+            seq=np.arange(size),
+            cu_query=np.arange(size + 1),
+            last_token_rows=np.arange(size),
+        )
+        return HostInputs(
+            rows,
+            self._page_size,
+            np.concatenate((host.tables, rest.tables), 1),
+            np.concatenate((host.generations, rest.generations), 1),
+            np.concatenate((host.prompt_rows, rest.prompt_rows)),
+            host.traced_rows,
+        )

@@ -1,0 +1,85 @@
+"""A step's host arrays, packed into one copy to the device.
+
+Everything is int32. Rows come first, then sequences, then the page tables of every layer group, so
+that a recorded step can keep one buffer of the same layout and have it overwritten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cairn.attention.batch import AttentionBatch, GroupTables, to_device
+from cairn.engine.rows import StepRows
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    token_ids: torch.Tensor  # [rows]
+    sources: torch.Tensor  # [rows] slot whose newest token the row is, -1 if token_ids has it
+    positions: torch.Tensor  # [rows]
+    lengths: torch.Tensor  # [rows]
+    batch: AttentionBatch
+
+
+@dataclass(frozen=True, slots=True)
+class HostInputs:
+    """Of `rows` and `seqs`; the tables are [groups, seqs, pages]."""
+
+    rows: StepRows
+    page_size: int
+    tables: np.ndarray
+    generations: np.ndarray
+    prompt_rows: np.ndarray
+    traced_rows: np.ndarray
+
+    def pack(self) -> np.ndarray:
+        rows = self.rows
+        row_pages = self.tables[:, rows.seq, rows.cache_rows // self.page_size]  # [groups, rows]
+        parts = (
+            rows.token_ids,
+            rows.sources,
+            rows.positions,
+            rows.lengths,
+            rows.cache_rows % self.page_size,
+            row_pages.ravel(),
+            rows.kv_lens,
+            rows.cu_query,
+        )
+        return np.concatenate(parts).astype(np.int32)
+
+    def to_device(self, device: torch.device) -> StepInputs:
+        packed = to_device(self.pack(), device)
+        return self.view(packed, to_device(self.tables, device), device)
+
+    def view(self, packed: torch.Tensor, tables: torch.Tensor, device: torch.device) -> StepInputs:
+        """Inputs that read from buffers on the device: packed, and tables [groups, seqs, pages]."""
+        rows, seqs = len(self.rows.token_ids), len(self.rows.kv_lens)
+        groups = len(self.tables)
+        token_ids, sources, positions, lengths, offsets, pages, kv_lens, cu_query = torch.split(
+            packed, [rows] * 5 + [groups * rows, seqs, seqs + 1]
+        )
+        batch = AttentionBatch(
+            page_size=self.page_size,
+            query_lens=self.rows.query_lens,
+            kv_lens=self.rows.kv_lens,
+            cu_query=self.rows.cu_query,
+            row_offsets=offsets,
+            groups=tuple(
+                GroupTables(
+                    page_table=tables[g],
+                    row_pages=pages[g * rows : (g + 1) * rows],
+                    host_pages=self.tables[g],
+                    host_generations=self.generations[g],
+                )
+                for g in range(groups)
+            ),
+            device=device,
+            prompt_rows=self.prompt_rows,
+            traced_rows=self.traced_rows,
+            device_kv_lens=kv_lens,
+            device_cu_query=cu_query,
+        )
+        return StepInputs(token_ids, sources, positions, lengths, batch)

@@ -1,0 +1,80 @@
+"""RMS norm, alone or together with the addition to the residual stream before it."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (scaled * weight.to(scaled.dtype)).to(x.dtype)
+
+
+@triton.jit
+def _norm_kernel(
+    x,  # [rows, DIM]
+    residual,  # [rows, DIM], added to and overwritten if ADD
+    weight,
+    out,
+    eps,
+    x_stride,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, BLOCK)
+    mask = offs < DIM
+    value = tl.load(x + row * x_stride + offs, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(residual + row * DIM + offs, mask=mask, other=0.0).to(tl.float32)
+        rounded = value.to(residual.dtype.element_ty)
+        tl.store(residual + row * DIM + offs, rounded, mask=mask)
+        value = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value) / DIM + eps)
+    w = tl.load(weight + offs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * DIM + offs, (value * scale * w).to(out.dtype.element_ty), mask=mask)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [rows, dim], rows of any stride"""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, x, weight, out, eps, add=False)
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """residual += x, in place; returns the norm of the sum. All [rows, dim]."""
+    out = torch.empty_like(residual)
+    _launch(x, residual, weight, out, eps, add=True)
+    return out
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    eps: float,
+    *,
+    add: bool,
+) -> None:
+    dim = x.shape[-1]
+    block = triton.next_power_of_2(dim)
+    _norm_kernel[(x.shape[0],)](
+        x,
+        residual,
+        weight,
+        out,
+        eps,
+        x.stride(0),
+        DIM=dim,
+        BLOCK=block,
+        ADD=add,
+        num_warps=4 if block <= 2048 else 8,
+    )

@@ -1,0 +1,335 @@
+"""Attention of one query row per sequence over a paged KV cache, split along the past.
+
+A sequence is cut into splits so that there are enough programs to fill the device, however long the
+sequences are and however many. The cut is made on the device, once per step for all layers, so
+that a recorded graph follows lengths that change:
+
+    item:    one split of one sequence. There are at most `sequences + target` of them
+    splits:  item_seq [items] sequence of each item, -1 for none; item_indptr [sequences + 1]
+
+Every item and kv head is a program. Sequences with several splits are merged by a second kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+_LEAST_PAGES = 4  # of a split: less is not worth the merge
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSplits:
+    item_seq: torch.Tensor  # [max_seqs + target] int32
+    item_indptr: torch.Tensor  # [max_seqs + 1] int32
+    partial: torch.Tensor  # [items, heads, head_dim] float32
+    partial_lse: torch.Tensor  # [items, heads] float32
+
+    @classmethod
+    def empty(
+        cls, max_seqs: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
+    ) -> DecodeSplits:
+        items = max_seqs + target_items(kv_heads, device)
+        return cls(
+            torch.full((items,), -1, dtype=torch.int32, device=device),
+            torch.zeros(max_seqs + 1, dtype=torch.int32, device=device),
+            torch.empty(items, heads, head_dim, dtype=torch.float32, device=device),
+            torch.empty(items, heads, dtype=torch.float32, device=device),
+        )
+
+
+def target_items(kv_heads: int, device: torch.device) -> int:
+    """Splits beyond one per sequence, so that all kv heads together fill the device."""
+    processors = 4
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, processors * _PROGRAMS_PER_PROCESSOR // kv_heads)
+
+
+_PROGRAMS_PER_PROCESSOR = 8
+
+
+@triton.jit
+def _plan_kernel(
+    kv_lens,
+    item_seq,
+    item_indptr,
+    num_seqs,
+    num_items,
+    target,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0 for none
+    LEAST: tl.constexpr,
+    BLOCK: tl.constexpr,  # at least num_seqs
+    BLOCK_ITEMS: tl.constexpr,  # at least num_items
+):
+    seq = tl.arange(0, BLOCK)
+    valid = seq < num_seqs
+    length = tl.load(kv_lens + seq, mask=valid, other=0).to(tl.int32)
+    first = tl.zeros_like(length)
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0) // PAGE_SIZE
+    pages = (length + PAGE_SIZE - 1) // PAGE_SIZE - first  # 0 where there is no sequence
+    chunk = tl.maximum((tl.sum(pages) + target - 1) // target, LEAST)
+    splits = (pages + chunk - 1) // chunk
+    end = tl.cumsum(splits)
+    begin = end - splits
+    tl.store(item_indptr + seq, begin, mask=valid)
+    tl.store(item_indptr + num_seqs, tl.sum(splits))
+    item = tl.arange(0, BLOCK_ITEMS)
+    tl.store(item_seq + item, tl.full((BLOCK_ITEMS,), -1, tl.int32), mask=item < num_items)
+    tl.debug_barrier()
+    for i in range(0, tl.max(splits)):
+        tl.store(item_seq + begin + i, seq, mask=valid & (i < splits))
+
+
+def plan_splits(
+    splits: DecodeSplits,
+    kv_lens: torch.Tensor,  # [seqs] int32
+    *,
+    kv_heads: int,
+    page_size: int,
+    window: int | None,
+) -> None:
+    seqs = len(kv_lens)
+    target = target_items(kv_heads, kv_lens.device)
+    items = seqs + target
+    _plan_kernel[(1,)](
+        kv_lens,
+        splits.item_seq,
+        splits.item_indptr,
+        seqs,
+        items,
+        target,
+        PAGE_SIZE=page_size,
+        WINDOW=window or 0,
+        LEAST=max(1, _LEAST_PAGES * 64 // page_size),
+        BLOCK=triton.next_power_of_2(seqs),
+        BLOCK_ITEMS=triton.next_power_of_2(items),
+    )
+
+
+@triton.jit
+def _decode_kernel(
+    query,  # [rows, HEADS, DIM]
+    pool,  # [pages, 2 * KV_HEADS, PAGE_SIZE, DIM]
+    page_table,  # [seqs, ...]
+    kv_lens,  # [seqs]
+    rows,  # [seqs] row of each sequence's query
+    item_seq,
+    item_indptr,
+    out,  # [rows, HEADS, DIM]
+    lse_out,  # [rows, HEADS], if WITH_LSE
+    partial,
+    partial_lse,
+    scale,
+    query_stride,
+    table_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HIDE_LAST: tl.constexpr,  # the last row of a page is not seen
+    WITH_LSE: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    item = tl.program_id(1)
+    kv_head = tl.program_id(0)
+    seq = tl.load(item_seq + item)
+    if seq < 0:
+        return
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    first_item = tl.load(item_indptr + seq)
+    splits = tl.load(item_indptr + seq + 1) - first_item
+    length = tl.load(kv_lens + seq).to(tl.int32)
+    row = tl.load(rows + seq).to(tl.int64)
+    first_page = 0
+    if WINDOW > 0:
+        first_page = tl.maximum(length - WINDOW, 0) // PAGE_SIZE
+    pages = tl.cdiv(length, PAGE_SIZE) - first_page
+    per_split = tl.cdiv(pages, splits)
+    begin = (first_page + (item - first_item) * per_split) * PAGE_SIZE
+    end = tl.minimum(length, begin + per_split * PAGE_SIZE)
+
+    offs_g = tl.arange(0, BLOCK_G)
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_n = tl.arange(0, BLOCK_N)
+    in_group = offs_g < GROUP
+    in_dim = offs_d < DIM
+    head = kv_head * GROUP + offs_g
+    q = tl.load(
+        query + row * query_stride + head[:, None] * DIM + offs_d[None, :],
+        mask=in_group[:, None] & in_dim[None, :],
+        other=0.0,
+    )  # [BLOCK_G, BLOCK_D]
+    q = (q * (scale * 1.4426950408889634)).to(q.dtype)  # scores in base 2
+
+    most = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_G,), tl.float32)
+    acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+    PAGE_STRIDE: tl.constexpr = 2 * KV_HEADS * PAGE_SIZE * DIM
+    VALUES: tl.constexpr = KV_HEADS * PAGE_SIZE * DIM
+    table = page_table + seq * table_stride
+    for start in range(begin, end, BLOCK_N):
+        n = start + offs_n
+        seen = n < end
+        if PAGE_SIZE % BLOCK_N == 0:
+            page = tl.load(table + start // PAGE_SIZE).to(tl.int64)
+            base = page * PAGE_STRIDE + kv_head * (PAGE_SIZE * DIM)
+            slot = base + (start % PAGE_SIZE + offs_n) * DIM  # [BLOCK_N]
+        else:
+            page = tl.load(table + n // PAGE_SIZE, mask=seen, other=0).to(tl.int64)
+            slot = page * PAGE_STRIDE + kv_head * (PAGE_SIZE * DIM) + (n % PAGE_SIZE) * DIM
+        k = tl.load(
+            pool + slot[None, :] + offs_d[:, None],
+            mask=seen[None, :] & in_dim[:, None],
+            other=0.0,
+        )  # [BLOCK_D, BLOCK_N]
+        v = tl.load(
+            pool + VALUES + slot[:, None] + offs_d[None, :],
+            mask=seen[:, None] & in_dim[None, :],
+            other=0.0,
+        )  # [BLOCK_N, BLOCK_D]
+        scores = tl.dot(q, k, input_precision="ieee")  # [BLOCK_G, BLOCK_N]
+        if WINDOW > 0:
+            seen = seen & (n >= length - WINDOW)
+        if HIDE_LAST:
+            seen = seen & (n % PAGE_SIZE != PAGE_SIZE - 1)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        new_most = tl.maximum(most, tl.max(scores, 1))
+        safe = tl.where(new_most == float("-inf"), 0.0, new_most)  # nothing seen so far
+        shares = tl.exp2(scores - safe[:, None])
+        fade = tl.exp2(most - safe)
+        total = total * fade + tl.sum(shares, 1)
+        acc = acc * fade[:, None]
+        acc = tl.dot(shares.to(v.dtype), v, acc, input_precision="ieee")
+        most = new_most
+
+    lse = tl.where(total > 0, (most + tl.log2(total)) * 0.6931471805599453, float("-inf"))
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    mask = in_group[:, None] & in_dim[None, :]
+    if splits == 1:
+        place = row * (HEADS * DIM) + head[:, None] * DIM + offs_d[None, :]
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
+        if WITH_LSE:
+            tl.store(lse_out + row * HEADS + head, lse, mask=in_group)
+    else:
+        partial_place = item * (HEADS * DIM) + head[:, None] * DIM + offs_d[None, :]
+        tl.store(partial + partial_place, result, mask=mask)
+        tl.store(partial_lse + item * HEADS + head, lse, mask=in_group)
+
+
+@triton.jit
+def _merge_kernel(
+    item_indptr,
+    rows,
+    partial,
+    partial_lse,
+    out,
+    lse_out,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+):
+    seq = tl.program_id(0)
+    head = tl.program_id(1)
+    first = tl.load(item_indptr + seq)
+    last = tl.load(item_indptr + seq + 1)
+    if last - first < 2:
+        return
+    row = tl.load(rows + seq).to(tl.int64)
+    offs_d = tl.arange(0, BLOCK_D)
+    in_dim = offs_d < DIM
+    most = -float("inf")
+    total = 0.0
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    for item in range(first, last):
+        lse = tl.load(partial_lse + item * HEADS + head)
+        place = item * (HEADS * DIM) + head * DIM + offs_d
+        part = tl.load(partial + place, mask=in_dim, other=0.0)
+        new_most = tl.maximum(most, lse)
+        safe = tl.where(new_most == float("-inf"), 0.0, new_most)
+        fade = tl.exp(most - safe)
+        share = tl.exp(lse - safe)
+        acc = acc * fade + part * share
+        total = total * fade + share
+        most = new_most
+    total = tl.where(total > 0, total, 1.0)
+    tl.store(
+        out + row * (HEADS * DIM) + head * DIM + offs_d,
+        (acc / total).to(out.dtype.element_ty),
+        mask=in_dim,
+    )
+    if WITH_LSE:
+        tl.store(lse_out + row * HEADS + head, most + tl.log(total))
+
+
+def paged_decode(
+    query: torch.Tensor,  # [rows, heads, dim], heads contiguous
+    pool: torch.Tensor,  # [pages, 2 * kv_heads, page_size, dim]
+    page_table: torch.Tensor,  # [seqs, pages] int32
+    kv_lens: torch.Tensor,  # [seqs] int32
+    rows: torch.Tensor,  # [seqs] int32, the row of each sequence
+    splits: DecodeSplits,  # planned for these lengths
+    out: torch.Tensor,  # [rows, heads, dim], contiguous
+    *,
+    scale: float,
+    window: int | None = None,
+    hide_last: bool = False,
+    lse: torch.Tensor | None = None,  # [rows, heads] float32, filled if given
+) -> None:
+    heads, dim = query.shape[1:]
+    kv_heads, page_size = pool.shape[1] // 2, pool.shape[2]
+    seqs = len(kv_lens)
+    items = seqs + target_items(kv_heads, query.device)
+    block_n = min(64, max(16, triton.next_power_of_2(page_size)))
+    if page_size % block_n:
+        block_n = 64
+    _decode_kernel[(kv_heads, items)](
+        query,
+        pool,
+        page_table,
+        kv_lens,
+        rows,
+        splits.item_seq,
+        splits.item_indptr,
+        out,
+        out if lse is None else lse,
+        splits.partial,
+        splits.partial_lse,
+        scale,
+        query.stride(0),
+        page_table.stride(0),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        PAGE_SIZE=page_size,
+        WINDOW=window or 0,
+        HIDE_LAST=hide_last,
+        WITH_LSE=lse is not None,
+        BLOCK_G=max(16, triton.next_power_of_2(heads // kv_heads)),
+        BLOCK_N=block_n,
+        num_warps=4,
+        num_stages=3,
+    )
+    _merge_kernel[(seqs, heads)](
+        splits.item_indptr,
+        rows,
+        splits.partial,
+        splits.partial_lse,
+        out,
+        out if lse is None else lse,
+        HEADS=heads,
+        DIM=dim,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        WITH_LSE=lse is not None,
+        num_warps=1 if dim <= 128 else 2,
+    )

@@ -1,0 +1,211 @@
+"""Attention of many new rows per sequence over a paged KV cache: causal, with or without a window.
+
+The new rows' keys and values are in the cache already, so prefix and new rows are read the same
+way. Rows are cut into blocks of one sequence each; the list of blocks comes from the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+BLOCK_M = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendBlocks:
+    seq: torch.Tensor  # [blocks] int32
+    begin: torch.Tensor  # [blocks] int32, first of the sequence's new rows in the block
+    block_m: int
+
+    @classmethod
+    def of(cls, query_lens: np.ndarray, seqs: np.ndarray, device: torch.device) -> ExtendBlocks:
+        """Blocks of the named sequences, those that read the most first."""
+        block_m = BLOCK_M if query_lens[seqs].max() > 64 else 64
+        seq, begin = [], []
+        for s in seqs:
+            starts = np.arange(0, query_lens[s], block_m)
+            seq.append(np.full(len(starts), s))
+            begin.append(starts)
+        both = np.stack((np.concatenate(seq), np.concatenate(begin)))[:, ::-1].astype(np.int32)
+        on_device = torch.from_numpy(both.copy()).to(device, non_blocking=True)
+        return cls(on_device[0], on_device[1], block_m)
+
+
+@triton.jit
+def _extend_kernel(
+    query,  # [rows, HEADS, DIM]
+    pool,  # [pages, 2 * KV_HEADS, PAGE_SIZE, DIM]
+    page_table,  # [seqs, ...]
+    kv_lens,  # [seqs]
+    cu_query,  # [seqs + 1] first row of each sequence
+    block_seq,
+    block_begin,
+    out,
+    lse_out,
+    scale,
+    query_stride,
+    table_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HIDE_LAST: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    block = tl.program_id(1)
+    head = tl.program_id(0)
+    kv_head = head // (HEADS // KV_HEADS)
+    seq = tl.load(block_seq + block)
+    begin = tl.load(block_begin + block)
+    first_row = tl.load(cu_query + seq).to(tl.int32)
+    query_len = tl.load(cu_query + seq + 1).to(tl.int32) - first_row
+    length = tl.load(kv_lens + seq).to(tl.int32)
+    past = length - query_len
+
+    offs_m = begin + tl.arange(0, BLOCK_M)  # new row of the sequence
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_n = tl.arange(0, BLOCK_N)
+    in_rows = offs_m < query_len
+    in_dim = offs_d < DIM
+    row = (first_row + offs_m).to(tl.int64)
+    q = tl.load(
+        query + row[:, None] * query_stride + head * DIM + offs_d[None, :],
+        mask=in_rows[:, None] & in_dim[None, :],
+        other=0.0,
+    )
+    q = (q * (scale * 1.4426950408889634)).to(q.dtype)
+    position = past + offs_m  # [BLOCK_M] in the cache
+
+    most = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    PAGE_STRIDE: tl.constexpr = 2 * KV_HEADS * PAGE_SIZE * DIM
+    VALUES: tl.constexpr = KV_HEADS * PAGE_SIZE * DIM
+    table = page_table + seq * table_stride
+    lowest = 0
+    if WINDOW > 0:
+        lowest = tl.maximum(past + begin - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    end = tl.minimum(past + begin + BLOCK_M, length)
+    # Keys before the block's first row are seen by all its rows, unless something hides them.
+    clear = (past + begin) // BLOCK_N * BLOCK_N
+    if (WINDOW > 0) or HIDE_LAST:
+        clear = lowest
+
+    for start in range(lowest, clear, BLOCK_N):
+        n = start + offs_n
+        if PAGE_SIZE % BLOCK_N == 0:
+            page = tl.load(table + start // PAGE_SIZE).to(tl.int64)
+            slot = page * PAGE_STRIDE + kv_head * (PAGE_SIZE * DIM)
+            slot = slot + (start % PAGE_SIZE + offs_n) * DIM
+        else:
+            page = tl.load(table + n // PAGE_SIZE).to(tl.int64)
+            slot = page * PAGE_STRIDE + kv_head * (PAGE_SIZE * DIM) + (n % PAGE_SIZE) * DIM
+        k = tl.load(pool + slot[None, :] + offs_d[:, None], mask=in_dim[:, None], other=0.0)
+        v = tl.load(
+            pool + VALUES + slot[:, None] + offs_d[None, :], mask=in_dim[None, :], other=0.0
+        )
+        scores = tl.dot(q, k, input_precision="ieee")
+        new_most = tl.maximum(most, tl.max(scores, 1))
+        shares = tl.exp2(scores - new_most[:, None])
+        fade = tl.exp2(most - new_most)
+        total = total * fade + tl.sum(shares, 1)
+        acc = acc * fade[:, None]
+        acc = tl.dot(shares.to(v.dtype), v, acc, input_precision="ieee")
+        most = new_most
+
+    for start in range(clear, end, BLOCK_N):
+        n = start + offs_n
+        there = n < end
+        if PAGE_SIZE % BLOCK_N == 0:
+            page = tl.load(table + start // PAGE_SIZE).to(tl.int64)
+            slot = page * PAGE_STRIDE + kv_head * (PAGE_SIZE * DIM)
+            slot = slot + (start % PAGE_SIZE + offs_n) * DIM
+        else:
+            page = tl.load(table + n // PAGE_SIZE, mask=there, other=0).to(tl.int64)
+            slot = page * PAGE_STRIDE + kv_head * (PAGE_SIZE * DIM) + (n % PAGE_SIZE) * DIM
+        k = tl.load(
+            pool + slot[None, :] + offs_d[:, None],
+            mask=there[None, :] & in_dim[:, None],
+            other=0.0,
+        )
+        v = tl.load(
+            pool + VALUES + slot[:, None] + offs_d[None, :],
+            mask=there[:, None] & in_dim[None, :],
+            other=0.0,
+        )
+        scores = tl.dot(q, k, input_precision="ieee")
+        seen = n[None, :] <= position[:, None]
+        if WINDOW > 0:
+            seen = seen & (n[None, :] > position[:, None] - WINDOW)
+        if HIDE_LAST:
+            seen = seen & (n % PAGE_SIZE != PAGE_SIZE - 1)[None, :]
+        scores = tl.where(seen, scores, float("-inf"))
+        new_most = tl.maximum(most, tl.max(scores, 1))
+        safe = tl.where(new_most == float("-inf"), 0.0, new_most)
+        shares = tl.exp2(scores - safe[:, None])
+        fade = tl.exp2(most - safe)
+        total = total * fade + tl.sum(shares, 1)
+        acc = acc * fade[:, None]
+        acc = tl.dot(shares.to(v.dtype), v, acc, input_precision="ieee")
+        most = new_most
+
+    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    place = row[:, None] * (HEADS * DIM) + head * DIM + offs_d[None, :]
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=in_rows[:, None] & in_dim[None, :])
+    if WITH_LSE:
+        lse = tl.where(total > 0, (most + tl.log2(total)) * 0.6931471805599453, float("-inf"))
+        tl.store(lse_out + row * HEADS + head, lse, mask=in_rows)
+
+
+def paged_extend(
+    query: torch.Tensor,  # [rows, heads, dim], heads contiguous
+    pool: torch.Tensor,  # [pages, 2 * kv_heads, page_size, dim]
+    page_table: torch.Tensor,  # [seqs, pages] int32
+    kv_lens: torch.Tensor,  # [seqs] int32
+    cu_query: torch.Tensor,  # [seqs + 1] int32
+    blocks: ExtendBlocks,
+    out: torch.Tensor,  # [rows, heads, dim], contiguous
+    *,
+    scale: float,
+    window: int | None = None,
+    hide_last: bool = False,
+    lse: torch.Tensor | None = None,  # [rows, heads] float32, filled if given
+) -> None:
+    heads, dim = query.shape[1:]
+    kv_heads, page_size = pool.shape[1] // 2, pool.shape[2]
+    wide = dim > 128 or query.dtype == torch.float32
+    _extend_kernel[(heads, len(blocks.seq))](
+        query,
+        pool,
+        page_table,
+        kv_lens,
+        cu_query,
+        blocks.seq,
+        blocks.begin,
+        out,
+        out if lse is None else lse,
+        scale,
+        query.stride(0),
+        page_table.stride(0),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        PAGE_SIZE=page_size,
+        WINDOW=window or 0,
+        HIDE_LAST=hide_last,
+        WITH_LSE=lse is not None,
+        BLOCK_M=blocks.block_m,
+        BLOCK_N=32 if wide else 64,
+        num_warps=8 if blocks.block_m == 128 else 4,
+        num_stages=2 if wide else 3,
+    )

@@ -1,0 +1,130 @@
+"""Between the projections and attention, in one pass over the rows: norm of query and key heads,
+rotation, and the write of keys and values to their pages."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from cairn.kernels.norm import rms_norm_reference
+
+
+def rope_kv_reference(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    pool: torch.Tensor,
+    pages: torch.Tensor,
+    offsets: torch.Tensor,
+    heads: int,
+) -> torch.Tensor:
+    """The same in torch; arguments as in `rope_kv`."""
+    kv_heads, dim = pool.shape[1] // 2, pool.shape[3]
+    x = qkv.view(len(qkv), -1, dim)
+    query, key, value = x[:, :heads], x[:, heads : heads + kv_heads], x[:, heads + kv_heads :]
+    if q_weight is not None and k_weight is not None:
+        query = rms_norm_reference(query, q_weight, eps)
+        key = rms_norm_reference(key, k_weight, eps)
+    query, key = (t * cos[:, None] + t.roll(dim // 2, -1) * sin[:, None] for t in (query, key))
+    pool[pages.long(), :, offsets.long()] = torch.cat((key, value), 1).to(pool.dtype)
+    return query.to(qkv.dtype)
+
+
+@triton.jit
+def _rope_kv_kernel(
+    qkv,  # [rows, (HEADS + 2 * KV_HEADS) * DIM]
+    cos,  # [rows, DIM]
+    sin,  # [rows, DIM], the sign of the exchange in it
+    q_weight,
+    k_weight,
+    eps,
+    pool,  # [pages, 2 * KV_HEADS, PAGE_SIZE, DIM]
+    pages,  # [rows]
+    offsets,  # [rows]
+    out,  # [rows, HEADS, DIM]
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    offs_d = tl.arange(0, BLOCK_D)
+    other_d = (offs_d + DIM // 2) % DIM
+    in_dim = offs_d < DIM
+    mask = (head < HEADS + 2 * KV_HEADS)[:, None] & in_dim[None, :]
+    base = qkv + row * ((HEADS + 2 * KV_HEADS) * DIM) + head[:, None] * DIM
+    x = tl.load(base + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(base + other_d[None, :], mask=mask, other=0.0).to(tl.float32)
+    is_query = head < HEADS
+    is_value = head >= HEADS + KV_HEADS
+    turned, exchanged = x, y
+    if NORM:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+        wq = tl.load(q_weight + offs_d, mask=in_dim, other=0.0).to(tl.float32)
+        wk = tl.load(k_weight + offs_d, mask=in_dim, other=0.0).to(tl.float32)
+        wq_other = tl.load(q_weight + other_d, mask=in_dim, other=0.0).to(tl.float32)
+        wk_other = tl.load(k_weight + other_d, mask=in_dim, other=0.0).to(tl.float32)
+        turned = x * scale * tl.where(is_query[:, None], wq[None, :], wk[None, :])
+        exchanged = y * scale * tl.where(is_query[:, None], wq_other[None, :], wk_other[None, :])
+    c = tl.load(cos + row * DIM + offs_d, mask=in_dim, other=0.0).to(tl.float32)
+    s = tl.load(sin + row * DIM + offs_d, mask=in_dim, other=0.0).to(tl.float32)
+    turned = turned * c[None, :] + exchanged * s[None, :]
+    result = tl.where(is_value[:, None], x, turned)
+    place = row * (HEADS * DIM) + head[:, None] * DIM + offs_d[None, :]
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=mask & is_query[:, None])
+    page = tl.load(pages + row).to(tl.int64)
+    offset = tl.load(offsets + row).to(tl.int64)
+    slot = (page * (2 * KV_HEADS) + head[:, None] - HEADS) * PAGE_SIZE + offset
+    tl.store(
+        pool + slot * DIM + offs_d[None, :],
+        result.to(pool.dtype.element_ty),
+        mask=mask & (head >= HEADS)[:, None],
+    )
+
+
+def rope_kv(
+    qkv: torch.Tensor,  # [rows, (heads + 2 * kv_heads) * dim], contiguous
+    cos: torch.Tensor,  # [rows, dim]
+    sin: torch.Tensor,  # [rows, dim]; the first half negative, as `models.rope.Rotary` gives it
+    q_weight: torch.Tensor | None,  # [dim], norm of each query head; None for no norm
+    k_weight: torch.Tensor | None,
+    eps: float,
+    pool: torch.Tensor,  # [pages, 2 * kv_heads, page_size, dim]
+    pages: torch.Tensor,  # [rows] page that each row is written to
+    offsets: torch.Tensor,  # [rows] row within the page
+    heads: int,
+) -> torch.Tensor:
+    """Writes keys and values; returns the query [rows, heads, dim]."""
+    rows = qkv.shape[0]
+    kv_heads, page_size, dim = pool.shape[1] // 2, pool.shape[2], pool.shape[3]
+    out = torch.empty(rows, heads, dim, dtype=qkv.dtype, device=qkv.device)
+    block_h = 8
+    _rope_kv_kernel[(rows, triton.cdiv(heads + 2 * kv_heads, block_h))](
+        qkv,
+        cos,
+        sin,
+        qkv if q_weight is None else q_weight,
+        qkv if k_weight is None else k_weight,
+        eps,
+        pool,
+        pages,
+        offsets,
+        out,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        BLOCK_D=triton.next_power_of_2(dim),
+        PAGE_SIZE=page_size,
+        NORM=q_weight is not None,
+        BLOCK_H=block_h,
+        num_warps=4,
+    )
+    return out

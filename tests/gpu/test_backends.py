@@ -1,0 +1,90 @@
+"""Every attention backend against the torch reference, on shapes that do not fit tiles."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from cairn.attention.backend import AttentionShape, backend_class, backend_names, refusal
+from cairn.attention.batch import AttentionBatch, GroupTables, to_device
+from cairn.kernels.reference import paged_attention
+from cairn.memory.groups import group_layers
+from cairn.memory.kv_pool import KVPool
+
+pytestmark = pytest.mark.gpu
+
+# (new rows, length): decode, prefill from nothing, prefill on a prefix, all in one batch
+BATCHES = {
+    "decode": [(1, n) for n in (1, 63, 64, 65, 2000)],
+    "prefill": [(n, n) for n in (1, 63, 64, 65, 2000)],
+    "extend": [(5, 64), (64, 2000), (65, 66), (200, 1000)],
+    "mixed": [(1, 1), (63, 63), (1, 2000), (65, 500), (1, 64), (2, 130)],
+}
+HEADS = [(16, 8, 128), (16, 2, 64), (4, 4, 128)]
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("page_size", [16, 64, 512])
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("backend", backend_names())
+def test_backends_agree_with_the_reference(
+    backend: str, batch: str, page_size: int, heads: tuple[int, int, int]
+) -> None:
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    num_heads, kv_heads, dim = heads
+    lengths = BATCHES[batch]
+    groups = group_layers([None, 100])
+    new, total = (np.array(values) for values in zip(*lengths, strict=True))
+    shape = AttentionShape(
+        num_heads, kv_heads, dim, dim**-0.5, page_size, torch.bfloat16, device, groups, len(new)
+    )
+    reason = refusal(backend, shape)
+    if reason is not None:
+        pytest.skip(reason)
+    counts = -(-total // page_size)
+    pages = int(counts.sum()) + 3
+    pool = KVPool(groups, [pages] * 2, page_size, kv_heads, dim, torch.bfloat16, device)
+    order = 1 + np.random.default_rng(0).permutation(pages)
+    table = np.zeros((len(new), int(counts.max())), dtype=np.int32)
+    used = 0
+    for s, count in enumerate(counts):
+        table[s, :count] = order[used : used + count]
+        used += count
+    for tensor in pool.layers.values():
+        tensor.normal_()
+    cu_query = np.concatenate(([0], np.cumsum(new)))
+    step = AttentionBatch(
+        page_size,
+        new,
+        total,
+        cu_query,
+        torch.empty(0),
+        tuple(
+            GroupTables(to_device(table, device), torch.empty(0), table, np.ones_like(table))
+            for _ in groups
+        ),
+        device,
+        prompt_rows=total,
+        traced_rows=np.zeros(0, dtype=np.int64),
+        device_kv_lens=to_device(total.astype(np.int32), device),
+        device_cu_query=to_device(cu_query.astype(np.int32), device),
+    )
+    query = torch.randn(int(new.sum()), num_heads, dim, device=device).bfloat16()
+    attention = backend_class(backend)(shape, pool)
+    metadata = attention.prepare(step)
+    attention.begin(metadata)
+    for layer, window in enumerate((None, 100)):
+        out = attention.forward(layer, query, metadata).float()
+        expected, _ = paged_attention(
+            query,
+            pool.layers[layer],
+            to_device(table, device),
+            total.tolist(),
+            new.tolist(),
+            scale=dim**-0.5,
+            window=window,
+        )
+        ratio = (out - expected).norm() / expected.norm()
+        assert ratio < 1e-2, f"layer {layer}: error ratio {ratio:.1e}"
