@@ -111,6 +111,7 @@ def test_output_does_not_depend_on_company(folder: Path, data: st.DataObject) ->
         "kv_cache_gib": kv_gib(folder, data.draw(st.sampled_from([8, 12, 40]))),
     }
     with load(folder, **options) as llm:
+        llm.engine.overlap = data.draw(st.booleans())
         for _ in range(2):
             results = llm.generate(prompts, params)
             llm.engine.scheduler.check()

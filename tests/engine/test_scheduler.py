@@ -275,8 +275,8 @@ def test_a_step_time_limit_shrinks_prefill_but_never_to_nothing() -> None:
     scheduler.step_time = model
     scheduler.add(request("a", [1] * 900, most=1000))
     (advance,) = scheduler.plan().advances
-    # 0.9 * 20 ms - 1 ms leaves 17 ms: 170 rows at 0.1 ms each
-    assert 160 <= advance.stop <= 172
+    # 0.75 * 20 ms - 1 ms leaves 14 ms: 140 rows at 0.1 ms each
+    assert 130 <= advance.stop <= 142
     scheduler, _ = make([400], [None], chunk=1000, page_size=4, max_step_seconds=1e-6)
     scheduler.step_time = model
     scheduler.add(request("a", [1] * 900, most=1000))

@@ -7,7 +7,7 @@ asked for, and says itself whether it can run here.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -144,8 +144,9 @@ _BACKENDS: Mapping[str, str] = {
 }
 """name -> "module:class"."""
 
-_AUTO = ("sgl_kernel", "triton", "torch")
-"""What `auto` tries, fastest first."""
+_AUTO_PREFILL = ("sgl_kernel", "triton", "torch")
+_AUTO_DECODE = ("triton", "sgl_kernel", "torch")
+"""What `auto` tries, fastest first, as `cairn bench attention` measures it."""
 
 
 def backend_names() -> tuple[str, ...]:
@@ -168,31 +169,46 @@ def refusal(name: str, shape: AttentionShape) -> str | None:
     return cls.unavailable_reason(shape.device) or cls.unsupported_reason(shape)
 
 
-def resolve_backend(name: str, shape: AttentionShape) -> tuple[type[DenseBackend], str]:
-    """The named backend, or an error that says why it cannot run; and one line about the choice.
+def resolve_backends(
+    names: Sequence[str], shape: AttentionShape
+) -> tuple[list[type[DenseBackend]], str]:
+    """One backend, or two for prefill and decode, or an error that says why one cannot run; and a
+    line about the choice.
 
-    `auto` takes the first that can, and the line says why not the others.
+    `auto` takes the first of its candidates that can, and the line says why not the others.
     """
     dimensions = (
         f"{shape.num_heads} query and {shape.num_kv_heads} kv heads of {shape.head_dim}, "
         f"{str(shape.dtype).removeprefix('torch.')}, pages of {shape.page_size}"
     )
-    if name != "auto":
-        reason = refusal(name, shape)
-        if reason is not None:
-            raise ConfigError(
-                f"attention_backend {name!r} cannot run here: {reason}; use auto, or see "
-                "`cairn doctor`"
-            )
-        return backend_class(name), f"attention: {name}; {dimensions}"
-    passed: list[str] = []
-    for candidate in _AUTO:
-        reason = refusal(candidate, shape)
-        if reason is None:
-            why = f" ({'; '.join(passed)})" if passed else ""
-            return backend_class(candidate), f"attention: auto took {candidate}{why}; {dimensions}"
-        passed.append(f"not {candidate}: {reason}")
-    raise ConfigError(f"no attention backend can run here: {'; '.join(passed)}")
+    passed: dict[str, str] = {}
+    chosen = []
+    pairs = zip((*names, *names)[:2], (_AUTO_PREFILL, _AUTO_DECODE), strict=True)
+    for name, candidates in pairs:
+        if name != "auto":
+            reason = refusal(name, shape)
+            if reason is not None:
+                raise ConfigError(
+                    f"attention_backend {name!r} cannot run here: {reason}; use auto, or see "
+                    "`cairn doctor`"
+                )
+            chosen.append(name)
+            continue
+        for candidate in candidates:
+            reason = refusal(candidate, shape)
+            if reason is None:
+                chosen.append(candidate)
+                break
+            passed[candidate] = reason
+        else:
+            raise ConfigError(f"no attention backend can run here: {passed}")
+    what = chosen[0]
+    if chosen[0] != chosen[1]:
+        what = f"{chosen[0]} for prefill and {chosen[1]} for decode"
+    how = "auto took " if "auto" in names else ""
+    why = "".join(f"; not {name}: {reason}" for name, reason in passed.items())
+    distinct = chosen[:1] if chosen[0] == chosen[1] else chosen
+    return [backend_class(name) for name in distinct], f"attention: {how}{what}{why}; {dimensions}"
 
 
 def missing_module(module: str, package: str) -> str | None:

@@ -67,6 +67,88 @@ def add_bench(commands: Any) -> None:
         group.add_argument("--plot", metavar="FILE", help="Draw a PNG.")
         add_flags(parser.add_argument_group("engine"), EngineConfig)
         parser.set_defaults(run=_bench, kind=kind)
+    _add_gpu_benches(kinds)
+
+
+def _add_gpu_benches(kinds: Any) -> None:
+    attention = kinds.add_parser(
+        "attention", help="every attention backend side by side, on CUDA", allow_abbrev=False
+    )
+    attention.add_argument("--backends", metavar="A,B", help="Only these.")
+    attention.add_argument("--output", metavar="FILE", help="Write the JSON line to a file too.")
+    attention.set_defaults(run=_attention)
+    mix = kinds.add_parser(
+        "mix", help="a long prompt beside streams that are being answered", allow_abbrev=False
+    )
+    group = mix.add_argument_group("workload")
+    group.add_argument("--long-tokens", type=int, default=131072, metavar="N")
+    group.add_argument("--streams", type=int, default=32, metavar="N")
+    group.add_argument("--stream-tokens", type=int, default=1024, metavar="N")
+    group.add_argument("--output", metavar="FILE", help="Write the JSON line to a file too.")
+    add_flags(mix.add_argument_group("engine"), EngineConfig)
+    mix.set_defaults(run=_mix)
+    steps = kinds.add_parser(
+        "profile", help="where the time of a decode step goes, on CUDA", allow_abbrev=False
+    )
+    group = steps.add_argument_group("workload")
+    group.add_argument("--requests", type=int, default=256, metavar="N")
+    group.add_argument("--steps", type=int, default=30, metavar="N")
+    group.add_argument("--output", metavar="FILE", help="Write the JSON line to a file too.")
+    add_flags(steps.add_argument_group("engine"), EngineConfig)
+    steps.set_defaults(run=_profile)
+
+
+def _attention(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from cairn.bench.attention import run
+    from cairn.bench.report import show_rows
+
+    if not torch.cuda.is_available():
+        raise ConfigError("bench attention compares CUDA kernels, and torch finds no CUDA device")
+    names = None if arguments.backends is None else tuple(arguments.backends.split(","))
+    show_rows("attention", run(torch.device("cuda"), names), arguments.output)
+    return 0
+
+
+def _mix(arguments: argparse.Namespace) -> int:
+    from cairn.bench.mix import run
+    from cairn.bench.report import show_rows
+    from cairn.llm import LLM
+
+    options = collect(arguments, EngineConfig)
+    with LLM(**options) as llm:
+        result = run(
+            llm,
+            long_tokens=arguments.long_tokens,
+            streams=arguments.streams,
+            stream_tokens=arguments.stream_tokens,
+        )
+    show_rows("mix", [{**result, **options}], arguments.output)
+    return 0
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    from cairn.bench.profile import profile_steps
+    from cairn.bench.report import show_rows
+    from cairn.bench.workloads import seeded
+    from cairn.engine.sampling_params import SamplingParams
+    from cairn.llm import LLM
+
+    options = collect(arguments, EngineConfig)
+    with LLM(**options) as llm:
+        frontend = llm._frontend_or_fail()
+        params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=1000)
+        workload = seeded(arguments.requests, llm.engine.spec.vocab_size)
+        for prompt in workload.prompts:
+            frontend.submit(frontend.prepare(prompt, params))
+        while llm.engine.scheduler.num_waiting:
+            frontend.step()
+        for _ in range(20):
+            frontend.step()
+        result = profile_steps(llm, arguments.steps)
+    show_rows("profile", [{"requests": arguments.requests, **result, **options}], arguments.output)
+    return 0
 
 
 def _bench(arguments: argparse.Namespace) -> int:

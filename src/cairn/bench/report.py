@@ -139,3 +139,24 @@ def _device_name(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
     return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def show_rows(name: str, rows: list[dict[str, Any]], output: str | None) -> None:
+    """A table with one column per field, and one JSON line."""
+    record = {
+        "workload": name,
+        "date": date.today().isoformat(),
+        "cairn": __version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "results": rows,
+    }
+    columns = list(dict.fromkeys(field for row in rows for field in row))
+    table = Table(*columns, title=f"{name}: {record['device']}, torch {record['torch']}")
+    for row in rows:
+        table.add_row(*(str(row.get(column, "")) for column in columns))
+    Console().print(table)
+    line = json.dumps(record)
+    print(line)
+    if output is not None:
+        Path(output).write_text(line + "\n", encoding="utf-8")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from cairn.attention.backend import AttentionBackend, AttentionShape, resolve_backend
+from cairn.attention.backend import AttentionBackend, AttentionShape, resolve_backends
 from cairn.attention.hsa.backend import HSABackend
 from cairn.attention.pair_backend import PairBackend
 from cairn.config import EngineConfig
@@ -75,7 +75,7 @@ def build_engine(
         max_seqs=limits.max_running_requests,
         hides_landmark_rows=spec.sparsity is not None and spec.sparsity.hides_landmark_rows,
     )
-    dense = [resolve_backend(name, shape) for name in attention.dense]
+    dense, choice = resolve_backends(attention.dense, shape)
     context = _context_length(config, spec)
     landmark_shape = _landmark_shape(attention.sparse, dtype)
     num_pages = _size_pools(config, spec, limits, shape, landmark_shape, context)
@@ -89,7 +89,7 @@ def build_engine(
         eviction="lfu" if config.eviction == "lfu" else "lru",
         prefix_caching=not config.disable_radix_cache,
     )
-    backends = [kind(shape, pool) for kind, _ in dense]
+    backends = [kind(shape, pool) for kind in dense]
     backend: AttentionBackend = backends[0] if len(backends) == 1 else PairBackend(*backends)
     if attention.sparse is not None and landmark_shape is not None:
         group = pool.group_of[attention.sparse.layers[0]]
@@ -122,7 +122,7 @@ def build_engine(
         overlap=device.type == "cuda" and not config.disable_overlap_schedule,
         notes=(
             *notes,
-            *(line for _, line in dense if device.type == "cuda"),
+            *((choice,) if device.type == "cuda" else ()),
             *attention.notes,
             *attention.warnings,
         ),

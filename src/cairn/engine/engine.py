@@ -204,7 +204,12 @@ class Engine:
             raise
 
     def _observe(self, plan: StepPlan, seconds: float) -> None:
-        """Teach the step-time model, which only a time limit asks."""
+        """Teach the step-time model, which only a time limit asks, and only about prefill.
+
+        Steps that only decode may take another way through the runner, with a cost of its own.
+        """
+        if all(advance.stop - advance.start == 1 for advance in plan.advances):
+            return
         geometry = self.scheduler.cache.geometry
         rows = pairs = 0
         for advance in plan.advances:

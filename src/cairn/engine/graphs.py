@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from cairn.attention.batch import to_device
-from cairn.engine.inputs import HostInputs, StepInputs
+from cairn.engine.inputs import DeviceDraws, HostDraws, HostInputs, StepInputs
 from cairn.engine.rows import StepRows
 from cairn.memory.pages import NULL_PAGE
 
-Forward = Callable[[StepInputs], torch.Tensor]
-"""The device work of a step, after its inputs are there: logits [rows, vocab]."""
+Forward = Callable[[StepInputs, DeviceDraws], tuple[torch.Tensor, torch.Tensor]]
+"""The device work of a step, after its inputs are there: logits [rows, vocab] and tokens [rows]."""
 
 Progress = Callable[[int, int], None]
 
@@ -33,10 +33,10 @@ def batch_sizes(most: int) -> list[int]:
 @dataclass(frozen=True, slots=True)
 class _Graph:
     graph: torch.cuda.CUDAGraph
-    inputs: StepInputs
-    packed: torch.Tensor
+    packed: torch.Tensor  # draws, then inputs
     tables: torch.Tensor  # [groups, size, max_pages]
     logits: torch.Tensor  # [size, vocab]
+    tokens: torch.Tensor  # [size]
 
 
 class DecodeGraphs:
@@ -48,8 +48,10 @@ class DecodeGraphs:
         groups: int,
         page_size: int,
         max_pages: int,
+        spare_slot: int,
         device: torch.device,
     ) -> None:
+        self._spare_slot = spare_slot
         self._forward = forward
         self._sizes = sorted(sizes)
         self._groups = groups
@@ -66,19 +68,20 @@ class DecodeGraphs:
         """Largest first: the smaller ones then live in its memory."""
         pool = torch.cuda.graph_pool_handle()
         for done, size in enumerate(reversed(self._sizes), start=1):
-            host = self._padding(size)
-            packed = to_device(host.pack(), self._device)
+            host, draws = self._padding(size), self._no_draws(size)
+            packed = to_device(np.concatenate((draws.pack(), host.pack())), self._device)
             tables = to_device(host.tables, self._device)
-            inputs = host.view(packed, tables, self._device)
+            inputs = host.view(packed[4 * size :], tables, self._device)
+            device_draws = DeviceDraws.view(packed[: 4 * size])
             stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(stream):
-                self._forward(inputs)  # compiles kernels and sets up libraries
+                self._forward(inputs, device_draws)  # compiles kernels and sets up libraries
             torch.cuda.current_stream(self._device).wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                logits = self._forward(inputs)
-            self._graphs[size] = _Graph(graph, inputs, packed, tables, logits)
+                logits, tokens = self._forward(inputs, device_draws)
+            self._graphs[size] = _Graph(graph, packed, tables, logits, tokens)
             if progress is not None:
                 progress(done, len(self._sizes))
 
@@ -87,17 +90,39 @@ class DecodeGraphs:
         seqs = len(rows.kv_lens)
         return seqs <= self.largest and len(rows.token_ids) == seqs
 
-    def run(self, host: HostInputs) -> torch.Tensor:
-        """-> logits [seqs, vocab], overwritten by the next run of this size"""
+    def run(self, host: HostInputs, draws: HostDraws | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> logits [seqs, vocab] and tokens [seqs], overwritten by the next run.
+
+        Without draws the tokens mean nothing.
+        """
         count = len(host.rows.kv_lens)
         size = next(size for size in self._sizes if size >= count)
         graph = self._graphs[size]
         padded = host if size == count else self._pad(host, size)
-        graph.packed.copy_(to_device(padded.pack(), self._device))
+        rest = self._no_draws(size if draws is None else size - count)
+        packed = padded.pack()
+        if draws is None:
+            packed = np.concatenate((rest.pack(), packed))
+        else:
+            both = HostDraws(
+                np.concatenate((draws.slots, rest.slots)),
+                np.concatenate((draws.seeds, rest.seeds)),
+                np.concatenate((draws.temperatures, rest.temperatures)),
+            )
+            packed = np.concatenate((both.pack(), packed))
+        graph.packed.copy_(to_device(packed, self._device))
         width = padded.tables.shape[2]
         graph.tables[:, :, :width].copy_(to_device(padded.tables, self._device))
         graph.graph.replay()
-        return graph.logits[:count]
+        return graph.logits[:count], graph.tokens[:count]
+
+    def _no_draws(self, count: int) -> HostDraws:
+        """For rows whose token nobody wants."""
+        return HostDraws(
+            np.full(count, self._spare_slot),
+            np.zeros(count, dtype=np.int64),
+            np.zeros(count, dtype=np.float32),
+        )
 
     def _padding(self, size: int, width: int | None = None) -> HostInputs:
         """Rows of sequences of length one, all on the null page."""

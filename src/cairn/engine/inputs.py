@@ -16,6 +16,33 @@ from cairn.engine.rows import StepRows
 
 
 @dataclass(frozen=True, slots=True)
+class HostDraws:
+    """What each sequence's next token is drawn with, where that needs no filters."""
+
+    slots: np.ndarray  # [seqs]
+    seeds: np.ndarray  # [seqs] int64, of request and position together
+    temperatures: np.ndarray  # [seqs] float32, 0 for the most likely token
+
+    def pack(self) -> np.ndarray:
+        """int32; seeds first, so that they lie on eight bytes"""
+        seeds, temperatures = self.seeds.view(np.int32), self.temperatures.view(np.int32)
+        return np.concatenate((seeds, temperatures, self.slots.astype(np.int32)))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDraws:
+    slots: torch.Tensor  # [seqs] int32
+    seeds: torch.Tensor  # [seqs] int64
+    temperatures: torch.Tensor  # [seqs] float32
+
+    @classmethod
+    def view(cls, packed: torch.Tensor) -> DeviceDraws:
+        seqs = len(packed) // 4
+        seeds, temperatures, slots = torch.split(packed, [2 * seqs, seqs, seqs])
+        return cls(slots, seeds.view(torch.int64), temperatures.view(torch.float32))
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     token_ids: torch.Tensor  # [rows]
     sources: torch.Tensor  # [rows] slot whose newest token the row is, -1 if token_ids has it

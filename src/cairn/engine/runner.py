@@ -16,7 +16,7 @@ import torch
 from cairn.attention.backend import AttentionBackend
 from cairn.attention.batch import AttentionBatch, Scoring, to_device
 from cairn.engine.graphs import DecodeGraphs, batch_sizes
-from cairn.engine.inputs import HostInputs, StepInputs
+from cairn.engine.inputs import DeviceDraws, HostDraws, HostInputs, StepInputs
 from cairn.engine.logprobs import TokenLogprob, token_logprobs
 from cairn.engine.plan import Advance, StepPlan
 from cairn.engine.rows import StepRows, build_rows
@@ -127,7 +127,8 @@ class Runner:
         self._landmark_id = None if native is None else native.landmark_id
         self._top_logprobs: list[int | None] = [None] * num_slots
         self._top_prompt_logprobs = [0] * num_slots
-        self._newest = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        # The newest token of every slot, and a spare place for rows that are only padding.
+        self._newest = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self._graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
@@ -135,11 +136,12 @@ class Runner:
         """Record decode steps of every batch size; the backend must be able to."""
         num_groups, num_slots, max_pages = self._tables.shape
         graphs = DecodeGraphs(
-            lambda inputs: self._forward(inputs, self._backend.prepare(inputs.batch), None),
+            self._decode_step,
             sizes=batch_sizes(num_slots),
             groups=num_groups,
             page_size=self._geometry.page_size,
             max_pages=max_pages,
+            spare_slot=num_slots,
             device=self._device,
         )
         graphs.record(progress)
@@ -161,7 +163,10 @@ class Runner:
         result = StepResult()
         scored = self._scored_rows(plan, rows)
         if self._graphs is not None and not scored and self._graphs.fits(rows):
-            logits = self._graphs.run(host)
+            draws = self._plain_draws(plan) if len(sampling) == len(plan.advances) else None
+            logits, tokens = self._graphs.run(host, draws)
+            if draws is not None:
+                return self._in_flight(plan, sampling, tokens, result)
             if len(sampling) < len(plan.advances):
                 logits = logits[to_device(np.array(sampling, dtype=np.int64), self._device)]
         else:
@@ -172,6 +177,30 @@ class Runner:
         for s, wanted in scored.items():
             self._score(plan, s, logits[begin : begin + len(wanted)], result)
             begin += len(wanted)
+        return self._in_flight(plan, sampling, tokens, result)
+
+    def _decode_step(
+        self, inputs: StepInputs, draws: DeviceDraws
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A whole decode step, as it is recorded: logits and, for plain draws, tokens."""
+        from cairn.kernels.sampling import sample
+
+        logits = self._forward(inputs, self._backend.prepare(inputs.batch), None)
+        tokens = sample(logits, draws.temperatures, draws.seeds)
+        self._newest[draws.slots] = tokens
+        return logits, tokens
+
+    def _plain_draws(self, plan: StepPlan) -> HostDraws | None:
+        """How a step's rows draw their tokens, if all of them draw without filters and scores."""
+        slots = np.array([advance.slot for advance in plan.advances])
+        if any(self._top_logprobs[slot] is not None for slot in slots):
+            return None
+        positions = np.array([advance.stop for advance in plan.advances])
+        return self._sampler.plain_draws(slots, positions)
+
+    def _in_flight(
+        self, plan: StepPlan, sampling: list[int], tokens: torch.Tensor, result: StepResult
+    ) -> InFlight:
         ready = None
         if self._device.type == "cuda":
             on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)

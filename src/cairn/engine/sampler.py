@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from cairn.attention.batch import to_device
+from cairn.engine.inputs import HostDraws
 from cairn.engine.plan import Admission
 
 _MASK = 2**64 - 1
@@ -48,6 +49,7 @@ class Sampler:
         # What the host must know to choose a way without asking the device.
         self._seeds = np.zeros(num_slots, dtype=np.uint64)
         self._random = np.zeros(num_slots, dtype=bool)
+        self._temperatures = np.zeros(num_slots, dtype=np.float32)  # 0 for the most likely token
         self._filtered = np.zeros(num_slots, dtype=bool)
         self._penalized = np.zeros(num_slots, dtype=bool)
         self._biased = np.zeros(num_slots, dtype=bool)
@@ -74,6 +76,7 @@ class Sampler:
         self._top_k[slot] = min(top_k, self._vocab)
         self._seeds[slot] = admission.seed
         self._random[slot] = params.temperature >= _LEAST_TEMPERATURE
+        self._temperatures[slot] = params.temperature if self._random[slot] else 0.0
         self._filtered[slot] = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
         self._penalized[slot] = params.has_penalties
         self._biased[slot] = bool(params.bias)
@@ -137,15 +140,20 @@ class Sampler:
             self._counts.index_put_(where, one, accumulate=True)
         return tokens
 
+    def plain_draws(self, slots: np.ndarray, positions: np.ndarray) -> HostDraws | None:
+        """Temperatures and seeds, if all the slots draw without filters, penalties and the like."""
+        special = self._filtered[slots] | self._penalized[slots] | self._biased[slots]
+        if special.any() or self._min_tokens[slots].any():
+            return None
+        return HostDraws(slots, _seeds(self._seeds[slots], positions), self._temperatures[slots])
+
     def _draw(self, logits: torch.Tensor, draws: Sequence[Draw], slots: np.ndarray) -> torch.Tensor:
         """Greedy and unfiltered rows at once, in one kernel."""
         from cairn.kernels.sampling import sample
 
         positions = np.array([draw.position for draw in draws])
-        packed = self._to_device(np.stack((slots, _seeds(self._seeds[slots], positions))))
-        temperatures = self._numbers[packed[0], _TEMPERATURE]
-        still = temperatures < _LEAST_TEMPERATURE
-        return sample(logits, temperatures.masked_fill(still, 0), packed[1])
+        seeds = self._to_device(_seeds(self._seeds[slots], positions))
+        return sample(logits, self._to_device(self._temperatures[slots]), seeds)
 
     def _adjusted(
         self, logits: torch.Tensor, draws: Sequence[Draw], slots: np.ndarray

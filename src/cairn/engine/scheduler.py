@@ -25,6 +25,7 @@ from cairn.memory.cache import PagedCache, PageKey, SequencePages
 from cairn.memory.pages import NULL_PAGE
 from cairn.memory.radix import PrefixMatch
 
+_ROUND = 128
 _MAX_ADMISSIONS = 64
 """Waiting requests looked at in one step: bounds planning however long the queue is."""
 
@@ -197,7 +198,8 @@ class Scheduler:
             fit = self.step_time.rows_within(limit, step.rows, step.pairs, context, rows)
             # A step without any prefill would starve it; a page a step is the least.
             least = 0 if step.prefill_rows else min(rows, geometry.page_size)
-            rows = max(fit, least)
+            # Round numbers: the same shapes again, which libraries have planned for.
+            rows = max(fit - fit % _ROUND if fit > 2 * _ROUND else fit, least)
             if rows <= 0:
                 return 0
         # A token that completes a page may take more than one row.

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from cairn.kernels.pdl import pdl_options
 
 
 def silu_and_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
@@ -13,10 +16,13 @@ def silu_and_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _silu_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < WIDTH
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     gate = tl.load(gate_up + row * (2 * WIDTH) + offs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * (2 * WIDTH) + WIDTH + offs, mask=mask, other=0.0).to(tl.float32)
     value = gate / (1.0 + tl.exp(-gate)) * up
@@ -29,6 +35,6 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(width))
     _silu_kernel[(rows, triton.cdiv(width, block))](
-        gate_up, out, WIDTH=width, BLOCK=block, num_warps=4
+        gate_up, out, WIDTH=width, BLOCK=block, num_warps=4, **pdl_options(gate_up)
     )
     return out

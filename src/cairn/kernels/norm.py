@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from cairn.kernels.pdl import pdl_options
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -24,10 +27,15 @@ def _norm_kernel(
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < DIM
+    w = tl.load(weight + offs, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     value = tl.load(x + row * x_stride + offs, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(residual + row * DIM + offs, mask=mask, other=0.0).to(tl.float32)
@@ -35,7 +43,6 @@ def _norm_kernel(
         tl.store(residual + row * DIM + offs, rounded, mask=mask)
         value = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value) / DIM + eps)
-    w = tl.load(weight + offs, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * DIM + offs, (value * scale * w).to(out.dtype.element_ty), mask=mask)
 
 
@@ -77,4 +84,5 @@ def _launch(
         BLOCK=block,
         ADD=add,
         num_warps=4 if block <= 2048 else 8,
+        **pdl_options(x),
     )

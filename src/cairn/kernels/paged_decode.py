@@ -17,6 +17,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from cairn.kernels.pdl import pdl_options
 
 _LEAST_PAGES = 4  # of a split: less is not worth the merge
 
@@ -49,7 +52,7 @@ def target_items(kv_heads: int, device: torch.device) -> int:
     return max(1, processors * _PROGRAMS_PER_PROCESSOR // kv_heads)
 
 
-_PROGRAMS_PER_PROCESSOR = 8
+_PROGRAMS_PER_PROCESSOR = 4
 
 
 @triton.jit
@@ -138,7 +141,11 @@ def _decode_kernel(
     WITH_LSE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     item = tl.program_id(1)
     kv_head = tl.program_id(0)
     seq = tl.load(item_seq + item)
@@ -237,7 +244,11 @@ def _merge_kernel(
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WITH_LSE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     seq = tl.program_id(0)
     head = tl.program_id(1)
     first = tl.load(item_indptr + seq)
@@ -318,7 +329,8 @@ def paged_decode(
         BLOCK_G=max(16, triton.next_power_of_2(heads // kv_heads)),
         BLOCK_N=block_n,
         num_warps=4,
-        num_stages=3,
+        num_stages=5 if query.dtype.itemsize == 2 and dim <= 128 else 2,
+        **pdl_options(query),
     )
     _merge_kernel[(seqs, heads)](
         splits.item_indptr,
@@ -332,4 +344,5 @@ def paged_decode(
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         WITH_LSE=lse is not None,
         num_warps=1 if dim <= 128 else 2,
+        **pdl_options(query),
     )

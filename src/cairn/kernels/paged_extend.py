@@ -13,8 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK_M = 128
-
 
 @dataclass(frozen=True, slots=True)
 class ExtendBlocks:
@@ -23,9 +21,11 @@ class ExtendBlocks:
     block_m: int
 
     @classmethod
-    def of(cls, query_lens: np.ndarray, seqs: np.ndarray, device: torch.device) -> ExtendBlocks:
+    def of(
+        cls, query_lens: np.ndarray, seqs: np.ndarray, head_dim: int, device: torch.device
+    ) -> ExtendBlocks:
         """Blocks of the named sequences, those that read the most first."""
-        block_m = BLOCK_M if query_lens[seqs].max() > 64 else 64
+        block_m = 128 if head_dim <= 64 and query_lens[seqs].max() > 64 else 64
         seq, begin = [], []
         for s in seqs:
             starts = np.arange(0, query_lens[s], block_m)
@@ -207,5 +207,5 @@ def paged_extend(
         BLOCK_M=blocks.block_m,
         BLOCK_N=32 if wide else 64,
         num_warps=8 if blocks.block_m == 128 else 4,
-        num_stages=2 if wide else 3,
+        num_stages=3 if dim <= 64 and not wide else 2,
     )

@@ -6,8 +6,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cairn.kernels.norm import rms_norm_reference
+from cairn.kernels.pdl import pdl_options
 
 
 def rope_kv_reference(
@@ -53,7 +55,11 @@ def _rope_kv_kernel(
     PAGE_SIZE: tl.constexpr,
     NORM: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     offs_d = tl.arange(0, BLOCK_D)
@@ -126,5 +132,6 @@ def rope_kv(
         NORM=q_weight is not None,
         BLOCK_H=block_h,
         num_warps=4,
+        **pdl_options(qkv),
     )
     return out

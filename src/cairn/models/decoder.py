@@ -7,7 +7,6 @@ belongs to which sequence is known to attention alone, which is a function hande
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from cairn.models.hils_attention import CosSin, HiLSAttention
 from cairn.models.interface import Attend
@@ -106,17 +105,10 @@ class MLP(Module):
             width, {"down_proj": spec.dims.hidden_size}, factory, bias=spec.mlp_bias
         )
 
-        self._fused = factory.fused
         self._parallel = factory.parallel
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate_up = self.gate_up_proj(x)
-        if self._fused:
-            from cairn.kernels.activation import silu_and_mul
-
-            return self._parallel.sum(self.down_proj(silu_and_mul(gate_up)))
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self._parallel.sum(self.down_proj(F.silu(gate).mul_(up)))
+        return self._parallel.sum(self.down_proj.after_silu(self.gate_up_proj(x)))
 
 
 def _attention(spec: DecoderSpec, layer: int, factory: Factory) -> SelfAttention | HiLSAttention:
@@ -174,7 +166,9 @@ class Decoder(Module):
         # Layers with the same rope share its cosines and sines.
         self._rope_of = [(layer.rope, layer.hils is not None) for layer in spec.layers]
         self._rotaries = {
-            rope: Rotary(rope, spec.dims.head_dim, factory.dtype, factory.device)
+            rope: Rotary(
+                rope, spec.dims.head_dim, factory.dtype, factory.device, fused=factory.fused
+            )
             for rope, _ in self._rope_of
             if rope is not None
         }

@@ -48,6 +48,7 @@ class Embedding(WeightModule):
     def __init__(self, rows: int, dim: int, factory: Factory) -> None:
         self.weight = factory.empty(rows, dim)
         self._blocks = _column_blocks(rows) if factory.device.type == "cpu" else 1
+        self._fused = factory.fused
         self._int8: Int8Matrix | None = None
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
@@ -69,6 +70,10 @@ class Embedding(WeightModule):
         if self._int8 is not None:
             return self._int8.product(hidden)
         rows = hidden.shape[0]
+        if self._fused and rows <= _GEMV_ROWS:
+            from cairn.kernels.gemv import gemv
+
+            return gemv(hidden.contiguous(), self.weight)
         if self._blocks == 1 or not 1 < rows <= _FEW_ROWS:
             return F.linear(hidden, self.weight)
         # The same trick as in Linear, on the rows of the embedding as they lie.
@@ -154,6 +159,7 @@ class Linear(WeightModule):
         else:
             self.weight = factory.empty(out_features, in_features)
         self.bias = factory.empty(out_features) if bias else None
+        self._fused = factory.fused
         self._int8: Int8Matrix | None = None
 
     def quantize(self) -> tuple[torch.Tensor, Int8Matrix]:
@@ -167,9 +173,13 @@ class Linear(WeightModule):
         if self._int8 is not None:
             out = self._int8.product(x)
             return out if self.bias is None else out.add_(self.bias)
+        rows = x.shape[0]
+        if self._fused and self.bias is None and rows <= _GEMV_ROWS:
+            from cairn.kernels.gemv import gemv
+
+            return gemv(x.contiguous(), self.weight)
         if not self._blocks:
             return F.linear(x, self.weight, self.bias)
-        rows = x.shape[0]
         if rows > _MANY_ROWS:
             in_out = self.weight.transpose(0, 1).reshape(self._in_features, self._out_features)
             out = torch.mm(x, in_out)
@@ -177,6 +187,18 @@ class Linear(WeightModule):
         out = torch.bmm(x.expand(self._blocks, -1, -1), self.weight)  # [blocks, rows, columns]
         out = out.transpose(0, 1).reshape(rows, self._out_features)
         return out if self.bias is None else out.add_(self.bias)
+
+    def after_silu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """The product with silu(gate) * up, from both side by side: [rows, 2 * in]."""
+        if self._fused:
+            from cairn.kernels.activation import silu_and_mul
+            from cairn.kernels.gemv import gemv
+
+            if self.bias is None and gate_up.shape[0] <= _GEMV_ROWS:
+                return gemv(gate_up, self.weight, silu=True)
+            return self(silu_and_mul(gate_up))
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self(F.silu(gate).mul_(up))
 
     def slots(self, name: str) -> Iterator[tuple[str, TensorSlot]]:
         parent = name.rpartition(".")[0]
@@ -212,6 +234,7 @@ class Linear(WeightModule):
         )
 
 
+_GEMV_ROWS = 2  # products of so few rows have a kernel of their own on CUDA
 _BLOCK_COLUMNS = 48
 _FEW_ROWS = 32  # with more, one large product is as good for the output head
 _MANY_ROWS = 512  # from here on putting the blocks together first pays

@@ -58,6 +58,7 @@ _HILS = {
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "qwen3-0.6b": _QWEN3_06B,
+    "qwen3-0.6b-long": {**_QWEN3_06B, "max_position_embeddings": 1048576},
     "dense-345m": _DENSE,
     "dense-345m-hd128": {**_DENSE, "head_dim": 128},
     "hils-345m": _HILS,

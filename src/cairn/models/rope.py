@@ -164,9 +164,16 @@ class Rotary:
     """Turns positions into the cosines and sines that rotate queries and keys."""
 
     def __init__(
-        self, rope: RopeParameters, head_dim: int, dtype: torch.dtype, device: torch.device
+        self,
+        rope: RopeParameters,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        fused: bool = False,
     ) -> None:
         self._rope = rope
+        self._fused = fused and rope.kind != "dynamic"
         self._head_dim = head_dim
         # Angles as transformers computes them, in float32; more only for float64 models.
         self._angle_dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -186,6 +193,10 @@ class Rotary:
         `lengths` is the sequence length each row is rotated for; only dynamic scaling reads it.
         """
         frequencies = self._frequencies
+        if self._fused:
+            from cairn.kernels.rope_angles import rope_angles
+
+            return rope_angles(positions, frequencies, self._scale, self._dtype)
         if self._rope.kind == "dynamic":
             frequencies = self._dynamic_frequencies(lengths)
         angles = positions.to(self._angle_dtype)[:, None] * frequencies

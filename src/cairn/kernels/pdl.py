@@ -1,0 +1,26 @@
+"""Programmatic dependent launch: a kernel starts while the one before it drains.
+
+A kernel compiled with PDL lets its successor start at once and waits, before it reads what its
+predecessor wrote, until that is complete. Every kernel waits, so completion is transitive; kernels
+without it are full barriers. It hides the launch of small kernels, of which decoding one row has
+hundreds.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+
+def pdl_options(x: torch.Tensor) -> dict[str, Any]:
+    """Launch options for kernels with a PDL switch."""
+    if x.is_cuda and _capable(x.device):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
+
+
+@cache
+def _capable(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] >= 9

@@ -1,0 +1,171 @@
+"""Things that happen while a step is in flight. On a CPU the step has run by then, but its tokens
+are not known yet to anyone, as on a GPU; the order of events is scripted, not left to time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cairn import LLM, SamplingParams
+from cairn.engine.request import State
+from tests.helpers import TINY_OLMO3, byte_tokenizer, poison_free_memory, tokens_of, write_model
+
+PAGE = 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_model(tmp_path_factory.mktemp("overlap"), {**TINY_OLMO3, "vocab_size": 256})
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def load(folder: Path, *, overlap: bool = True, **options: Any) -> LLM:
+    llm = LLM(folder, dtype="float64", device="cpu", **{"page_size": PAGE, **options})
+    poison_free_memory(llm.engine)
+    llm.engine.overlap = overlap
+    return llm
+
+
+def alone(folder: Path, prompt: list[int], params: SamplingParams) -> list[int]:
+    with load(folder, overlap=False) as llm:
+        return llm.generate(prompt, params).token_ids
+
+
+PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
+
+
+def start(llm: LLM, prompts: list[list[int]], params: SamplingParams = PARAMS) -> list[Any]:
+    """Requests that have a token each and a step in flight."""
+    frontend = llm._frontend_or_fail()
+    requests = [frontend.prepare(prompt, params)[0] for prompt in prompts]
+    for request in requests:
+        frontend.submit_one(request)
+    while any(request.num_output < 3 for request in requests):
+        frontend.step()
+    assert llm.engine._in_flight is not None
+    assert all(request.pending == 1 for request in requests)
+    return requests
+
+
+def drain(llm: LLM) -> None:
+    while llm.engine.has_work:
+        llm._frontend_or_fail().step()
+    llm._frontend_or_fail().step()  # what is still in flight lands
+    llm.engine.scheduler.check()
+
+
+def test_a_step_is_launched_before_the_last_ones_tokens_are_known(folder: Path) -> None:
+    with load(folder) as llm:
+        (request,) = start(llm, [tokens_of(20)])
+        assert request.computed == len(request.token_ids)  # the unknown token's row is computed
+        drain(llm)
+        assert request.output_ids == alone(folder, tokens_of(20), PARAMS)
+
+
+def test_abort_in_flight_frees_pages_and_spares_the_others(folder: Path) -> None:
+    prompts = [tokens_of(20), tokens_of(33, seed=1)]
+    with load(folder) as llm:
+        gone, stays = start(llm, prompts)
+        before = list(gone.output_ids)
+        assert llm.abort(gone.id)
+        llm.engine.scheduler.check()
+        # Its pages and its slot go to a newcomer while the step that writes them is in flight.
+        frontend = llm._frontend_or_fail()
+        (newcomer,) = frontend.prepare(tokens_of(25, seed=2), PARAMS)
+        frontend.submit_one(newcomer)
+        drain(llm)
+        assert gone.output_ids == before
+        assert stays.output_ids == alone(folder, prompts[1], PARAMS)
+        assert newcomer.output_ids == alone(folder, tokens_of(25, seed=2), PARAMS)
+
+
+def test_a_stop_token_drops_the_step_in_flight(folder: Path) -> None:
+    text = alone(folder, tokens_of(20), PARAMS)
+    stop = text[5]
+    length = text.index(stop) + 1
+    params = SamplingParams(max_tokens=40, ignore_eos=True, stop_token_ids=(stop,))
+    with load(folder) as llm:
+        result = llm.generate(tokens_of(20), params)
+        assert result.token_ids == text[:length]
+        assert result.finish_reason == "stop"
+        drain(llm)
+        assert all(usage.owned == 0 for usage in llm.engine.usage())
+
+
+def test_a_stop_string_drops_the_step_in_flight(folder: Path) -> None:
+    with load(folder, overlap=False) as llm:
+        expected = llm.generate(tokens_of(20), PARAMS).text or ""
+        stop = expected[6:8]
+        params = SamplingParams(max_tokens=40, ignore_eos=True, stop=stop)
+        cut = llm.generate(tokens_of(20), params)
+        assert len(cut.token_ids) < 40
+    with load(folder) as llm:
+        result = llm.generate(tokens_of(20), params)
+        assert result.text == cut.text and result.token_ids == cut.token_ids
+        drain(llm)
+        assert all(usage.owned == 0 for usage in llm.engine.usage())
+
+
+def test_the_last_token_is_not_computed_in_vain(folder: Path) -> None:
+    with load(folder) as llm:
+        llm.generate(tokens_of(20), max_tokens=5, ignore_eos=True)
+        drain(llm)
+        assert llm.engine.stats.computed_tokens == 20 + 4
+
+
+def test_retraction_in_flight_keeps_the_token_that_is_coming(folder: Path) -> None:
+    prompts = [tokens_of(20 + i, seed=i) for i in range(4)]
+    with load(folder, kv_cache_gib=4 * 13 * 3 * 2 * PAGE * 32 * 8 / 4 / 2**30) as llm:
+        scheduler = llm.engine.scheduler
+        requests = start(llm, prompts)
+        victim = requests[-1]
+        known = len(victim.token_ids)
+        scheduler._retract(victim)
+        assert victim.state is State.WAITING and victim.pending == 1
+        scheduler.check()
+        llm._frontend_or_fail().step()
+        assert victim.pending == 0 and len(victim.token_ids) == known + 1
+        drain(llm)
+        for prompt, request in zip(prompts, requests, strict=True):
+            assert request.output_ids == alone(folder, prompt, PARAMS)
+
+
+def test_requests_that_need_their_token_on_the_host_take_turns(folder: Path) -> None:
+    prompts = [tokens_of(20), tokens_of(30, seed=1)]
+    with load(folder) as llm:
+        frontend = llm._frontend_or_fail()
+        slow, fast = (frontend.prepare(prompt, PARAMS)[0] for prompt in prompts)
+        slow.host_tokens = True
+        for request in (slow, fast):
+            frontend.submit_one(request)
+        while fast.num_output < 30:
+            frontend.step()
+        assert 13 <= slow.num_output <= 17  # every other step
+        drain(llm)
+        for prompt, request in zip(prompts, (slow, fast), strict=True):
+            assert request.output_ids == alone(folder, prompt, PARAMS)
+
+
+def test_a_failure_while_two_steps_are_out_loses_no_token(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [tokens_of(20), tokens_of(40, seed=1)]
+    with load(folder) as llm:
+        requests = start(llm, prompts)
+        runner = llm.engine._runner
+
+        def broken(step: Any) -> Any:
+            raise RuntimeError("the device is gone")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "finish", broken)
+            with pytest.raises(RuntimeError, match="gone"):
+                llm._frontend_or_fail().step()
+        llm.engine.scheduler.check()
+        assert all(request.pending == 0 for request in requests)
+        drain(llm)
+        for prompt, request in zip(prompts, requests, strict=True):
+            assert request.output_ids == alone(folder, prompt, PARAMS)

@@ -1,0 +1,153 @@
+"""Triton kernels in the interpreter, against their references. Run by test_kernels.py, since the
+interpreter is chosen when a process first imports triton."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cairn.kernels.activation import silu_and_mul, silu_and_mul_reference
+from cairn.kernels.gemv import gemv, gemv_reference
+from cairn.kernels.norm import add_rms_norm, rms_norm, rms_norm_reference
+from cairn.kernels.paged_decode import DecodeSplits, paged_decode, plan_splits
+from cairn.kernels.paged_extend import ExtendBlocks, paged_extend
+from cairn.kernels.reference import paged_attention
+from cairn.kernels.rope_angles import rope_angles, rope_angles_reference
+from cairn.kernels.rope_kv import rope_kv, rope_kv_reference
+from cairn.kernels.sampling import sample, sample_reference
+
+CPU = torch.device("cpu")
+NAN = float("nan")
+
+
+def paged(
+    lengths: list[int], kv_heads: int, dim: int, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A pool with scattered pages and NaN in all that is not the sequences'; their page tables."""
+    counts = [-(-length // page_size) for length in lengths]
+    pages = sum(counts) + 3
+    pool = torch.full((pages + 1, 2 * kv_heads, page_size, dim), NAN)
+    free = (1 + torch.randperm(pages)).tolist()
+    table = torch.zeros(len(lengths), max(counts) + 1, dtype=torch.int32)
+    for s, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        for index in range(count):
+            page = table[s, index] = free.pop()
+            rows = min(page_size, length - index * page_size)
+            pool[page, :, :rows] = torch.randn(2 * kv_heads, rows, dim)
+    return pool, table
+
+
+CASES = [
+    # lengths, new rows, heads, kv heads, head size, page size, window, hide last
+    ([1, 15, 16, 17, 300], [1, 1, 1, 1, 1], 4, 2, 16, 16, None, False),
+    ([1, 63, 64, 65, 700], [1, 1, 1, 1, 1], 4, 1, 32, 64, None, False),
+    ([5, 200], [1, 1], 8, 2, 24, 16, 20, True),
+    ([130], [1], 2, 2, 8, 512, None, False),
+    ([70, 130, 3, 1], [70, 5, 3, 1], 4, 2, 16, 16, None, False),
+    ([70, 200], [70, 64], 4, 2, 16, 64, 33, True),
+    ([40], [40], 2, 1, 80, 16, None, False),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_paged_attention(case: tuple[list[int], list[int], int, int, int, int, int, bool]) -> None:
+    torch.manual_seed(0)
+    lengths, new, heads, kv_heads, dim, page_size, window, hide = case
+    pool, table = paged(lengths, kv_heads, dim, page_size)
+    query = torch.randn(sum(new), heads, dim)
+    options = {"scale": dim**-0.5, "window": window, "hide_last": hide}
+    clean = torch.nan_to_num(pool)
+    expected, expected_lse = paged_attention(query, clean, table, lengths, new, **options)
+    kv_lens = torch.tensor(lengths, dtype=torch.int32)
+    out, lse = torch.full_like(query, NAN), torch.full(query.shape[:2], NAN)
+    if max(new) == 1:
+        splits = DecodeSplits.empty(len(lengths), heads, kv_heads, dim, CPU)
+        plan_splits(splits, kv_lens, kv_heads=kv_heads, page_size=page_size, window=window)
+        rows = torch.arange(len(lengths), dtype=torch.int32)
+        paged_decode(query, pool, table, kv_lens, rows, splits, out, lse=lse, **options)
+    else:
+        cu_query = torch.tensor([0, *np.cumsum(new)], dtype=torch.int32)
+        blocks = ExtendBlocks.of(np.array(new), np.arange(len(new)), dim, CPU)
+        paged_extend(query, pool, table, kv_lens, cu_query, blocks, out, lse=lse, **options)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [[1], [5000], [64] * 9, [1, 100, 9000, 64, 3000]])
+@pytest.mark.parametrize("window", [None, 100])
+def test_splits_cover_every_sequence_once(lengths: list[int], window: int | None) -> None:
+    splits = DecodeSplits.empty(len(lengths), 2, 2, 16, CPU)
+    splits.item_seq.fill_(77)
+    kv_lens = torch.tensor(lengths, dtype=torch.int32)
+    plan_splits(splits, kv_lens, kv_heads=2, page_size=16, window=window)
+    indptr = splits.item_indptr.tolist()
+    assert indptr[0] == 0 and indptr[-1] <= len(splits.item_seq)
+    for s in range(len(lengths)):
+        assert indptr[s + 1] > indptr[s]
+        assert splits.item_seq[indptr[s] : indptr[s + 1]].tolist() == [s] * (
+            indptr[s + 1] - indptr[s]
+        )
+    assert (splits.item_seq[indptr[-1] :] == -1).all()
+
+
+def test_norms() -> None:
+    torch.manual_seed(0)
+    x, stream, weight = torch.randn(5, 40), torch.randn(5, 40), torch.randn(40)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
+    strided = torch.randn(5, 64)[:, :40]
+    expected = rms_norm_reference(strided, weight, 1e-6)
+    torch.testing.assert_close(rms_norm(strided, weight, 1e-6), expected)
+    total = x + stream
+    normed = add_rms_norm(x, stream, weight, 1e-2)
+    torch.testing.assert_close(normed, rms_norm_reference(total, weight, 1e-2))
+    torch.testing.assert_close(stream, total)
+
+
+def test_silu_and_mul() -> None:
+    gate_up = torch.randn(3, 100)
+    torch.testing.assert_close(silu_and_mul(gate_up), silu_and_mul_reference(gate_up))
+
+
+@pytest.mark.parametrize("silu", [False, True])
+def test_gemv(silu: bool) -> None:
+    weight = torch.randn(37, 50)
+    x = torch.randn(2, 100 if silu else 50)
+    expected = gemv_reference(x, weight, silu=silu)
+    torch.testing.assert_close(gemv(x, weight, silu=silu), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_rope_angles() -> None:
+    positions = torch.tensor([0, 1, 17, 5000], dtype=torch.int32)
+    frequencies = torch.tensor([1.0, 0.1, 0.0])
+    found = rope_angles(positions, frequencies, 1.5, torch.float32)
+    expected = rope_angles_reference(positions, frequencies, 1.5, torch.float32)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("dim", [16, 24])
+def test_rope_and_kv_write(norm: bool, dim: int) -> None:
+    heads, kv_heads = 5, 2
+    qkv = torch.randn(5, (heads + 2 * kv_heads) * dim)
+    cos, sin = torch.randn(5, dim), torch.randn(5, dim)
+    weights = (torch.randn(dim), torch.randn(dim)) if norm else (None, None)
+    pages, offsets = torch.tensor([1, 2, 2, 3, 1]), torch.tensor([0, 1, 2, 3, 7])
+    pools = [torch.zeros(4, 2 * kv_heads, 8, dim) for _ in range(2)]
+    args: Any = (qkv, cos, sin, *weights, 1e-6)
+    query = rope_kv(*args, pools[0], pages, offsets, heads)
+    expected = rope_kv_reference(*args, pools[1], pages, offsets, heads)
+    torch.testing.assert_close(query, expected)
+    torch.testing.assert_close(pools[0], pools[1])
+
+
+def test_sampling_takes_what_the_reference_takes() -> None:
+    logits = torch.randn(5, 9000)
+    logits[4, [7, 8000]] = 50.0  # a tie: the lower id
+    temperatures = torch.tensor([0.0, 1.0, 0.5, 2.0, 0.0])
+    seeds = torch.tensor([1, 2**40 + 5, 77, 2**62 + 3, 9])
+    tokens = sample(logits, temperatures, seeds)
+    assert tokens.tolist() == sample_reference(logits, temperatures, seeds).tolist()
+    assert tokens[0] == logits[0].argmax() and tokens[4] == 7

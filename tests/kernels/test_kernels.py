@@ -1,0 +1,38 @@
+"""Kernels without a GPU: run in Triton's interpreter, and compiled for one, each in a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+
+def test_kernels_agree_with_their_references_in_the_interpreter() -> None:
+    tests = Path(__file__).with_name("interpreted.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(20000, 8)])
+def test_sampling_noise_draws_from_the_softmax(rows: int, vocab: int) -> None:
+    """The hash behind the noise: frequencies within five standard deviations."""
+    from cairn.kernels.sampling import sample_reference
+
+    logits = torch.linspace(0, 2, vocab).expand(rows, -1)
+    seeds = torch.arange(rows) * 0x9E3779B97F4A7C15 % 2**62
+    tokens = sample_reference(logits, torch.ones(rows), seeds)
+    expected = logits[0].softmax(-1)
+    found = tokens.bincount(minlength=vocab) / rows
+    deviation = (expected * (1 - expected) / rows).sqrt()
+    assert ((found - expected).abs() < 5 * deviation).all()
