@@ -3,8 +3,6 @@ interpreter is chosen when a process first imports triton."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -133,12 +131,13 @@ def test_rope_and_kv_write(norm: bool, dim: int) -> None:
     heads, kv_heads = 5, 2
     qkv = torch.randn(5, (heads + 2 * kv_heads) * dim)
     cos, sin = torch.randn(5, dim), torch.randn(5, dim)
-    weights = (torch.randn(dim), torch.randn(dim)) if norm else (None, None)
+    q_weight, k_weight = (torch.randn(dim), torch.randn(dim)) if norm else (None, None)
     pages, offsets = torch.tensor([1, 2, 2, 3, 1]), torch.tensor([0, 1, 2, 3, 7])
     pools = [torch.zeros(4, 2 * kv_heads, 8, dim) for _ in range(2)]
-    args: Any = (qkv, cos, sin, *weights, 1e-6)
-    query = rope_kv(*args, pools[0], pages, offsets, heads)
-    expected = rope_kv_reference(*args, pools[1], pages, offsets, heads)
+    query, expected = (
+        kernel(qkv, cos, sin, q_weight, k_weight, 1e-6, pool, pages, offsets, heads)
+        for kernel, pool in zip((rope_kv, rope_kv_reference), pools, strict=True)
+    )
     torch.testing.assert_close(query, expected)
     torch.testing.assert_close(pools[0], pools[1])
 
