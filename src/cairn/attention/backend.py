@@ -58,10 +58,6 @@ class AttentionBackend(Protocol):
         """Device work that all layers of a step share; part of a recorded graph."""
         ...
 
-    def refresh(self, metadata: Any, batch: AttentionBatch) -> None:
-        """Host work before a recorded step is replayed on a new batch."""
-        ...
-
     def forward(
         self, layer: int, query: torch.Tensor, metadata: Any, scoring: Scoring | None = None
     ) -> torch.Tensor:
@@ -120,9 +116,6 @@ class DenseBackend:
 
     def begin(self, metadata: Any) -> None:
         """Device work that all layers of a step share; part of a recorded graph."""
-
-    def refresh(self, metadata: Any, batch: AttentionBatch) -> None:
-        """Host work before a recorded step is replayed on a new batch."""
 
     def forward(
         self, layer: int, query: torch.Tensor, metadata: Any, scoring: Scoring | None = None

@@ -1,4 +1,8 @@
-"""One backend for sequences with several new rows, another for those with one: `PREFILL,DECODE`."""
+"""One backend for steps that only decode, another for all others: `PREFILL,DECODE`.
+
+A step that does both goes to the first as a whole: splitting it would cost more launches than the
+better decode kernel saves.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,17 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
-from cairn.attention.backend import AttentionBackend, DenseBackend
-from cairn.attention.batch import AttentionBatch, Scoring, to_device
+from cairn.attention.backend import DenseBackend
+from cairn.attention.batch import AttentionBatch, Scoring
 from cairn.sparsity.selection import Selection
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    backend: AttentionBackend
+class _Chosen:
+    backend: DenseBackend
     metadata: Any
-    rows: torch.Tensor | None  # of the step; None for all
 
 
 class PairBackend:
@@ -29,43 +31,23 @@ class PairBackend:
         self._decode = decode
         self.graphs = decode.graphs
 
-    def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> list[_Part]:
-        decoding = batch.query_lens == 1
-        parts = []
-        for backend, chosen in ((self._prefill, ~decoding), (self._decode, decoding)):
-            if chosen.all():
-                parts.append(_Part(backend, backend.prepare(batch, groups), None))
-            elif chosen.any():
-                taken, rows = batch.take(np.flatnonzero(chosen))
-                index = to_device(rows, batch.device)
-                parts.append(_Part(backend, backend.prepare(taken, groups), index))
-        return parts
+    def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> _Chosen:
+        backend = self._decode if (batch.query_lens == 1).all() else self._prefill
+        return _Chosen(backend, backend.prepare(batch, groups))
 
-    def begin(self, metadata: list[_Part]) -> None:
-        for part in metadata:
-            part.backend.begin(part.metadata)
-
-    def refresh(self, metadata: list[_Part], batch: AttentionBatch) -> None:
-        for part in metadata:
-            part.backend.refresh(part.metadata, batch)
+    def begin(self, metadata: _Chosen) -> None:
+        metadata.backend.begin(metadata.metadata)
 
     def forward(
         self,
         layer: int,
         query: torch.Tensor,
-        metadata: list[_Part],
+        metadata: _Chosen,
         scoring: Scoring | None = None,
     ) -> torch.Tensor:
-        if len(metadata) == 1:
-            return metadata[0].backend.forward(layer, query, metadata[0].metadata, scoring)
-        out = torch.empty_like(query)
-        for part in metadata:
-            assert part.rows is not None
-            own = query[part.rows]
-            out[part.rows] = part.backend.forward(layer, own, part.metadata, scoring)
-        return out
+        return metadata.backend.forward(layer, query, metadata.metadata, scoring)
 
-    def selections(self, metadata: list[_Part], row: int) -> dict[int, Selection]:
+    def selections(self, metadata: _Chosen, row: int) -> dict[int, Selection]:
         return {}
 
     def abandon(self, batch: AttentionBatch) -> None:

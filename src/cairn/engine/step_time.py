@@ -11,6 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 _FORGET = 0.97
+_TRUSTED = 8  # observations after which outliers are cut
+_FIRST_ROWS = 512  # before anything is known
 _SAFETY = 0.75  # aim below the limit: steps vary
 
 
@@ -23,6 +25,9 @@ class StepTimeModel:
         self.observations = 0
 
     def observe(self, rows: int, pairs: int, seconds: float) -> None:
+        if self.observations >= _TRUSTED:
+            # A step that compiled a kernel or waited for the system says nothing of the next.
+            seconds = min(seconds, 2 * self.predict(rows, pairs))
         x = np.array([1.0, rows, pairs])
         self._scale = np.maximum(self._scale, x)
         self._normal = _FORGET * self._normal + np.outer(x, x)
@@ -36,10 +41,10 @@ class StepTimeModel:
     def rows_within(self, limit: float, rows: int, pairs: int, context: int, most: int) -> int:
         """Rows of a sequence with `context` rows before them that still fit into the step.
 
-        `rows` and `pairs` are in the step already. Before anything is known, take all.
+        `rows` and `pairs` are in the step already. Before anything is known, take a few.
         """
         if self.observations == 0:
-            return most
+            return min(most, _FIRST_ROWS)
         left = limit * _SAFETY - self.predict(rows, pairs)
         if left <= 0:
             return 0

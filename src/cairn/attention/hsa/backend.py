@@ -90,9 +90,6 @@ class HSABackend:
         if metadata.prompt is not None:
             self._dense.begin(metadata.prompt)
 
-    def refresh(self, metadata: HSAMetadata, batch: AttentionBatch) -> None:
-        raise NotImplementedError("hsa steps are not recorded")
-
     def forward(
         self, layer: int, query: torch.Tensor, metadata: HSAMetadata, scoring: Scoring | None = None
     ) -> torch.Tensor:
