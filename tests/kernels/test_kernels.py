@@ -24,6 +24,12 @@ def test_kernels_agree_with_their_references_in_the_interpreter() -> None:
     assert done.returncode == 0, done.stdout[-3000:]
 
 
+def test_kernels_compile_for_a_gpu_that_is_not_here() -> None:
+    script = Path(__file__).with_name("compile_for_gpu.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.mark.parametrize(("rows", "vocab"), [(20000, 8)])
 def test_sampling_noise_draws_from_the_softmax(rows: int, vocab: int) -> None:
     """The hash behind the noise: frequencies within five standard deviations."""

@@ -1,0 +1,87 @@
+"""Compiles every kernel for compute capability 9.0, without a GPU. Run by test_kernels.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from cairn.kernels import (
+    activation,
+    gemv,
+    norm,
+    paged_decode,
+    paged_extend,
+    rope_angles,
+    rope_kv,
+    sampling,
+)
+
+BF16, FP32, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
+ATTENTION = {"query": BF16, "pool": BF16, "page_table": I32, "kv_lens": I32, "out": BF16}
+ATTENTION |= {"lse_out": FP32, "scale": "fp32", "query_stride": "i32", "table_stride": "i32"}
+HEADS = {"HEADS": 16, "KV_HEADS": 8, "DIM": 128, "BLOCK_D": 128}
+
+
+def compile_kernel(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any
+) -> None:
+    names = kernel.arg_names
+    if "PDL" in names:
+        constants = {**constants, "PDL": True}
+        options["launch_pdl"] = True
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    aligned = [["tt.divisibility", 16]]
+    attributes = {(i,): aligned for i, name in enumerate(names) if signature[name].startswith("*")}
+    source = ASTSource(kernel, signature, values, attributes)
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def main() -> None:
+    for page_size, window in ((64, 0), (16, 100), (512, 0)):
+        shape = {**HEADS, "PAGE_SIZE": page_size, "WINDOW": window, "HIDE_LAST": window > 0}
+        shape |= {"WITH_LSE": True}
+        splits = {"rows": I32, "item_seq": I32, "item_indptr": I32}
+        splits |= {"partial": FP32, "partial_lse": FP32}
+        block_n = 16 if page_size == 16 else 64
+        decode = {**shape, "BLOCK_G": 16, "BLOCK_N": block_n}
+        types = {**ATTENTION, **splits}
+        compile_kernel(paged_decode._decode_kernel, types, decode, num_stages=5)
+        blocks = {"cu_query": I32, "block_seq": I32, "block_begin": I32}
+        extend = {**shape, "BLOCK_M": 64, "BLOCK_N": 64}
+        compile_kernel(paged_extend._extend_kernel, {**ATTENTION, **blocks}, extend, num_stages=2)
+    merge = {"HEADS": 16, "DIM": 128, "BLOCK_D": 128, "WITH_LSE": True}
+    types = {"item_indptr": I32, "rows": I32, "partial": FP32, "partial_lse": FP32}
+    types |= {"out": BF16, "lse_out": FP32}
+    compile_kernel(paged_decode._merge_kernel, types, merge, num_warps=1)
+    types = {"kv_lens": I32, "item_seq": I32, "item_indptr": I32}
+    types |= {"num_seqs": "i32", "num_items": "i32", "target": "i32"}
+    plan = {"PAGE_SIZE": 64, "WINDOW": 100, "LEAST": 4, "BLOCK": 256, "BLOCK_ITEMS": 512}
+    compile_kernel(paged_decode._plan_kernel, types, plan)
+    types = {"x": BF16, "residual": BF16, "weight": BF16, "out": BF16}
+    types |= {"eps": "fp32", "x_stride": "i32"}
+    compile_kernel(norm._norm_kernel, types, {"DIM": 1000, "BLOCK": 1024, "ADD": True})
+    types = {"gate_up": BF16, "out": BF16}
+    compile_kernel(activation._silu_kernel, types, {"WIDTH": 3072, "BLOCK": 1024})
+    types = {"x": BF16, "weight": BF16, "out": BF16, "out_features": "i32"}
+    constants = {"IN": 3072, "BLOCK_N": 2, "BLOCK_K": 1024, "SILU": True}
+    compile_kernel(gemv._gemv_kernel, types, constants)
+    types = {"positions": I32, "frequencies": FP32, "cos": BF16, "sin": BF16, "scale": "fp32"}
+    compile_kernel(rope_angles._angles_kernel, types, {"HALF": 64, "BLOCK": 64})
+    types = {"qkv": BF16, "cos": BF16, "sin": BF16, "q_weight": BF16, "k_weight": BF16}
+    types |= {"eps": "fp32", "pool": BF16, "pages": I32, "offsets": I32, "out": BF16}
+    constants = {**HEADS, "PAGE_SIZE": 64, "NORM": True, "BLOCK_H": 8}
+    compile_kernel(rope_kv._rope_kv_kernel, types, constants)
+    types = {"logits": BF16, "temperatures": FP32, "seeds": I64, "best": FP32}
+    types |= {"best_token": I32, "stride": "i32"}
+    constants = {"VOCAB": 151936, "BLOCKS": 38, "BLOCK": 4096}
+    compile_kernel(sampling._best_kernel, types, constants, num_warps=8)
+    types = {"best": FP32, "best_token": I32, "tokens": I64}
+    compile_kernel(sampling._pick_kernel, types, {"BLOCKS": 38, "PADDED": 64})
+
+
+if __name__ == "__main__":
+    main()
