@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from cairn.bench.profile import covered
 from cairn.bench.workloads import seeded
 from cairn.cli.main import main
 from tests.helpers import TINY_LLAMA, byte_tokenizer, write_model
@@ -74,3 +75,8 @@ def test_bad_workloads_are_named(
 ) -> None:
     assert main(["bench", *arguments, "--model", str(folder), "--device", "cpu"]) == 2
     assert named in capsys.readouterr().err
+
+
+def test_kernels_that_overlap_are_not_counted_twice() -> None:
+    assert covered([]) == 0
+    assert covered([(0, 4), (3, 6), (1, 2), (10, 11)]) == 7

@@ -470,3 +470,9 @@ def test_other_selection_than_the_trained_one_is_noted_as_an_approximation(
         assert others == [f"{name} {value} where the model has {trained}: an approximation"]
     change = logprobs(model, **{name: value}) - logprobs(model)
     assert change.abs().max() > 0.01
+
+
+@pytest.mark.parametrize("name", ["disable_cuda_graph", "disable_overlap_schedule"])
+def test_switches_of_the_gpu_are_refused_without_one(folder: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is for CUDA and the device is cpu"):
+        load(folder, **{name: True})

@@ -87,7 +87,6 @@ class DenseBackend:
     """Can leave landmark rows out."""
     graphs: ClassVar[bool] = False
     """`begin` and `forward` of a decode batch can be recorded in a CUDA graph and replayed."""
-    gives_lse: ClassVar[bool] = False
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
         self._shape = shape
@@ -120,6 +119,11 @@ class DenseBackend:
     def forward(
         self, layer: int, query: torch.Tensor, metadata: Any, scoring: Scoring | None = None
     ) -> torch.Tensor:
+        assert scoring is None, "dense attention scores no landmarks"
+        return self.attend(layer, query, metadata)
+
+    def attend(self, layer: int, query: torch.Tensor, metadata: Any) -> torch.Tensor:
+        """`forward`, for layers without landmarks."""
         raise NotImplementedError
 
     def selections(self, metadata: Any, row: int) -> dict[int, Selection]:

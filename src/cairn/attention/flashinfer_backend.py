@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from cairn.attention.backend import AttentionShape, DenseBackend, missing_module
-from cairn.attention.batch import AttentionBatch, Scoring
+from cairn.attention.batch import AttentionBatch
 from cairn.memory.kv_pool import KVPool
 
 _WORKSPACE = 256 * 2**20
@@ -73,14 +73,7 @@ class FlashInferBackend(DenseBackend):
                 )
         return _Metadata(tuple(wrappers))
 
-    def forward(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        metadata: _Metadata,
-        scoring: Scoring | None = None,
-    ) -> torch.Tensor:
-        assert scoring is None, "dense attention scores no landmarks"
+    def attend(self, layer: int, query: torch.Tensor, metadata: _Metadata) -> torch.Tensor:
         pool = self._pool.layers[layer]
         # [pages, 2, kv_heads, page_size, dim]
         paired = pool.view(pool.shape[0], 2, -1, *pool.shape[2:])

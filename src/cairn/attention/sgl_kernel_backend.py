@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cairn.attention.backend import AttentionShape, DenseBackend, missing_module
-from cairn.attention.batch import AttentionBatch, Scoring
+from cairn.attention.batch import AttentionBatch
 from cairn.memory.kv_pool import KVPool
 
 
@@ -25,7 +25,6 @@ class SglKernelBackend(DenseBackend):
     name = "sgl_kernel"
     head_dims = (64, 96, 128, 192, 256)
     graphs = True
-    gives_lse = True
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
         super().__init__(shape, pool)
@@ -50,14 +49,7 @@ class SglKernelBackend(DenseBackend):
             tuple(group.page_table for group in batch.groups),
         )
 
-    def forward(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        metadata: _Metadata,
-        scoring: Scoring | None = None,
-    ) -> torch.Tensor:
-        assert scoring is None, "dense attention scores no landmarks"
+    def attend(self, layer: int, query: torch.Tensor, metadata: _Metadata) -> torch.Tensor:
         g = self._pool.group_of[layer]
         window = self._shape.groups[g].window
         out: torch.Tensor = self._attend(

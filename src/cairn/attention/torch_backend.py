@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from cairn.attention.backend import AttentionShape, DenseBackend
-from cairn.attention.batch import AttentionBatch, Scoring, to_device
+from cairn.attention.batch import AttentionBatch, to_device
 from cairn.attention.clearing import clear_begun_pages
 from cairn.memory.groups import LayerGroup
 from cairn.memory.kv_pool import KVPool
@@ -175,14 +175,9 @@ class TorchBackend(DenseBackend):
 
     # -- once per layer -----------------------------------------------------------------------
 
-    def forward(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        metadata: list[_GroupMetadata],
-        scoring: Scoring | None = None,
+    def attend(
+        self, layer: int, query: torch.Tensor, metadata: list[_GroupMetadata]
     ) -> torch.Tensor:
-        assert scoring is None, "dense attention scores no landmarks"
         group = metadata[self._pool.group_of[layer]]
         decode = group.decode
         if decode is not None and not group.chunks:

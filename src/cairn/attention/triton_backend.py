@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from cairn.attention.backend import AttentionShape, DenseBackend, missing_module
-from cairn.attention.batch import AttentionBatch, Scoring, to_device
+from cairn.attention.batch import AttentionBatch, to_device
 from cairn.memory.kv_pool import KVPool
 
 
@@ -27,7 +27,6 @@ class TritonBackend(DenseBackend):
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     hides_rows = True
     graphs = True
-    gives_lse = True
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
         super().__init__(shape, pool)
@@ -82,29 +81,11 @@ class TritonBackend(DenseBackend):
                 window=group.window,
             )
 
-    def forward(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        metadata: _Metadata,
-        scoring: Scoring | None = None,
-    ) -> torch.Tensor:
-        assert scoring is None, "dense attention scores no landmarks"
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        self.attend(layer, query, metadata, out)
-        return out
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        metadata: _Metadata,
-        out: torch.Tensor,
-        lse: torch.Tensor | None = None,
-    ) -> None:
+    def attend(self, layer: int, query: torch.Tensor, metadata: _Metadata) -> torch.Tensor:
         from cairn.kernels.paged_decode import paged_decode
         from cairn.kernels.paged_extend import ExtendBlocks, paged_extend
 
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         g = self._pool.group_of[layer]
         window = self._shape.groups[g].window
         pool = self._pool.layers[layer]
@@ -121,7 +102,6 @@ class TritonBackend(DenseBackend):
                 scale=self._shape.scale,
                 window=window,
                 hide_last=hide,
-                lse=lse,
             )
         if metadata.blocks is not None:
             assert isinstance(metadata.blocks, ExtendBlocks)
@@ -137,5 +117,5 @@ class TritonBackend(DenseBackend):
                 scale=self._shape.scale,
                 window=window,
                 hide_last=hide,
-                lse=lse,
             )
+        return out

@@ -109,8 +109,14 @@ def build_engine(
         max_pages=geometry.pages(min(context, cache.max_tokens)),
         device=device,
     )
-    if device.type == "cuda" and not config.disable_cuda_graph and backend.graphs:
+    unrecorded = _not_recorded(config, device, backend)
+    if unrecorded is None:
         runner.record_graphs()
+    gpu_notes: list[str] = []
+    if device.type == "cuda":
+        gpu_notes = [choice]
+        if unrecorded is not None:
+            gpu_notes.append(f"decode steps are not recorded as CUDA graphs: {unrecorded}")
     return Engine(
         spec,
         Scheduler(cache, limits, time.perf_counter),
@@ -122,11 +128,27 @@ def build_engine(
         overlap=device.type == "cuda" and not config.disable_overlap_schedule,
         notes=(
             *notes,
-            *((choice,) if device.type == "cuda" else ()),
+            *gpu_notes,
             *attention.notes,
             *attention.warnings,
         ),
     )
+
+
+def _not_recorded(
+    config: EngineConfig, device: torch.device, backend: AttentionBackend
+) -> str | None:
+    """Why decode steps are launched kernel by kernel; None if they are recorded."""
+    if device.type != "cuda":
+        for name in ("disable_cuda_graph", "disable_overlap_schedule"):
+            if getattr(config, name):
+                raise ConfigError(f"{name} is for CUDA and the device is {device.type}")
+        return f"the device is {device.type}"
+    if config.disable_cuda_graph:
+        return "disable_cuda_graph is set"
+    if not backend.graphs:
+        return f"attention backend {backend.name} cannot be recorded"
+    return None
 
 
 def _limits(config: EngineConfig, device: torch.device) -> Limits:

@@ -20,8 +20,6 @@ from cairn.memory.pages import NULL_PAGE
 Forward = Callable[[StepInputs, DeviceDraws], tuple[torch.Tensor, torch.Tensor]]
 """The device work of a step, after its inputs are there: logits [rows, vocab] and tokens [rows]."""
 
-Progress = Callable[[int, int], None]
-
 
 def batch_sizes(most: int) -> list[int]:
     """Sizes to record: dense where padding would cost most."""
@@ -64,10 +62,10 @@ class DecodeGraphs:
     def largest(self) -> int:
         return self._sizes[-1]
 
-    def record(self, progress: Progress | None = None) -> None:
+    def record(self) -> None:
         """Largest first: the smaller ones then live in its memory."""
         pool = torch.cuda.graph_pool_handle()
-        for done, size in enumerate(reversed(self._sizes), start=1):
+        for size in reversed(self._sizes):
             host, draws = self._padding(size), self._no_draws(size)
             packed = to_device(np.concatenate((draws.pack(), host.pack())), self._device)
             tables = to_device(host.tables, self._device)
@@ -82,8 +80,6 @@ class DecodeGraphs:
             with torch.cuda.graph(graph, pool=pool):
                 logits, tokens = self._forward(inputs, device_draws)
             self._graphs[size] = _Graph(graph, packed, tables, logits, tokens)
-            if progress is not None:
-                progress(done, len(self._sizes))
 
     def fits(self, rows: StepRows) -> bool:
         """One row per sequence, and not too many."""

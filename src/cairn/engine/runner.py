@@ -7,7 +7,6 @@ them on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -132,7 +131,7 @@ class Runner:
         self._graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
-    def record_graphs(self, progress: Callable[[int, int], None] | None = None) -> None:
+    def record_graphs(self) -> None:
         """Record decode steps of every batch size; the backend must be able to."""
         num_groups, num_slots, max_pages = self._tables.shape
         graphs = DecodeGraphs(
@@ -144,7 +143,7 @@ class Runner:
             spare_slot=num_slots,
             device=self._device,
         )
-        graphs.record(progress)
+        graphs.record()
         self._graphs = graphs
 
     @property
