@@ -98,3 +98,23 @@ def test_what_paged_attention_cannot_do_is_refused_by_name(
 def test_it_needs_a_folder_with_weights() -> None:
     with pytest.raises(ConfigError, match="needs a model folder"):
         LLM("qwen3-0.6b", model_impl="transformers", load_format="dummy")
+
+
+def test_sparse_attention_works_on_transformers_code_too(tmp_path: Path) -> None:
+    save(LlamaConfig(**TINY), tmp_path)
+    ids = tokens_of(200, vocab=67)
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "page_size": 16,
+        "kv_cache_gib": 0.01,
+        "attention_backend": "hsa",
+        "hsa_topk": 3,
+        "hsa_window": 20,
+    }
+    scores = []
+    for implementation in ("cairn", "transformers"):
+        with LLM(tmp_path, model_impl=implementation, **options) as llm:
+            poison_free_memory(llm.engine)
+            scores.append(llm.logprobs(ids))
+    torch.testing.assert_close(scores[0], scores[1], rtol=0, atol=1e-5)
