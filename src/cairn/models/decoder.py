@@ -16,7 +16,7 @@ from cairn.models.rope import RopeParameters, Rotary, rotate, with_values_unrota
 from cairn.models.spec import DecoderSpec, ModelSpec
 
 Stream = torch.Tensor | None
-"""The residual stream; None before the first layer."""
+"""The residual stream before what was `added`; None where that is all of it."""
 
 
 def _norm(dim: int, spec: DecoderSpec, factory: Factory) -> RMSNorm:
@@ -54,13 +54,21 @@ class SelfAttention(Module):
         self._fused = factory.fused
         self._parallel = factory.parallel
 
-    def __call__(self, x: torch.Tensor, cos_sin: CosSin | None, attend: Attend) -> torch.Tensor:
-        qkv = self.qkv_proj(x)
+    def __call__(
+        self,
+        x: torch.Tensor,
+        cos_sin: CosSin | None,
+        attend: Attend,
+        *,
+        norm: RMSNorm | None = None,
+        add_to: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        qkv = self.qkv_proj(x, norm=norm)
         if self._fused and cos_sin is not None:
             attended = self._attend_fused(qkv, cos_sin, attend)
         else:
             attended = self._attend(qkv, cos_sin, attend)
-        return self._parallel.sum(self.o_proj(attended.view(x.shape[0], -1)))
+        return self._parallel.sum(self.o_proj(attended.view(x.shape[0], -1), add_to=add_to))
 
     def _attend_fused(self, qkv: torch.Tensor, cos_sin: CosSin, attend: Attend) -> torch.Tensor:
         """Norm of heads, rotation and the write of keys and values in one kernel."""
@@ -107,8 +115,11 @@ class MLP(Module):
 
         self._parallel = factory.parallel
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._parallel.sum(self.down_proj.after_silu(self.gate_up_proj(x)))
+    def __call__(
+        self, x: torch.Tensor, *, norm: RMSNorm | None = None, add_to: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        gate_up = self.gate_up_proj(x, norm=norm)
+        return self._parallel.sum(self.down_proj.after_silu(gate_up, add_to=add_to))
 
 
 def _attention(spec: DecoderSpec, layer: int, factory: Factory) -> SelfAttention | HiLSAttention:
@@ -122,10 +133,14 @@ class PreNormLayer(Module):
         self.self_attn = _attention(spec, layer, factory)
         self.post_attention_layernorm = _norm(spec.dims.hidden_size, spec, factory)
         self.mlp = MLP(spec, factory)
+        self._products_do_more = factory.products_do_more
 
     def __call__(
         self, added: torch.Tensor, stream: Stream, cos_sin: CosSin | None, attend: Attend
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, Stream]:
+        if stream is None and self._products_do_more(len(added)):
+            x = self.self_attn(added, cos_sin, attend, norm=self.input_layernorm, add_to=added)
+            return self.mlp(x, norm=self.post_attention_layernorm, add_to=x), None
         normed, stream = self.input_layernorm.add(added, stream)
         attended = self.self_attn(normed, cos_sin, attend)
         normed, stream = self.post_attention_layernorm.add(attended, stream)
@@ -141,7 +156,7 @@ class PostNormLayer(Module):
 
     def __call__(
         self, added: torch.Tensor, stream: Stream, cos_sin: CosSin | None, attend: Attend
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, Stream]:
         x = added if stream is None else stream + added
         x = x + self.post_attention_layernorm(self.self_attn(x, cos_sin, attend))
         return self.post_feedforward_layernorm(self.mlp(x)), x

@@ -24,6 +24,10 @@ class Factory:
     """Use Triton kernels for what lies between matrix products."""
     parallel: Parallel = field(default_factory=Alone)
 
+    def products_do_more(self, rows: int) -> bool:
+        """Products of so few rows take the norm before and the addition after them along."""
+        return self.fused and rows <= _GEMV_ROWS and isinstance(self.parallel, Alone)
+
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
@@ -139,8 +143,8 @@ class RMSNorm(WeightModule):
 class Linear(WeightModule):
     """x @ W.T + b, where W may be several checkpoint matrices stacked at load.
 
-    `parts` maps the name of each matrix to its rows. Parts of a fused layer stand in the
-    checkpoint beside it (q_proj, k_proj, v_proj for qkv_proj); a lone part is the layer itself.
+    `parts` maps the name of each matrix to its rows. They stand in the checkpoint where the layer
+    stands in the model: q_proj, k_proj, v_proj beside qkv_proj, o_proj in its own place.
 
     On a CPU W is kept as blocks of a few output columns, [blocks, in, out / blocks], and
     multiplied as one batched product: with few rows that runs at the speed of memory, which one
@@ -169,15 +173,23 @@ class Linear(WeightModule):
         self.weight = self.weight.new_empty(0)
         return dense, self._int8
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, *, norm: RMSNorm | None = None, add_to: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The product with x, or with the norm of x; `add_to` takes the result, and is it."""
+        if self._fused and self.bias is None and x.shape[0] <= _GEMV_ROWS:
+            from cairn.kernels.gemv import gemv
+
+            weights = None if norm is None else (norm.weight, norm.eps)
+            return gemv(x.contiguous(), self.weight, norm=weights, add_to=add_to)
+        out = self._product(x if norm is None else norm(x))
+        return out if add_to is None else add_to.add_(out)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self._int8 is not None:
             out = self._int8.product(x)
             return out if self.bias is None else out.add_(self.bias)
         rows = x.shape[0]
-        if self._fused and self.bias is None and rows <= _GEMV_ROWS:
-            from cairn.kernels.gemv import gemv
-
-            return gemv(x.contiguous(), self.weight)
         if not self._blocks:
             return F.linear(x, self.weight, self.bias)
         if rows > _MANY_ROWS:
@@ -188,23 +200,25 @@ class Linear(WeightModule):
         out = out.transpose(0, 1).reshape(rows, self._out_features)
         return out if self.bias is None else out.add_(self.bias)
 
-    def after_silu(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def after_silu(
+        self, gate_up: torch.Tensor, *, add_to: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The product with silu(gate) * up, from both side by side: [rows, 2 * in]."""
         if self._fused:
             from cairn.kernels.activation import silu_and_mul
             from cairn.kernels.gemv import gemv
 
             if self.bias is None and gate_up.shape[0] <= _GEMV_ROWS:
-                return gemv(gate_up, self.weight, silu=True)
-            return self(silu_and_mul(gate_up))
+                return gemv(gate_up, self.weight, silu=True, add_to=add_to)
+            return self(silu_and_mul(gate_up), add_to=add_to)
         gate, up = gate_up.chunk(2, dim=-1)
-        return self(F.silu(gate).mul_(up))
+        return self(F.silu(gate).mul_(up), add_to=add_to)
 
     def slots(self, name: str) -> Iterator[tuple[str, TensorSlot]]:
         parent = name.rpartition(".")[0]
         begin = 0
         for part, rows in self.parts.items():
-            target = name if len(self.parts) == 1 else f"{parent}.{part}"
+            target = f"{parent}.{part}" if parent else part
             shape = (rows, self._in_features)
             yield f"{target}.weight", TensorSlot(shape, partial(self._write, begin))
             if self.bias is not None:
