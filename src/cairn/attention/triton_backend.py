@@ -55,7 +55,7 @@ class TritonBackend(DenseBackend):
             return _Metadata(rows, batch.device_kv_lens, tables, None, batch)
         from cairn.kernels.paged_extend import ExtendBlocks
 
-        blocks = ExtendBlocks.of(batch.query_lens, chunks, self._shape.head_dim, batch.device)
+        blocks = ExtendBlocks.of(batch.query_lens, chunks, batch.device)
         if not len(decoding):
             return _Metadata(None, batch.device_kv_lens, tables, blocks, batch)
         index = to_device(decoding, batch.device)

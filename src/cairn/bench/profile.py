@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from cairn.llm import LLM
 
 _KINDS = {
-    "attention": ("flash", "_decode_kernel", "_merge_kernel", "_extend_kernel", "_plan_kernel"),
+    "attention": ("flash", "_decode_kernel", "_extend_kernel", "_plan_kernel"),
     "matrix products": ("nvjet", "gemm", "gemv", "cutlass", "splitk", "cublas"),
     "sampling": ("_best_kernel", "_pick_kernel", "argmax", "softmax", "sort"),
     "copies": ("memcpy", "memset"),

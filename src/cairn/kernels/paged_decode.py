@@ -7,7 +7,8 @@ that a recorded graph follows lengths that change:
     item:    one split of one sequence. There are at most `sequences + target` of them
     splits:  item_seq [items] sequence of each item, -1 for none; item_indptr [sequences + 1]
 
-Every item and kv head is a program. Sequences with several splits are merged by a second kernel.
+Every item and kv head is a program. Of a sequence with several splits the program that comes last
+merges all of them; `arrivals` counts, and is zero again afterwards.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class DecodeSplits:
     item_indptr: torch.Tensor  # [max_seqs + 1] int32
     partial: torch.Tensor  # [items, heads, head_dim] float32
     partial_lse: torch.Tensor  # [items, heads] float32
+    arrivals: torch.Tensor  # [max_seqs, kv_heads] int32
 
     @classmethod
     def empty(
@@ -41,6 +43,7 @@ class DecodeSplits:
             torch.zeros(max_seqs + 1, dtype=torch.int32, device=device),
             torch.empty(items, heads, head_dim, dtype=torch.float32, device=device),
             torch.empty(items, heads, dtype=torch.float32, device=device),
+            torch.zeros(max_seqs, kv_heads, dtype=torch.int32, device=device),
         )
 
 
@@ -116,6 +119,64 @@ def plan_splits(
 
 
 @triton.jit
+def _merge_splits(
+    partial,
+    partial_lse,
+    out,  # [HEADS, DIM] of the row
+    lse_out,  # [HEADS]
+    first_item,
+    splits,
+    kv_head,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+    MERGE_G: tl.constexpr,
+    MERGE_S: tl.constexpr,
+):
+    """Merge all splits of one sequence, for the heads of one kv head."""
+    offs_d = tl.arange(0, BLOCK_D)
+    in_dim = offs_d < DIM
+    group = tl.arange(0, MERGE_G)
+    head = kv_head * GROUP + group
+    most = tl.full((MERGE_G,), float("-inf"), tl.float32)
+    total = tl.zeros((MERGE_G,), tl.float32)
+    merged = tl.zeros((MERGE_G, BLOCK_D), tl.float32)
+    for start in range(0, splits, MERGE_S):
+        split = start + tl.arange(0, MERGE_S)
+        there = (split < splits)[:, None] & (group < GROUP)[None, :]
+        place = (first_item + split)[:, None] * HEADS + head[None, :]
+        # Other programs wrote these: not from this processor's own cache.
+        lse = tl.load(
+            partial_lse + place, mask=there, other=float("-inf"), cache_modifier=".cg"
+        )  # [MERGE_S, MERGE_G]
+        part = tl.load(
+            partial + place[:, :, None] * DIM + offs_d[None, None, :],
+            mask=there[:, :, None] & in_dim[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_most = tl.maximum(most, tl.max(lse, 0))
+        safe = tl.where(new_most == float("-inf"), 0.0, new_most)
+        fade = tl.exp(most - safe)
+        share = tl.exp(lse - safe[None, :])
+        merged = merged * fade[:, None] + tl.sum(part * share[:, :, None], 0)
+        total = total * fade + tl.sum(share, 0)
+        most = new_most
+    merged = merged / tl.where(total > 0, total, 1.0)[:, None]
+    place = head[:, None] * DIM + offs_d[None, :]
+    tl.store(
+        out + place,
+        merged.to(out.dtype.element_ty),
+        mask=(group < GROUP)[:, None] & in_dim[None, :],
+    )
+    if WITH_LSE:
+        lse = tl.where(total > 0, most + tl.log(total), float("-inf"))
+        tl.store(lse_out + head, lse, mask=group < GROUP)
+
+
+@triton.jit
 def _decode_kernel(
     query,  # [rows, HEADS, DIM]
     pool,  # [pages, 2 * KV_HEADS, PAGE_SIZE, DIM]
@@ -128,6 +189,7 @@ def _decode_kernel(
     lse_out,  # [rows, HEADS], if WITH_LSE
     partial,
     partial_lse,
+    arrivals,  # [seqs, KV_HEADS]
     scale,
     query_stride,
     table_stride,
@@ -141,6 +203,8 @@ def _decode_kernel(
     WITH_LSE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    MERGE_G: tl.constexpr,  # power of two, at least the heads of a group
+    MERGE_S: tl.constexpr,  # splits that are merged at once
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -230,56 +294,26 @@ def _decode_kernel(
         partial_place = item * (HEADS * DIM) + head[:, None] * DIM + offs_d[None, :]
         tl.store(partial + partial_place, result, mask=mask)
         tl.store(partial_lse + item * HEADS + head, lse, mask=in_group)
-
-
-@triton.jit
-def _merge_kernel(
-    item_indptr,
-    rows,
-    partial,
-    partial_lse,
-    out,
-    lse_out,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    WITH_LSE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    seq = tl.program_id(0)
-    head = tl.program_id(1)
-    first = tl.load(item_indptr + seq)
-    last = tl.load(item_indptr + seq + 1)
-    if last - first < 2:
-        return
-    row = tl.load(rows + seq).to(tl.int64)
-    offs_d = tl.arange(0, BLOCK_D)
-    in_dim = offs_d < DIM
-    most = -float("inf")
-    total = 0.0
-    acc = tl.zeros((BLOCK_D,), tl.float32)
-    for item in range(first, last):
-        lse = tl.load(partial_lse + item * HEADS + head)
-        place = item * (HEADS * DIM) + head * DIM + offs_d
-        part = tl.load(partial + place, mask=in_dim, other=0.0)
-        new_most = tl.maximum(most, lse)
-        safe = tl.where(new_most == float("-inf"), 0.0, new_most)
-        fade = tl.exp(most - safe)
-        share = tl.exp(lse - safe)
-        acc = acc * fade + part * share
-        total = total * fade + share
-        most = new_most
-    total = tl.where(total > 0, total, 1.0)
-    tl.store(
-        out + row * (HEADS * DIM) + head * DIM + offs_d,
-        (acc / total).to(out.dtype.element_ty),
-        mask=in_dim,
-    )
-    if WITH_LSE:
-        tl.store(lse_out + row * HEADS + head, most + tl.log(total))
+        tl.debug_barrier()  # all of the program's stores come before its arrival
+        counter = arrivals + seq * KV_HEADS + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
+            tl.store(counter, 0)
+            _merge_splits(
+                partial,
+                partial_lse,
+                out + row * (HEADS * DIM),
+                lse_out + row * HEADS,
+                first_item,
+                splits,
+                kv_head,
+                HEADS,
+                GROUP,
+                DIM,
+                BLOCK_D,
+                WITH_LSE,
+                MERGE_G,
+                MERGE_S,
+            )
 
 
 def paged_decode(
@@ -315,6 +349,7 @@ def paged_decode(
         out if lse is None else lse,
         splits.partial,
         splits.partial_lse,
+        splits.arrivals,
         scale,
         query.stride(0),
         page_table.stride(0),
@@ -328,21 +363,9 @@ def paged_decode(
         WITH_LSE=lse is not None,
         BLOCK_G=max(16, triton.next_power_of_2(heads // kv_heads)),
         BLOCK_N=block_n,
+        MERGE_G=triton.next_power_of_2(heads // kv_heads),
+        MERGE_S=max(2, min(16, 64 // triton.next_power_of_2(heads // kv_heads))),
         num_warps=4,
         num_stages=5 if query.dtype.itemsize == 2 and dim <= 128 else 2,
-        **pdl_options(query),
-    )
-    _merge_kernel[(seqs, heads)](
-        splits.item_indptr,
-        rows,
-        splits.partial,
-        splits.partial_lse,
-        out,
-        out if lse is None else lse,
-        HEADS=heads,
-        DIM=dim,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)),
-        WITH_LSE=lse is not None,
-        num_warps=1 if dim <= 128 else 2,
         **pdl_options(query),
     )

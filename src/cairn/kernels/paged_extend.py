@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +23,9 @@ class ExtendBlocks:
 
     @classmethod
     def of(
-        cls, query_lens: np.ndarray, seqs: np.ndarray, head_dim: int, device: torch.device
+        cls, query_lens: np.ndarray, seqs: np.ndarray, device: torch.device, block_m: int = 64
     ) -> ExtendBlocks:
         """Blocks of the named sequences, those that read the most first."""
-        block_m = 128 if head_dim <= 64 and query_lens[seqs].max() > 64 else 64
         seq, begin = [], []
         for s in seqs:
             starts = np.arange(0, query_lens[s], block_m)
@@ -40,6 +40,7 @@ class ExtendBlocks:
 def _extend_kernel(
     query,  # [rows, HEADS, DIM]
     pool,  # [pages, 2 * KV_HEADS, PAGE_SIZE, DIM]
+    tiles,  # the pool as [-1, DIM], described for loads of BLOCK_N rows, if TMA
     page_table,  # [seqs, ...]
     kv_lens,  # [seqs]
     cu_query,  # [seqs + 1] first row of each sequence
@@ -60,6 +61,7 @@ def _extend_kernel(
     WITH_LSE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     block = tl.program_id(1)
     head = tl.program_id(0)
@@ -101,18 +103,24 @@ def _extend_kernel(
         clear = lowest
 
     for start in range(lowest, clear, BLOCK_N):
-        n = start + offs_n
-        if PAGE_SIZE % BLOCK_N == 0:
-            page = tl.load(table + start // PAGE_SIZE).to(tl.int64)
-            slot = page * PAGE_STRIDE + kv_head * (PAGE_SIZE * DIM)
-            slot = slot + (start % PAGE_SIZE + offs_n) * DIM
+        if TMA:
+            page = tl.load(table + start // PAGE_SIZE)
+            first = (page * (2 * KV_HEADS) + kv_head) * PAGE_SIZE + start % PAGE_SIZE
+            k = tiles.load([first, 0]).T
+            v = tiles.load([first + KV_HEADS * PAGE_SIZE, 0])
         else:
-            page = tl.load(table + n // PAGE_SIZE).to(tl.int64)
-            slot = page * PAGE_STRIDE + kv_head * (PAGE_SIZE * DIM) + (n % PAGE_SIZE) * DIM
-        k = tl.load(pool + slot[None, :] + offs_d[:, None], mask=in_dim[:, None], other=0.0)
-        v = tl.load(
-            pool + VALUES + slot[:, None] + offs_d[None, :], mask=in_dim[None, :], other=0.0
-        )
+            n = start + offs_n
+            if PAGE_SIZE % BLOCK_N == 0:
+                page = tl.load(table + start // PAGE_SIZE).to(tl.int64)
+                slot = page * PAGE_STRIDE + kv_head * (PAGE_SIZE * DIM)
+                slot = slot + (start % PAGE_SIZE + offs_n) * DIM
+            else:
+                page = tl.load(table + n // PAGE_SIZE).to(tl.int64)
+                slot = page * PAGE_STRIDE + kv_head * (PAGE_SIZE * DIM) + (n % PAGE_SIZE) * DIM
+            k = tl.load(pool + slot[None, :] + offs_d[:, None], mask=in_dim[:, None], other=0.0)
+            v = tl.load(
+                pool + VALUES + slot[:, None] + offs_d[None, :], mask=in_dim[None, :], other=0.0
+            )
         scores = tl.dot(q, k, input_precision="ieee")
         new_most = tl.maximum(most, tl.max(scores, 1))
         shares = tl.exp2(scores - new_most[:, None])
@@ -179,13 +187,20 @@ def paged_extend(
     window: int | None = None,
     hide_last: bool = False,
     lse: torch.Tensor | None = None,  # [rows, heads] float32, filled if given
+    describe: bool | None = None,  # load whole tiles by descriptor (TMA); None where it can
 ) -> None:
     heads, dim = query.shape[1:]
     kv_heads, page_size = pool.shape[1] // 2, pool.shape[2]
     wide = dim > 128 or query.dtype == torch.float32
+    block_n = 32 if wide else 64
+    tma = _can_describe(pool, block_n) if describe is None else describe
+    tiles = pool
+    if tma:
+        tiles = TensorDescriptor.from_tensor(pool.view(-1, dim), [block_n, dim])
     _extend_kernel[(heads, len(blocks.seq))](
         query,
         pool,
+        tiles,
         page_table,
         kv_lens,
         cu_query,
@@ -205,7 +220,15 @@ def paged_extend(
         HIDE_LAST=hide_last,
         WITH_LSE=lse is not None,
         BLOCK_M=blocks.block_m,
-        BLOCK_N=32 if wide else 64,
+        BLOCK_N=block_n,
+        TMA=tma,
         num_warps=8 if blocks.block_m == 128 else 4,
-        num_stages=3 if dim <= 64 and not wide else 2,
+        num_stages=4 if tma else 2,
     )
+
+
+def _can_describe(pool: torch.Tensor, block_n: int) -> bool:
+    page_size, dim = pool.shape[2:]
+    capable = pool.is_cuda and torch.cuda.get_device_capability(pool.device)[0] >= 9
+    # Measured on an H200: descriptors help heads of 64 and hurt heads of 128.
+    return capable and dim in (16, 32, 64) and pool.dtype.itemsize == 2 and page_size % block_n == 0
