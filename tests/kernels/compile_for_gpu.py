@@ -45,18 +45,17 @@ def main() -> None:
         shape = {**HEADS, "PAGE_SIZE": page_size, "WINDOW": window, "HIDE_LAST": window > 0}
         shape |= {"WITH_LSE": True}
         splits = {"rows": I32, "item_seq": I32, "item_indptr": I32}
-        splits |= {"partial": FP32, "partial_lse": FP32}
+        splits |= {"partial": FP32, "partial_lse": FP32, "arrivals": I32}
         block_n = 16 if page_size == 16 else 64
-        decode = {**shape, "BLOCK_G": 16, "BLOCK_N": block_n}
+        decode = {**shape, "BLOCK_G": 16, "BLOCK_N": block_n, "MERGE_G": 2, "MERGE_S": 16}
         types = {**ATTENTION, **splits}
         compile_kernel(paged_decode._decode_kernel, types, decode, num_stages=5)
         blocks = {"cu_query": I32, "block_seq": I32, "block_begin": I32}
-        extend = {**shape, "BLOCK_M": 64, "BLOCK_N": 64}
-        compile_kernel(paged_extend._extend_kernel, {**ATTENTION, **blocks}, extend, num_stages=2)
-    merge = {"HEADS": 16, "DIM": 128, "BLOCK_D": 128, "WITH_LSE": True}
-    types = {"item_indptr": I32, "rows": I32, "partial": FP32, "partial_lse": FP32}
-    types |= {"out": BF16, "lse_out": FP32}
-    compile_kernel(paged_decode._merge_kernel, types, merge, num_warps=1)
+        for tma in {False, page_size % 64 == 0}:
+            blocks["tiles"] = "tensordesc<bf16[64,128]>" if tma else BF16
+            extend = {**shape, "BLOCK_M": 64, "BLOCK_N": 64, "TMA": tma}
+            types = {**ATTENTION, **blocks}
+            compile_kernel(paged_extend._extend_kernel, types, extend, num_stages=2)
     types = {"kv_lens": I32, "item_seq": I32, "item_indptr": I32}
     types |= {"num_seqs": "i32", "num_items": "i32", "target": "i32"}
     plan = {"PAGE_SIZE": 64, "WINDOW": 100, "LEAST": 4, "BLOCK": 256, "BLOCK_ITEMS": 512}
@@ -67,14 +66,20 @@ def main() -> None:
     types = {"gate_up": BF16, "out": BF16}
     compile_kernel(activation._silu_kernel, types, {"WIDTH": 3072, "BLOCK": 1024})
     types = {"x": BF16, "weight": BF16, "out": BF16, "out_features": "i32"}
-    constants = {"IN": 3072, "BLOCK_N": 2, "BLOCK_K": 1024, "SILU": True}
-    compile_kernel(gemv._gemv_kernel, types, constants)
+    types |= {"norm_weight": BF16, "eps": "fp32"}
+    constants = {"IN": 3072, "BLOCK_N": 2, "BLOCK_K": 1024, "ADD": True}
+    for silu in (False, True):
+        compile_kernel(gemv._gemv_kernel, types, {**constants, "SILU": silu, "NORM": not silu})
     types = {"positions": I32, "frequencies": FP32, "cos": BF16, "sin": BF16, "scale": "fp32"}
     compile_kernel(rope_angles._angles_kernel, types, {"HALF": 64, "BLOCK": 64})
     types = {"qkv": BF16, "cos": BF16, "sin": BF16, "q_weight": BF16, "k_weight": BF16}
     types |= {"eps": "fp32", "pool": BF16, "pages": I32, "offsets": I32, "out": BF16}
+    types |= {"projected": BF16, "scoring_weight": BF16, "scoring_out": BF16}
+    types |= {"stride": "i32", "projected_stride": "i32"}
     constants = {**HEADS, "PAGE_SIZE": 64, "NORM": True, "BLOCK_H": 8}
-    compile_kernel(rope_kv._rope_kv_kernel, types, constants)
+    for scoring in (False, True):
+        constants |= {"SCORING": scoring, "ADD_QUERY": scoring}
+        compile_kernel(rope_kv._rope_kv_kernel, types, constants)
     types = {"logits": BF16, "temperatures": FP32, "seeds": I64, "best": FP32}
     types |= {"best_token": I32, "stride": "i32"}
     constants = {"VOCAB": 151936, "BLOCKS": 38, "BLOCK": 4096}

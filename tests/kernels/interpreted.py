@@ -16,6 +16,7 @@ from cairn.kernels.reference import paged_attention
 from cairn.kernels.rope_angles import rope_angles, rope_angles_reference
 from cairn.kernels.rope_kv import rope_kv, rope_kv_reference
 from cairn.kernels.sampling import sample, sample_reference
+from cairn.kernels.scoring_heads import ScoringHeads
 
 CPU = torch.device("cpu")
 NAN = float("nan")
@@ -47,6 +48,7 @@ CASES = [
     ([70, 130, 3, 1], [70, 5, 3, 1], 4, 2, 16, 16, None, False),
     ([70, 200], [70, 64], 4, 2, 16, 64, 33, True),
     ([40], [40], 2, 1, 80, 16, None, False),
+    ([200], [70], 2, 1, 16, 64, None, False),
 ]
 
 
@@ -68,8 +70,20 @@ def test_paged_attention(case: tuple[list[int], list[int], int, int, int, int, i
         paged_decode(query, pool, table, kv_lens, rows, splits, out, lse=lse, **options)
     else:
         cu_query = torch.tensor([0, *np.cumsum(new)], dtype=torch.int32)
-        blocks = ExtendBlocks.of(np.array(new), np.arange(len(new)), dim, CPU)
-        paged_extend(query, pool, table, kv_lens, cu_query, blocks, out, lse=lse, **options)
+        blocks = ExtendBlocks.of(np.array(new), np.arange(len(new)), CPU)
+        described = page_size % 32 == 0 and dim % 16 == 0
+        paged_extend(
+            query,
+            pool,
+            table,
+            kv_lens,
+            cu_query,
+            blocks,
+            out,
+            lse=lse,
+            describe=described,
+            **options,
+        )
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-5)
 
@@ -109,12 +123,19 @@ def test_silu_and_mul() -> None:
     torch.testing.assert_close(silu_and_mul(gate_up), silu_and_mul_reference(gate_up))
 
 
-@pytest.mark.parametrize("silu", [False, True])
-def test_gemv(silu: bool) -> None:
+@pytest.mark.parametrize("before", ["nothing", "silu", "norm"])
+@pytest.mark.parametrize("adds", [False, True])
+def test_gemv(before: str, adds: bool) -> None:
     weight = torch.randn(37, 50)
-    x = torch.randn(2, 100 if silu else 50)
-    expected = gemv_reference(x, weight, silu=silu)
-    torch.testing.assert_close(gemv(x, weight, silu=silu), expected, rtol=1e-4, atol=1e-4)
+    x = torch.randn(2, 100 if before == "silu" else 50)
+    norm = (torch.randn(50), 1e-2) if before == "norm" else None
+    streams = [torch.ones(2, 37) if adds else None for _ in range(2)]
+    found, expected = (
+        product(x, weight, silu=before == "silu", norm=norm, add_to=stream)
+        for product, stream in zip((gemv, gemv_reference), streams, strict=True)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert not adds or found is streams[0]
 
 
 def test_rope_angles() -> None:
@@ -127,18 +148,25 @@ def test_rope_angles() -> None:
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("dim", [16, 24])
-def test_rope_and_kv_write(norm: bool, dim: int) -> None:
+@pytest.mark.parametrize("scores", ["", "added", "own"])
+def test_rope_and_kv_write(norm: bool, dim: int, scores: str) -> None:
+    if scores and not norm:
+        pytest.skip("scoring heads come with norms")
     heads, kv_heads = 5, 2
-    qkv = torch.randn(5, (heads + 2 * kv_heads) * dim)
+    qkv = torch.randn(5, (heads + 2 * kv_heads) * dim + heads * dim)
+    scoring = None
+    if scores:
+        scoring = ScoringHeads(qkv[:, -heads * dim :], scores == "added", torch.randn(dim))
     cos, sin = torch.randn(5, dim), torch.randn(5, dim)
     q_weight, k_weight = (torch.randn(dim), torch.randn(dim)) if norm else (None, None)
     pages, offsets = torch.tensor([1, 2, 2, 3, 1]), torch.tensor([0, 1, 2, 3, 7])
     pools = [torch.zeros(4, 2 * kv_heads, 8, dim) for _ in range(2)]
-    query, expected = (
-        kernel(qkv, cos, sin, q_weight, k_weight, 1e-6, pool, pages, offsets, heads)
+    found, expected = (
+        kernel(qkv, cos, sin, q_weight, k_weight, 1e-6, pool, pages, offsets, heads, scoring)
         for kernel, pool in zip((rope_kv, rope_kv_reference), pools, strict=True)
     )
-    torch.testing.assert_close(query, expected)
+    torch.testing.assert_close(found, expected)
+    assert (found[0] is found[1]) == (scoring is None)
     torch.testing.assert_close(pools[0], pools[1])
 
 

@@ -20,6 +20,7 @@ from cairn.engine.logprobs import TokenLogprob, token_logprobs
 from cairn.engine.plan import Advance, StepPlan
 from cairn.engine.rows import StepRows, build_rows
 from cairn.engine.sampler import Draw, Sampler
+from cairn.kernels.scoring_heads import ScoringHeads
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.kv_pool import KVPool
 from cairn.models.interface import LanguageModel
@@ -54,8 +55,14 @@ class _Attend:
     """What the model's layers call: stores keys and values, then attends."""
 
     def __init__(
-        self, pool: KVPool, backend: AttentionBackend, batch: AttentionBatch, metadata: object
+        self,
+        pool: KVPool,
+        backend: AttentionBackend,
+        batch: AttentionBatch,
+        metadata: object,
+        heads: int,
     ) -> None:
+        self._heads = heads
         self._pool = pool
         self._backend = backend
         self._batch = batch
@@ -78,14 +85,16 @@ class _Attend:
         qkv: torch.Tensor,
         cos_sin: tuple[torch.Tensor, torch.Tensor],
         norm: tuple[torch.Tensor, torch.Tensor, float] | None,
+        scoring: ScoringHeads | None = None,
+        *,
+        hils: bool = False,
     ) -> torch.Tensor:
         from cairn.kernels.rope_kv import rope_kv
 
         pool = self._pool.layers[layer]
         tables = self._batch.groups[self._pool.group_of[layer]]
         q_weight, k_weight, eps = (None, None, 0.0) if norm is None else norm
-        dim = pool.shape[3]
-        query = rope_kv(
+        query, scored = rope_kv(
             qkv,
             cos_sin[0],
             cos_sin[1],
@@ -95,9 +104,11 @@ class _Attend:
             pool,
             tables.row_pages,
             self._batch.row_offsets,
-            qkv.shape[1] // dim - pool.shape[1],
+            self._heads,
+            scoring,
         )
-        return self._backend.forward(layer, query, self._metadata)
+        landmarks = Scoring(scored, scored) if hils else None
+        return self._backend.forward(layer, query, self._metadata, landmarks)
 
 
 class Runner:
@@ -246,7 +257,8 @@ class Runner:
         self._backend.begin(metadata)
         newest = self._newest[inputs.sources.clamp(min=0)]
         token_ids = torch.where(inputs.sources >= 0, newest, inputs.token_ids)
-        attend = _Attend(self._pool, self._backend, inputs.batch, metadata)
+        heads = self._model.spec.num_heads
+        attend = _Attend(self._pool, self._backend, inputs.batch, metadata, heads)
         return self._model(token_ids, inputs.positions, inputs.lengths, attend, logit_rows)
 
     def _apply(self, plan: StepPlan) -> None:

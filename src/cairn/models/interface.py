@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from cairn.attention.batch import Scoring
+from cairn.kernels.scoring_heads import ScoringHeads
 from cairn.models.spec import ModelSpec
 
 
@@ -27,8 +28,14 @@ class Attend(Protocol):
         qkv: torch.Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim], as projected
         cos_sin: tuple[torch.Tensor, torch.Tensor],  # [rows, 1, head_dim] each
         norm: tuple[torch.Tensor, torch.Tensor, float] | None,  # q and k weights per head, eps
+        scoring: ScoringHeads | None = None,
+        *,
+        hils: bool = False,
     ) -> torch.Tensor:  # [rows, heads, head_dim]
-        """Norm, rotate, store and attend; for CUDA with triton."""
+        """Norm, rotate, store and attend; for CUDA with triton.
+
+        A `hils` layer without scoring heads of its own scores pages with its queries.
+        """
         ...
 
 
