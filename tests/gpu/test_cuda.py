@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from cairn import LLM, SamplingParams
-from tests.helpers import GOLDENS, poison_free_memory
+from tests.helpers import GOLDENS, TINY_LLAMA, poison_free_memory, tokens_of, write_model
 
 pytestmark = pytest.mark.gpu
 CASES = sorted(path.name for path in GOLDENS.glob("hf_*"))
@@ -97,3 +100,92 @@ def test_batched_and_warm_equals_alone() -> None:
         together = llm.generate(prompts, max_tokens=40, ignore_eos=True)
         assert [result.token_ids for result in together] == alone
         assert together[-1].usage.cached_tokens > 0
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
+    "llama3-rope": {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
+    "yarn": {
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        }
+    },
+    "linear": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_equal_the_cpu(variant: str, tmp_path: Path) -> None:
+    folder = write_model(tmp_path, {**TINY_LLAMA, **VARIANTS[variant]})
+    ids = tokens_of(200)
+    found = []
+    for device in ("cpu", "cuda"):
+        with LLM(folder, device=device, dtype="float32", kv_cache_gib=0.05) as llm:
+            tokens = llm.generate(ids, max_tokens=20, ignore_eos=True).token_ids
+            found.append((llm.logprobs(ids), tokens))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=5e-4)
+    assert found[0][1] == found[1][1]
+
+
+@pytest.mark.parametrize("policy", ["quest", "mean"])
+def test_training_free_sparse_attention_equals_the_cpu(policy: str, tmp_path: Path) -> None:
+    folder = write_model(tmp_path, TINY_LLAMA)
+    ids = tokens_of(300)
+    found = []
+    for device in ("cpu", "cuda"):
+        with LLM(
+            folder,
+            device=device,
+            dtype="float32",
+            kv_cache_gib=0.05,
+            page_size=16,
+            attention_backend="hsa",
+            hsa_policy=policy,
+            hsa_topk=4,
+            hsa_window=32,
+        ) as llm:
+            poison_free_memory(llm.engine)
+            tokens = llm.generate(ids, max_tokens=40, ignore_eos=True).token_ids
+            found.append((llm.logprobs(ids), tokens))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=5e-4)
+    assert found[0][1] == found[1][1]
+
+
+def test_filters_that_leave_one_token_draw_the_greedy_one() -> None:
+    case = GOLDENS / CASES[0]
+    ids = load_file(case / "golden.safetensors")["input_ids_a"].tolist()
+    with LLM(case, dtype="float32", device="cuda", kv_cache_gib=0.1) as llm:
+        greedy = llm.generate(ids, max_tokens=20, ignore_eos=True).token_ids
+        for narrow in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+            params = SamplingParams(max_tokens=20, temperature=1.0, ignore_eos=True, **narrow)
+            assert llm.generate(ids, params).token_ids == greedy, narrow
+        banned = SamplingParams(max_tokens=1, logit_bias={greedy[0]: -100.0})
+        assert llm.generate(ids, banned).token_ids != greedy[:1]
+
+
+def test_retraction_changes_no_token() -> None:
+    """A pool that holds half of what runs at once."""
+    case = GOLDENS / CASES[0]
+    golden = load_file(case / "golden.safetensors")
+    prompts = [golden["input_ids_b"].tolist()[i : i + 100] for i in range(6)]
+    params = SamplingParams(max_tokens=150, ignore_eos=True)
+    answers, memory = [], 0.1
+    for enough in (True, False):
+        with LLM(case, dtype="float32", device="cuda", page_size=16, kv_cache_gib=memory) as llm:
+            answers.append([r.token_ids for r in llm.generate(prompts, params)])
+            assert (llm.engine.scheduler.stats.retractions == 0) == enough
+            pages = llm.engine.scheduler.cache.allocators[0].num_pages
+            memory *= 48 / pages
+    assert answers[0] == answers[1]
