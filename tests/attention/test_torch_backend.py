@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cairn.attention.backend import AttentionShape
-from cairn.attention.batch import AttentionBatch, GroupTables
+from cairn.attention.batch import AttentionBatch
 from cairn.attention.torch_backend import TorchBackend
 from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
@@ -78,27 +78,8 @@ def test_matches_attention_by_hand(
     def step(new: list[int], total: list[int]) -> Any:
         """Prepare a step, as the runner does, and then write its new rows."""
         query_lens, kv_lens = np.array(new), np.array(total)
-        batch = AttentionBatch(
-            page_size,
-            query_lens,
-            kv_lens,
-            np.concatenate(([0], np.cumsum(query_lens))),
-            torch.empty(0),
-            tuple(
-                GroupTables(
-                    table[: len(new)],
-                    torch.empty(0),
-                    table[: len(new)].numpy(),
-                    np.ones_like(table[: len(new)].numpy()),
-                )
-                for table in tables
-            ),
-            CPU,
-            prompt_rows=kv_lens,
-            traced_rows=np.zeros(0, dtype=np.int64),
-            device_kv_lens=torch.from_numpy(kv_lens.astype(np.int32)),
-            device_cu_query=torch.empty(0),
-        )
+        own = [table[: len(new)].numpy() for table in tables]
+        batch = AttentionBatch.build(page_size, query_lens, kv_lens, own, CPU)
         metadata = backend.prepare(batch)
         for g, group in enumerate(groups):
             for s in range(len(new)):

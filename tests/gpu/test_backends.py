@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cairn.attention.backend import AttentionShape, backend_class, backend_names, refusal
-from cairn.attention.batch import AttentionBatch, GroupTables, to_device
+from cairn.attention.batch import AttentionBatch, to_device
 from cairn.kernels.reference import paged_attention
 from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
@@ -54,23 +54,7 @@ def test_backends_agree_with_the_reference(
         used += count
     for tensor in pool.layers.values():
         tensor.normal_()
-    cu_query = np.concatenate(([0], np.cumsum(new)))
-    step = AttentionBatch(
-        page_size,
-        new,
-        total,
-        cu_query,
-        torch.empty(0),
-        tuple(
-            GroupTables(to_device(table, device), torch.empty(0), table, np.ones_like(table))
-            for _ in groups
-        ),
-        device,
-        prompt_rows=total,
-        traced_rows=np.zeros(0, dtype=np.int64),
-        device_kv_lens=to_device(total.astype(np.int32), device),
-        device_cu_query=to_device(cu_query.astype(np.int32), device),
-    )
+    step = AttentionBatch.build(page_size, new, total, [table] * len(groups), device)
     query = torch.randn(int(new.sum()), num_heads, dim, device=device).bfloat16()
     attention = backend_class(backend)(shape, pool)
     metadata = attention.prepare(step)

@@ -11,12 +11,15 @@ from triton.compiler import ASTSource
 from cairn.kernels import (
     activation,
     gemv,
+    landmark,
     norm,
     paged_decode,
     paged_extend,
     rope_angles,
     rope_kv,
     sampling,
+    sparse_decode,
+    sparse_extend,
 )
 
 BF16, FP32, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
@@ -27,7 +30,7 @@ HEADS = {"HEADS": 16, "KV_HEADS": 8, "DIM": 128, "BLOCK_D": 128}
 
 def compile_kernel(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any
-) -> None:
+) -> Any:
     names = kernel.arg_names
     if "PDL" in names:
         constants = {**constants, "PDL": True}
@@ -37,7 +40,7 @@ def compile_kernel(
     aligned = [["tt.divisibility", 16]]
     attributes = {(i,): aligned for i, name in enumerate(names) if signature[name].startswith("*")}
     source = ASTSource(kernel, signature, values, attributes)
-    triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def main() -> None:
@@ -51,11 +54,18 @@ def main() -> None:
         types = {**ATTENTION, **splits}
         compile_kernel(paged_decode._decode_kernel, types, decode, num_stages=5)
         blocks = {"cu_query": I32, "block_seq": I32, "block_begin": I32}
+        blocks["dense_until"] = I32
         for tma in {False, page_size % 64 == 0}:
             blocks["tiles"] = "tensordesc<bf16[64,128]>" if tma else BF16
-            extend = {**shape, "BLOCK_M": 64, "BLOCK_N": 64, "TMA": tma}
+            extend = {**shape, "PAGED_WINDOW": window > 0, "BLOCK_M": 64, "BLOCK_N": 64, "TMA": tma}
             types = {**ATTENTION, **blocks}
             compile_kernel(paged_extend._extend_kernel, types, extend, num_stages=2)
+    for dim, page_size, landmark_heads, pooling in (
+        (128, 64, 16, 0),
+        (64, 64, 16, 0),
+        (128, 64, 2, 2),
+    ):
+        sparse(dim, page_size, landmark_heads, pooling)
     types = {"kv_lens": I32, "item_seq": I32, "item_indptr": I32}
     types |= {"num_seqs": "i32", "num_items": "i32", "target": "i32"}
     plan = {"PAGE_SIZE": 64, "WINDOW": 100, "LEAST": 4, "BLOCK": 256, "BLOCK_ITEMS": 512}
@@ -86,6 +96,59 @@ def main() -> None:
     compile_kernel(sampling._best_kernel, types, constants, num_warps=8)
     types = {"best": FP32, "best_token": I32, "tokens": I64}
     compile_kernel(sampling._pick_kernel, types, {"BLOCKS": 38, "PADDED": 64})
+
+
+def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
+    """Kernels of a model with 16 query heads: HiLS, or `quest` where landmarks are of kv heads."""
+    native = landmark_heads == 16
+    width = dim if native else 2 * dim
+    names = ("page_table", "kv_lens", "rows", "candidates", "best_index", "selected", "arrivals")
+    types = dict.fromkeys((*names, "cu_query", "dense_until", "block_seq", "block_begin"), I32)
+    types |= dict.fromkeys(
+        ("pages", "readers", "counts", "kept_index", "kept_count", "last_rows"), I32
+    )
+    types |= dict.fromkeys(("generations", "sealed", "selected"), I32)
+    types |= dict.fromkeys(("query", "scoring", "prior", "pool", "vectors", "window_out"), BF16)
+    types |= dict.fromkeys(("bias", "scores", "score_lse", "partial", "partial_lse"), FP32)
+    types |= dict.fromkeys(
+        ("best_rank", "kept_rank", "kept_cutoff", "window_lse", "normalizer"), FP32
+    )
+    types |= {"launches": I64, "scale": "fp32", "seal": "i32"}
+    types |= dict.fromkeys(("query_stride", "scoring_stride", "prior_stride"), "i32")
+    types |= dict.fromkeys(("table_stride", "candidate_stride", "best_stride"), "i32")
+    constants = {
+        **{"HEADS": 16, "KV_HEADS": 2, "DIM": dim, "PAGE_SIZE": page_size, "WIDTH": width},
+        **{"LANDMARK_HEADS": landmark_heads, "WINDOW": 512, "DENSE_BELOW": 0},
+        **{"HIDE_LAST": native, "HAS_BIAS": native, "POOLING": pooling, "BY_LSE": not native},
+        **{"NULL_SPLIT": native, "SINKS": int(not native), "STRATEGY": 2, "TOPK": 32},
+        **{"BLOCK_K": 32, "CHUNK": 1024, "BEST": 256, "STRIPS": 16, "WINDOW_PARTS": 3},
+        **{"BLOCK_PARTS": 4, "PARTS": 19, "PAGE_PARTS": 16, "BLOCK_G": 16, "MERGE_G": 8},
+        **{"MERGE_S": 8, "BLOCK_S": 1 if native else 16, "BLOCK_P": 64 if native else 32},
+        **{
+            "CAPACITY": 128,
+            "COMPACT_ROWS": 16,
+            "UNION": 256,
+            "ROWS": 8,
+            "GROUP_PAD": 8,
+            "BLOCK_M": 64,
+        },
+        **{"BLOCK": 512, "PROGRAMS": 8},
+    }
+
+    def build(kernel: Any, out: str = BF16, **options: Any) -> None:
+        own = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        compile_kernel(kernel, {**types, "out": out}, own, **options)
+
+    build(landmark._pool_kernel)
+    build(sparse_decode._begin_kernel)
+    build(sparse_decode._score_kernel, num_stages=3)
+    build(sparse_decode._topk_kernel)
+    build(sparse_decode._pages_kernel, num_stages=2)
+    build(sparse_extend._normalizer_kernel, num_stages=3)
+    build(sparse_extend._select_kernel, I32, num_stages=2)
+    build(sparse_extend._attend_kernel, num_stages=3 if dim == 64 else 2)
+    constants["BLOCK_M"] = 8
+    build(sparse_extend._union_kernel)
 
 
 if __name__ == "__main__":

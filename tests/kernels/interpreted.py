@@ -6,9 +6,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
+from cairn.kernels import sparse_decode
 from cairn.kernels.activation import silu_and_mul, silu_and_mul_reference
 from cairn.kernels.gemv import gemv, gemv_reference
+from cairn.kernels.interface import ScoringHeads
 from cairn.kernels.norm import add_rms_norm, rms_norm, rms_norm_reference
 from cairn.kernels.paged_decode import DecodeSplits, paged_decode, plan_splits
 from cairn.kernels.paged_extend import ExtendBlocks, paged_extend
@@ -16,7 +20,9 @@ from cairn.kernels.reference import paged_attention
 from cairn.kernels.rope_angles import rope_angles, rope_angles_reference
 from cairn.kernels.rope_kv import rope_kv, rope_kv_reference
 from cairn.kernels.sampling import sample, sample_reference
-from cairn.kernels.scoring_heads import ScoringHeads
+from cairn.kernels.top_pages import keep_best, keep_best_of_rows
+from cairn.sparsity.selection import top_positions
+from tests.kernels.sparse_case import CASES, run
 
 CPU = torch.device("cpu")
 NAN = float("nan")
@@ -39,7 +45,7 @@ def paged(
     return pool, table
 
 
-CASES = [
+SHAPES = [
     # lengths, new rows, heads, kv heads, head size, page size, window, hide last
     ([1, 15, 16, 17, 300], [1, 1, 1, 1, 1], 4, 2, 16, 16, None, False),
     ([1, 63, 64, 65, 700], [1, 1, 1, 1, 1], 4, 1, 32, 64, None, False),
@@ -52,7 +58,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_paged_attention(case: tuple[list[int], list[int], int, int, int, int, int, bool]) -> None:
     torch.manual_seed(0)
     lengths, new, heads, kv_heads, dim, page_size, window, hide = case
@@ -178,3 +184,53 @@ def test_sampling_takes_what_the_reference_takes() -> None:
     tokens = sample(logits, temperatures, seeds)
     assert tokens.tolist() == sample_reference(logits, temperatures, seeds).tolist()
     assert tokens[0] == logits[0].argmax() and tokens[4] == 7
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sparse_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_decode, "_CHUNK", 16)  # several chunks, on few pages
+    found, expected = (run(CASES[name], CPU, kernels=kernels) for kernels in (True, False))
+    torch.testing.assert_close(found.out, expected.out, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.vectors, expected.vectors, rtol=0, atol=1e-5, equal_nan=True)
+    assert torch.equal(found.sealed, expected.sealed)
+    for row, selection in expected.selections.items():
+        k = selection.page_index.shape[-1]
+        assert torch.equal(found.selections[row].page_index[..., :k], selection.page_index)
+        torch.testing.assert_close(
+            found.selections[row].weights[..., :k], selection.weights, rtol=0, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("n", [1, 5, 64])
+def test_best_ranks_are_those_of_the_reference(n: int) -> None:
+    torch.manual_seed(n)
+    rank = torch.randint(-3, 4, (16, n)).float()  # many ties
+    rank[torch.rand(16, n) < 0.2] = float("-inf")
+    rank[0] = float("-inf")
+    rank[1, : n // 2] = float("inf")
+    block = 64
+    keep = torch.zeros(16, n, dtype=torch.int32)
+    each = torch.zeros(16, n, dtype=torch.int32)
+    _keep_rows[(1,)](rank, keep, n, 16, block, 4)
+    _keep_each[(16,)](rank, each, n, block, 4)
+    for row in range(16):
+        places = top_positions(rank[row], 4)
+        expected = places[places >= 0].tolist()
+        assert keep[row].nonzero().flatten().tolist() == expected
+        assert each[row].nonzero().flatten().tolist() == expected
+
+
+@triton.jit
+def _keep_rows(rank, keep, n, ROWS: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr):
+    column = tl.arange(0, BLOCK)[None, :]
+    place = tl.arange(0, ROWS)[:, None] * n + column
+    value = tl.load(rank + place, mask=column < n, other=float("-inf"))
+    tl.store(keep + place, keep_best_of_rows(value, K).to(tl.int32), mask=column < n)
+
+
+@triton.jit
+def _keep_each(rank, keep, n, BLOCK: tl.constexpr, K: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    place = tl.program_id(0) * n + column
+    value = tl.load(rank + place, mask=column < n, other=float("-inf"))
+    tl.store(keep + place, keep_best(value, K).to(tl.int32), mask=column < n)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from cairn.attention.batch import AttentionBatch, Scoring
+from cairn.attention.batch import AttentionBatch, HostBatch, Scoring
 from cairn.errors import ConfigError
 from cairn.memory.groups import LayerGroup
 from cairn.memory.kv_pool import KVPool
@@ -47,6 +47,19 @@ class AttentionBackend(Protocol):
         """`begin` and `forward` of a decode batch can be recorded in a CUDA graph and replayed."""
         ...
 
+    @property
+    def reads_generations(self) -> bool:
+        """Wants the generations of pages on the device."""
+        ...
+
+    def replayable(self, batch: HostBatch) -> bool:
+        """A step that only decodes can be replayed from a graph."""
+        ...
+
+    def launching(self, batch: HostBatch) -> None:
+        """The host's books of a step that is about to be launched or replayed."""
+        ...
+
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> Any:
         """Host work of a step, shared by all its layers. The result goes to `forward`.
 
@@ -72,8 +85,8 @@ class AttentionBackend(Protocol):
         """Pages that a traced row of the step read, by layer."""
         ...
 
-    def abandon(self, batch: AttentionBatch) -> None:
-        """The batch was prepared and did not come to its end."""
+    def abandon(self, batch: HostBatch) -> None:
+        """The step was launched and did not come to its end."""
         ...
 
 
@@ -87,6 +100,8 @@ class DenseBackend:
     """Can leave landmark rows out."""
     graphs: ClassVar[bool] = False
     """`begin` and `forward` of a decode batch can be recorded in a CUDA graph and replayed."""
+
+    reads_generations: ClassVar[bool] = False
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
         self._shape = shape
@@ -110,6 +125,12 @@ class DenseBackend:
             return "the model hides landmark rows from its window layers, and it cannot"
         return None
 
+    def replayable(self, batch: HostBatch) -> bool:
+        return self.graphs
+
+    def launching(self, batch: HostBatch) -> None:
+        pass
+
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> Any:
         raise NotImplementedError
 
@@ -129,7 +150,7 @@ class DenseBackend:
     def selections(self, metadata: Any, row: int) -> dict[int, Selection]:
         return {}
 
-    def abandon(self, batch: AttentionBatch) -> None:
+    def abandon(self, batch: HostBatch) -> None:
         pass
 
 

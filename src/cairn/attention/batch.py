@@ -1,7 +1,12 @@
-"""What a backend may know of a step: lengths, positions in the cache, page tables. No requests."""
+"""What a backend may know of a step: lengths, positions in the cache, page tables. No requests.
+
+The host's part is known for every step; the device's part, where a step is replayed from a graph,
+is what was recorded.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -9,18 +14,24 @@ import numpy as np
 import torch
 
 
-@dataclass(frozen=True, slots=True)
-class GroupTables:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTables:
     """The page tables of one layer group, for the sequences of this step in their order."""
 
-    page_table: torch.Tensor  # [seqs, max_pages] int32, NULL_PAGE where no page is held
-    row_pages: torch.Tensor  # [rows] int64, page that each new row is written to
-    host_pages: np.ndarray  # page_table on the host
+    host_pages: np.ndarray  # [seqs, max_pages] int32, NULL_PAGE where no page is held
     host_generations: np.ndarray  # [seqs, max_pages] int32, the life of each page in the table
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionBatch:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTables(HostTables):
+    page_table: torch.Tensor  # [seqs, max_pages] int32, host_pages on the device
+    row_pages: torch.Tensor  # [rows] int64, page that each new row is written to
+    generations: torch.Tensor | None = None
+    """host_generations on the device, for backends that read them there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostBatch:
     """Sequence s computes rows [kv_lens[s] - query_lens[s], kv_lens[s]) of its cache.
 
     Its new rows stand at [cu_query[s], cu_query[s + 1]) of the step's tensors. Lengths are host
@@ -31,13 +42,67 @@ class AttentionBatch:
     query_lens: np.ndarray  # [seqs] int64
     kv_lens: np.ndarray  # [seqs] int64, the new rows included
     cu_query: np.ndarray  # [seqs + 1] int64
-    row_offsets: torch.Tensor  # [rows] int64, row within its page
-    groups: tuple[GroupTables, ...]
-    device: torch.device
+    groups: tuple[HostTables, ...]
     prompt_rows: np.ndarray  # [seqs] int64, rows of the cache that hold the sequence's prompt
     traced_rows: np.ndarray  # [n] int64, rows of the step whose page selection is wanted
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.query_lens)
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.cu_query[-1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBatch(HostBatch):
+    groups: tuple[GroupTables, ...]
+    row_offsets: torch.Tensor  # [rows] int64, row within its page
+    device: torch.device
     device_kv_lens: torch.Tensor  # kv_lens on the device, int32
     device_cu_query: torch.Tensor  # cu_query on the device, int32
+
+    @classmethod
+    def build(
+        cls,
+        page_size: int,
+        query_lens: np.ndarray,
+        kv_lens: np.ndarray,
+        tables: Sequence[np.ndarray],
+        device: torch.device,
+        *,
+        prompt_rows: np.ndarray | None = None,
+        traced_rows: Sequence[int] = (),
+    ) -> AttentionBatch:
+        """A step by itself, without an engine: `tables` [seqs, pages] per layer group, all pages in
+        their first generation."""
+        cu_query = np.concatenate(([0], np.cumsum(query_lens)))
+        seq = np.repeat(np.arange(len(query_lens)), query_lens)
+        cache_rows = np.arange(cu_query[-1]) + (kv_lens - query_lens - cu_query[:-1])[seq]
+        groups = tuple(
+            GroupTables(
+                page_table=to_device(table.astype(np.int32), device),
+                row_pages=to_device(table[seq, cache_rows // page_size].astype(np.int64), device),
+                generations=to_device(np.ones_like(table, dtype=np.int32), device),
+                host_pages=table,
+                host_generations=np.ones_like(table, dtype=np.int32),
+            )
+            for table in tables
+        )
+        return cls(
+            page_size=page_size,
+            query_lens=query_lens,
+            kv_lens=kv_lens,
+            cu_query=cu_query,
+            groups=groups,
+            row_offsets=to_device(cache_rows % page_size, device),
+            device=device,
+            prompt_rows=kv_lens if prompt_rows is None else prompt_rows,
+            traced_rows=np.array(traced_rows, dtype=np.int64),
+            device_kv_lens=to_device(kv_lens.astype(np.int32), device),
+            device_cu_query=to_device(cu_query.astype(np.int32), device),
+        )
 
     def take(self, seqs: np.ndarray) -> tuple[AttentionBatch, np.ndarray]:
         """The batch of some of its sequences, and which rows of the step are theirs."""
@@ -57,6 +122,9 @@ class AttentionBatch:
                 GroupTables(
                     page_table=tables.page_table[seq_index],
                     row_pages=tables.row_pages[row_index],
+                    generations=None
+                    if tables.generations is None
+                    else tables.generations[seq_index],
                     host_pages=tables.host_pages[seqs],
                     host_generations=tables.host_generations[seqs],
                 )
@@ -68,14 +136,6 @@ class AttentionBatch:
             device_cu_query=to_device(cu_query.astype(np.int32), self.device),
         )
         return taken, rows
-
-    @property
-    def num_seqs(self) -> int:
-        return len(self.query_lens)
-
-    @property
-    def num_rows(self) -> int:
-        return int(self.cu_query[-1])
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from cairn.attention.backend import DenseBackend
-from cairn.attention.batch import AttentionBatch, Scoring
+from cairn.attention.batch import AttentionBatch, HostBatch, Scoring
 from cairn.sparsity.selection import Selection
 
 
@@ -25,11 +25,18 @@ class _Chosen:
 
 class PairBackend:
     name: ClassVar[str] = "pair"
+    reads_generations: ClassVar[bool] = False
 
     def __init__(self, prefill: DenseBackend, decode: DenseBackend) -> None:
         self._prefill = prefill
         self._decode = decode
         self.graphs = decode.graphs
+
+    def replayable(self, batch: HostBatch) -> bool:
+        return self._decode.replayable(batch)
+
+    def launching(self, batch: HostBatch) -> None:
+        pass
 
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> _Chosen:
         backend = self._decode if (batch.query_lens == 1).all() else self._prefill
@@ -50,5 +57,5 @@ class PairBackend:
     def selections(self, metadata: _Chosen, row: int) -> dict[int, Selection]:
         return {}
 
-    def abandon(self, batch: AttentionBatch) -> None:
+    def abandon(self, batch: HostBatch) -> None:
         pass

@@ -10,6 +10,7 @@ import torch
 
 from cairn.attention.backend import AttentionBackend, AttentionShape, resolve_backends
 from cairn.attention.hsa.backend import HSABackend
+from cairn.attention.hsa.kernel_sparse import KernelSparse
 from cairn.attention.pair_backend import PairBackend
 from cairn.config import EngineConfig
 from cairn.engine.attention_options import plan_attention
@@ -89,14 +90,27 @@ def build_engine(
         eviction="lfu" if config.eviction == "lfu" else "lru",
         prefix_caching=not config.disable_radix_cache,
     )
+    max_pages = geometry.pages(min(context, cache.max_tokens))
+    gpu_notes = [choice] if device.type == "cuda" else []
     backends = [kind(shape, pool) for kind in dense]
     backend: AttentionBackend = backends[0] if len(backends) == 1 else PairBackend(*backends)
     if attention.sparse is not None and landmark_shape is not None:
         group = pool.group_of[attention.sparse.layers[0]]
         landmarks = LandmarkPool(landmark_shape, num_pages[group], device)
+        refused = KernelSparse.refusal(attention.sparse, shape)
+        kernels = None
+        if refused is None:
+            kernels = KernelSparse(attention.sparse, shape, pool, landmarks, max_pages)
         backend = HSABackend(
-            shape, pool, config=attention.sparse, landmarks=landmarks, dense=backend
+            shape,
+            pool,
+            config=attention.sparse,
+            landmarks=landmarks,
+            dense=backend,
+            kernels=kernels,
         )
+        if device.type == "cuda" and refused is not None:
+            gpu_notes.append(f"hsa runs in plain torch, its kernels cannot: {refused}")
     for warning in attention.warnings:
         logging.getLogger("cairn").warning(warning)
     runner = Runner(
@@ -106,17 +120,14 @@ def build_engine(
         geometry,
         num_groups=len(groups),
         num_slots=limits.max_running_requests,
-        max_pages=geometry.pages(min(context, cache.max_tokens)),
+        max_pages=max_pages,
         device=device,
     )
     unrecorded = _not_recorded(config, device, backend)
     if unrecorded is None:
         runner.record_graphs()
-    gpu_notes: list[str] = []
-    if device.type == "cuda":
-        gpu_notes = [choice]
-        if unrecorded is not None:
-            gpu_notes.append(f"decode steps are not recorded as CUDA graphs: {unrecorded}")
+    if device.type == "cuda" and unrecorded is not None:
+        gpu_notes.append(f"decode steps are not recorded as CUDA graphs: {unrecorded}")
     return Engine(
         spec,
         Scheduler(cache, limits, time.perf_counter),

@@ -32,7 +32,7 @@ def batch_sizes(most: int) -> list[int]:
 class _Graph:
     graph: torch.cuda.CUDAGraph
     packed: torch.Tensor  # draws, then inputs
-    tables: torch.Tensor  # [groups, size, max_pages]
+    tables: torch.Tensor  # [groups, size, max_pages], generations behind pages
     logits: torch.Tensor  # [size, vocab]
     tokens: torch.Tensor  # [size]
 
@@ -48,7 +48,9 @@ class DecodeGraphs:
         max_pages: int,
         spare_slot: int,
         device: torch.device,
+        generations: bool,
     ) -> None:
+        self._generations = generations
         self._spare_slot = spare_slot
         self._forward = forward
         self._sizes = sorted(sizes)
@@ -68,7 +70,7 @@ class DecodeGraphs:
         for size in reversed(self._sizes):
             host, draws = self._padding(size), self._no_draws(size)
             packed = to_device(np.concatenate((draws.pack(), host.pack())), self._device)
-            tables = to_device(host.tables, self._device)
+            tables = to_device(host.pack_tables(self._generations), self._device)
             inputs = host.view(packed[4 * size :], tables, self._device)
             device_draws = DeviceDraws.view(packed[: 4 * size])
             stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -108,7 +110,8 @@ class DecodeGraphs:
             packed = np.concatenate((both.pack(), packed))
         graph.packed.copy_(to_device(packed, self._device))
         width = padded.tables.shape[2]
-        graph.tables[:, :, :width].copy_(to_device(padded.tables, self._device))
+        tables = padded.pack_tables(self._generations)
+        graph.tables[:, :, :width].copy_(to_device(tables, self._device))
         graph.graph.replay()
         return graph.logits[:count], graph.tokens[:count]
 
@@ -140,7 +143,7 @@ class DecodeGraphs:
         shape = (self._groups, size, width or self._max_pages)
         tables = np.full(shape, NULL_PAGE, dtype=np.int32)
         none = np.zeros(0, dtype=np.int64)
-        return HostInputs(rows, self._page_size, tables, np.zeros_like(tables), ones, none)
+        return HostInputs(rows, self._page_size, tables, np.zeros_like(tables), zeros, none)
 
     def _pad(self, host: HostInputs, size: int) -> HostInputs:
         count = len(host.rows.kv_lens)

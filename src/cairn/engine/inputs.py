@@ -11,7 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cairn.attention.batch import AttentionBatch, GroupTables, to_device
+from cairn.attention.batch import (
+    AttentionBatch,
+    GroupTables,
+    HostBatch,
+    HostTables,
+    to_device,
+)
 from cairn.engine.rows import StepRows
 
 
@@ -53,7 +59,10 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class HostInputs:
-    """Of `rows` and `seqs`; the tables are [groups, seqs, pages]."""
+    """Of `rows` and `seqs`; the tables are [groups, seqs, pages].
+
+    On the device the tables of page ids may be followed by as many of generations.
+    """
 
     rows: StepRows
     page_size: int
@@ -77,12 +86,30 @@ class HostInputs:
         )
         return np.concatenate(parts).astype(np.int32)
 
-    def to_device(self, device: torch.device) -> StepInputs:
+    def pack_tables(self, generations: bool) -> np.ndarray:
+        """[groups, seqs, pages], or twice as many groups with generations"""
+        return np.concatenate((self.tables, self.generations)) if generations else self.tables
+
+    def to_device(self, device: torch.device, generations: bool) -> StepInputs:
         packed = to_device(self.pack(), device)
-        return self.view(packed, to_device(self.tables, device), device)
+        return self.view(packed, to_device(self.pack_tables(generations), device), device)
+
+    def host_batch(self) -> HostBatch:
+        return HostBatch(
+            page_size=self.page_size,
+            query_lens=self.rows.query_lens,
+            kv_lens=self.rows.kv_lens,
+            cu_query=self.rows.cu_query,
+            groups=tuple(
+                HostTables(host_pages=pages, host_generations=generations)
+                for pages, generations in zip(self.tables, self.generations, strict=True)
+            ),
+            prompt_rows=self.prompt_rows,
+            traced_rows=self.traced_rows,
+        )
 
     def view(self, packed: torch.Tensor, tables: torch.Tensor, device: torch.device) -> StepInputs:
-        """Inputs that read from buffers on the device: packed, and tables [groups, seqs, pages]."""
+        """Inputs that read from buffers on the device: packed, and tables as packed."""
         rows, seqs = len(self.rows.token_ids), len(self.rows.kv_lens)
         groups = len(self.tables)
         token_ids, sources, positions, lengths, offsets, pages, kv_lens, cu_query = torch.split(
@@ -100,6 +127,7 @@ class HostInputs:
                     row_pages=pages[g * rows : (g + 1) * rows],
                     host_pages=self.tables[g],
                     host_generations=self.generations[g],
+                    generations=tables[groups + g] if len(tables) > groups else None,
                 )
                 for g in range(groups)
             ),

@@ -20,7 +20,7 @@ from cairn.engine.logprobs import TokenLogprob, token_logprobs
 from cairn.engine.plan import Advance, StepPlan
 from cairn.engine.rows import StepRows, build_rows
 from cairn.engine.sampler import Draw, Sampler
-from cairn.kernels.scoring_heads import ScoringHeads
+from cairn.kernels.interface import ScoringHeads
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.kv_pool import KVPool
 from cairn.models.interface import LanguageModel
@@ -153,6 +153,7 @@ class Runner:
             max_pages=max_pages,
             spare_slot=num_slots,
             device=self._device,
+            generations=self._backend.reads_generations,
         )
         graphs.record()
         self._graphs = graphs
@@ -172,7 +173,14 @@ class Runner:
         sampling = [s for s, advance in enumerate(plan.advances) if advance.samples]
         result = StepResult()
         scored = self._scored_rows(plan, rows)
-        if self._graphs is not None and not scored and self._graphs.fits(rows):
+        batch = host.host_batch()
+        if (
+            self._graphs is not None
+            and not scored
+            and self._graphs.fits(rows)
+            and self._backend.replayable(batch)
+        ):
+            self._backend.launching(batch)
             draws = self._plain_draws(plan) if len(sampling) == len(plan.advances) else None
             logits, tokens = self._graphs.run(host, draws)
             if draws is not None:
@@ -236,8 +244,9 @@ class Runner:
         sampling: list[int],
         result: StepResult,
     ) -> torch.Tensor:
-        inputs = host.to_device(self._device)
+        inputs = host.to_device(self._device, self._backend.reads_generations)
         try:
+            self._backend.launching(inputs.batch)
             metadata = self._backend.prepare(inputs.batch)
             wanted = to_device(logit_rows.astype(np.int64), self._device)
             logits = self._forward(inputs, metadata, wanted)

@@ -119,7 +119,7 @@ def plan_splits(
 
 
 @triton.jit
-def _merge_splits(
+def merge_splits(
     partial,
     partial_lse,
     out,  # [HEADS, DIM] of the row
@@ -131,6 +131,7 @@ def _merge_splits(
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    NULL_SPLIT: tl.constexpr,  # one more split of log-sum-exp and output zero
     WITH_LSE: tl.constexpr,
     MERGE_G: tl.constexpr,
     MERGE_S: tl.constexpr,
@@ -140,8 +141,8 @@ def _merge_splits(
     in_dim = offs_d < DIM
     group = tl.arange(0, MERGE_G)
     head = kv_head * GROUP + group
-    most = tl.full((MERGE_G,), float("-inf"), tl.float32)
-    total = tl.zeros((MERGE_G,), tl.float32)
+    most = tl.full((MERGE_G,), 0.0 if NULL_SPLIT else float("-inf"), tl.float32)
+    total = tl.full((MERGE_G,), 1.0 if NULL_SPLIT else 0.0, tl.float32)
     merged = tl.zeros((MERGE_G, BLOCK_D), tl.float32)
     for start in range(0, splits, MERGE_S):
         split = start + tl.arange(0, MERGE_S)
@@ -298,7 +299,7 @@ def _decode_kernel(
         counter = arrivals + seq * KV_HEADS + kv_head
         if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
             tl.store(counter, 0)
-            _merge_splits(
+            merge_splits(
                 partial,
                 partial_lse,
                 out + row * (HEADS * DIM),
@@ -310,6 +311,7 @@ def _decode_kernel(
                 GROUP,
                 DIM,
                 BLOCK_D,
+                False,
                 WITH_LSE,
                 MERGE_G,
                 MERGE_S,

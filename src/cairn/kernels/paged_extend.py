@@ -26,12 +26,10 @@ class ExtendBlocks:
         cls, query_lens: np.ndarray, seqs: np.ndarray, device: torch.device, block_m: int = 64
     ) -> ExtendBlocks:
         """Blocks of the named sequences, those that read the most first."""
-        seq, begin = [], []
-        for s in seqs:
-            starts = np.arange(0, query_lens[s], block_m)
-            seq.append(np.full(len(starts), s))
-            begin.append(starts)
-        both = np.stack((np.concatenate(seq), np.concatenate(begin)))[:, ::-1].astype(np.int32)
+        counts = -(-query_lens[seqs] // block_m)
+        seq = np.repeat(seqs, counts)
+        begin = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        both = np.stack((seq, begin * block_m))[:, ::-1].astype(np.int32)
         on_device = torch.from_numpy(both.copy()).to(device, non_blocking=True)
         return cls(on_device[0], on_device[1], block_m)
 
@@ -44,6 +42,7 @@ def _extend_kernel(
     page_table,  # [seqs, ...]
     kv_lens,  # [seqs]
     cu_query,  # [seqs + 1] first row of each sequence
+    dense_until,  # [seqs] rows before it see everything, if PAGED_WINDOW
     block_seq,
     block_begin,
     out,
@@ -57,6 +56,7 @@ def _extend_kernel(
     BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    PAGED_WINDOW: tl.constexpr,  # windows begin where a page does
     HIDE_LAST: tl.constexpr,
     WITH_LSE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -96,6 +96,11 @@ def _extend_kernel(
     lowest = 0
     if WINDOW > 0:
         lowest = tl.maximum(past + begin - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    if PAGED_WINDOW:
+        until = tl.load(dense_until + seq).to(tl.int32)
+        first_key = tl.maximum(position - WINDOW + 1, 0) // PAGE_SIZE * PAGE_SIZE
+        first_key = tl.where(position < until, 0, first_key)  # [BLOCK_M]
+        lowest = tl.min(first_key) // BLOCK_N * BLOCK_N
     end = tl.minimum(past + begin + BLOCK_M, length)
     # Keys before the block's first row are seen by all its rows, unless something hides them.
     clear = (past + begin) // BLOCK_N * BLOCK_N
@@ -152,7 +157,9 @@ def _extend_kernel(
         )
         scores = tl.dot(q, k, input_precision="ieee")
         seen = n[None, :] <= position[:, None]
-        if WINDOW > 0:
+        if PAGED_WINDOW:
+            seen = seen & (n[None, :] >= first_key[:, None])
+        elif WINDOW > 0:
             seen = seen & (n[None, :] > position[:, None] - WINDOW)
         if HIDE_LAST:
             seen = seen & (n % PAGE_SIZE != PAGE_SIZE - 1)[None, :]
@@ -187,6 +194,7 @@ def paged_extend(
     window: int | None = None,
     hide_last: bool = False,
     lse: torch.Tensor | None = None,  # [rows, heads] float32, filled if given
+    dense_until: torch.Tensor | None = None,  # [seqs]: windows begin where a page does, see kernel
     describe: bool | None = None,  # load whole tiles by descriptor (TMA); None where it can
 ) -> None:
     heads, dim = query.shape[1:]
@@ -204,6 +212,7 @@ def paged_extend(
         page_table,
         kv_lens,
         cu_query,
+        cu_query if dense_until is None else dense_until,
         blocks.seq,
         blocks.begin,
         out,
@@ -217,6 +226,7 @@ def paged_extend(
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         PAGE_SIZE=page_size,
         WINDOW=window or 0,
+        PAGED_WINDOW=dense_until is not None,
         HIDE_LAST=hide_last,
         WITH_LSE=lse is not None,
         BLOCK_M=blocks.block_m,

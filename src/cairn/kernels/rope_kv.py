@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from cairn.kernels.interface import ScoringHeads
 from cairn.kernels.norm import rms_norm_reference
 from cairn.kernels.pdl import pdl_options
-from cairn.kernels.scoring_heads import ScoringHeads
 
 
 def rope_kv_reference(

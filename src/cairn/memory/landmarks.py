@@ -65,16 +65,21 @@ class LandmarkPool:
         """The life of the page that its landmarks belong to; 0 if it has none."""
         return int(self._host_sealed[page])
 
-    def seal(self, pages: np.ndarray, generations: np.ndarray) -> None:
-        """This step completes `pages` and will save their landmarks in every layer."""
+    def seal(self, pages: np.ndarray, generations: np.ndarray, *, on_device: bool = True) -> None:
+        """This step completes `pages` and will save their landmarks in every layer.
+
+        A step whose kernels write `sealed` themselves does so without `on_device`.
+        """
         twice = pages[self._host_sealed[pages] == generations]
         if len(twice):
             raise PageError(f"page {twice[0]} already has its landmark in this generation")
         self._host_sealed[pages] = generations
+        self.num_sealed += len(pages)
+        if not on_device:
+            return
         device = self.sealed.device
         index = torch.from_numpy(pages.astype(np.int64)).to(device)
         self.sealed[index] = torch.from_numpy(generations.astype(np.int32)).to(device)
-        self.num_sealed += len(pages)
 
     def save(
         self, layer: int, pages: torch.Tensor, vectors: torch.Tensor, bias: torch.Tensor | None

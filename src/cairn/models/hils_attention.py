@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cairn.attention.batch import Scoring
-from cairn.kernels.scoring_heads import ScoringHeads
+from cairn.kernels.interface import ScoringHeads
 from cairn.models.interface import Attend
 from cairn.models.layers import Factory, Linear, Parameter, RMSNorm
 from cairn.models.module import Module

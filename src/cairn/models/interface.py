@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from cairn.attention.batch import Scoring
-from cairn.kernels.scoring_heads import ScoringHeads
+from cairn.kernels.interface import ScoringHeads
 from cairn.models.spec import ModelSpec
 
 

@@ -14,6 +14,7 @@ from cairn.sparsity.policy import Fusion, Landmark, Policy
 
 
 class HiLSPolicy(Policy):
+    pooling = "hils"
     needs_landmark_rows = True
     fusion: ClassVar[Fusion] = "landmark"
     has_bias = True

@@ -10,6 +10,7 @@ from cairn.sparsity.policy import Fusion, Landmark, Policy
 
 
 class LandmarkKeyPolicy(Policy):
+    pooling = "last"
     needs_landmark_rows = True
     fusion: ClassVar[Fusion] = "landmark"
 

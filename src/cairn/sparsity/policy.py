@@ -15,6 +15,8 @@ from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
+from cairn.kernels.interface import Pooling
+
 Fusion = Literal["landmark", "lse"]
 """What a selected page weighs in the merge: its landmark's score, or its exact log-sum-exp."""
 
@@ -39,6 +41,8 @@ class Landmark(NamedTuple):
 class Policy:
     needs_landmark_rows: ClassVar[bool] = False
     """Pages must end in a landmark row, which only models trained with one have."""
+    pooling: ClassVar[Pooling | None] = None
+    """The kernel that makes the same landmarks on CUDA; without one torch makes them there too."""
     fusion: ClassVar[Fusion] = "lse"
     strategy: ClassVar[Strategy] = "softmax_head"
     has_bias: ClassVar[bool] = False

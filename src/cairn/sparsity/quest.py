@@ -12,6 +12,8 @@ from cairn.sparsity.policy import Landmark, Policy
 
 
 class QuestPolicy(Policy):
+    pooling = "box"
+
     @property
     def landmark_width(self) -> int:
         return 2 * self.shape.head_dim

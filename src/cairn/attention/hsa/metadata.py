@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cairn.attention.batch import AttentionBatch, to_device
+from cairn.attention.batch import AttentionBatch, HostBatch, to_device
 from cairn.sparsity.config import SparseConfig
 
 _TILE_ROWS = 512
@@ -57,7 +57,7 @@ class _Block:
         return self.count, self.window_pages
 
 
-def completed_pages(batch: AttentionBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def completed_pages(batch: HostBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Pages this step completes: sequence, place in its table, and the step's row that does."""
     size = batch.page_size
     past = batch.kv_lens - batch.query_lens
@@ -81,6 +81,22 @@ def make_tiles(
     seqs = np.arange(batch.num_seqs) if chosen is None else chosen
     blocks = [block for s in seqs for block in _blocks(batch, config, int(s))]
     return tuple(_tile(batch, group, config, run) for run in _runs(batch, blocks))
+
+
+def traced_tiles(
+    batch: AttentionBatch, group: int, config: SparseConfig, excluded: np.ndarray
+) -> tuple[Tile, ...]:
+    """Tiles of one traced row each, but for those of `excluded` sequences."""
+    tiles = []
+    for row in batch.traced_rows:
+        s = int(np.searchsorted(batch.cu_query, row, side="right")) - 1
+        if excluded[s]:
+            continue
+        first = int(row - batch.cu_query[s] + batch.kv_lens[s] - batch.query_lens[s])
+        start = config.window_start(first, batch.page_size)
+        block = _Block(s, first, 1, start, first // batch.page_size + 1 - start)
+        tiles.append(_tile(batch, group, config, [block]))
+    return tuple(tiles)
 
 
 def _blocks(batch: AttentionBatch, config: SparseConfig, s: int) -> Iterator[_Block]:

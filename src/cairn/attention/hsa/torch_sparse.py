@@ -7,6 +7,8 @@ landmark scores that stand for them, merges the outputs.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from cairn.attention.hsa.metadata import Tile
@@ -33,11 +35,17 @@ class TorchSparse:
         self._scale = scale
 
     def forward(
-        self, layer: int, tile: Tile, query: torch.Tensor, scoring: torch.Tensor
+        self,
+        layer: int,
+        tile: Tile,
+        query: torch.Tensor,
+        scoring: torch.Tensor,
+        index: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Selection | None]:
         """query, scoring [rows, heads, dim] of the tile, in float32 or wider.
 
-        The selection comes back for the rows that are traced.
+        The selection comes back for the rows that are traced. `index` [rows, kv_heads, k], if
+        given, is what somebody else selected: places in the sequence, -1 behind them.
         """
         out, lse = self._window(layer, tile, query)
         rows, heads = lse.shape
@@ -50,7 +58,14 @@ class TorchSparse:
             scores = lse.new_empty(len(tile.traced), heads, 0)
             picked = (lse[tile.traced], weight[tile.traced])
             return out, Selection(none, none, scores, scores, *picked)
-        index, scores = self._select(layer, tile, scoring, lse)
+        if index is None:
+            index, scores = self._select(layer, tile, scoring, lse)
+        else:
+            group = heads // self._pool.kv_heads
+            every = self._scores(layer, tile, scoring, 0, tile.page_table.shape[1])
+            places = index.repeat_interleave(group, 1)
+            scores = every.gather(-1, places.clamp(min=0))
+            scores = scores.masked_fill(places < 0, float("-inf"))
         per_seq = rows // tile.seqs
         owner = torch.arange(rows, device=index.device) // per_seq
         page_ids = tile.page_table[owner[:, None, None], index.clamp(min=0)]
@@ -105,17 +120,8 @@ class TorchSparse:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Places of the selected pages [rows, kv_heads, k], and their scores [rows, heads, k]."""
         config = self._config
-        mapped = torch.unflatten(config.policy.map_query(scoring), 0, (tile.seqs, -1))
-
-        def score(begin: int, end: int) -> torch.Tensor:
-            pages = tile.page_table[:, begin:end]
-            vectors, bias, valid = self._landmarks.get(layer, pages, tile.generations[:, begin:end])
-            landmark = Landmark(vectors.to(scoring.dtype), bias)
-            scores = config.policy.score(mapped, landmark)  # [seqs, rows, heads, pages]
-            return scores.masked_fill(~valid[:, None, None], float("-inf")).flatten(0, 1)
-
         return select(
-            score,
+            partial(self._scores, layer, tile, scoring),
             tile.limits,
             tile.page_table.shape[1],
             lse,
@@ -124,6 +130,18 @@ class TorchSparse:
             strategy=config.strategy,
             sinks=config.sinks,
         )
+
+    def _scores(
+        self, layer: int, tile: Tile, scoring: torch.Tensor, begin: int, end: int
+    ) -> torch.Tensor:
+        """Of candidates begin..end, [rows, heads, pages]; -inf where one must not be read."""
+        policy = self._config.policy
+        mapped = torch.unflatten(policy.map_query(scoring), 0, (tile.seqs, -1))
+        pages = tile.page_table[:, begin:end]
+        vectors, bias, valid = self._landmarks.get(layer, pages, tile.generations[:, begin:end])
+        landmark = Landmark(vectors.to(scoring.dtype), bias)
+        scores = policy.score(mapped, landmark)  # [seqs, rows, heads, pages]
+        return scores.masked_fill(~valid[:, None, None], float("-inf")).flatten(0, 1)
 
     def _pages_by_row(
         self, layer: int, query: torch.Tensor, pages: torch.Tensor

@@ -1,10 +1,14 @@
-"""What `rope_kv` makes scoring queries of. Apart from it, since models name it without triton."""
+"""What callers of the kernels name without importing triton."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
+
+Pooling = Literal["hils", "last", "box", "mean"]
+"""Landmarks that a kernel makes of a page's keys: read by the page's last query, the last key
+itself, largest and smallest value of each dimension, the mean."""
 
 
 class ScoringHeads(NamedTuple):

@@ -1,0 +1,373 @@
+"""Sparse attention by Triton kernels: the same as `torch_sparse`, on CUDA, fit for recording.
+
+Sequences with one new row take three launches per layer; longer chunks a window pass, the
+selection, and a pass over the union of what neighbouring rows selected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cairn.attention.backend import AttentionShape, missing_module
+from cairn.attention.batch import AttentionBatch, Scoring, to_device
+from cairn.attention.hsa.metadata import CompletedPages
+from cairn.kernels.interface import Pooling
+from cairn.memory.kv_pool import KVPool
+from cairn.memory.landmarks import LandmarkPool
+from cairn.sparsity.config import SparseConfig
+from cairn.sparsity.policy import Landmark, Policy
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """Sequences with one new row."""
+
+    rows: torch.Tensor  # [n] int32, their rows of the step
+    kv_lens: torch.Tensor  # [n] int32
+    page_table: torch.Tensor  # [n, pages]
+    generations: torch.Tensor  # [n, pages]
+    alone: bool
+    """They are the whole step: what they complete is sealed on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRows:
+    """Sequences with more."""
+
+    batch: AttentionBatch
+    windows: object  # ExtendBlocks each
+    selecting: object
+    reading: object
+    candidates: torch.Tensor  # [seqs, pages] int32
+    dense_until: torch.Tensor  # [seqs] int32
+    completed: CompletedPages | None
+
+
+@dataclass(frozen=True, slots=True)
+class KernelMetadata:
+    decode: DecodeRows | None
+    chunks: ChunkRows | None
+
+
+Revise = Callable[[torch.Tensor, ChunkRows], torch.Tensor]
+
+
+class KernelSparse:
+    def __init__(
+        self,
+        config: SparseConfig,
+        shape: AttentionShape,
+        pool: KVPool,
+        landmarks: LandmarkPool,
+        max_pages: int,
+    ) -> None:
+        from cairn.kernels.sparse_decode import SparseScratch, SparseShape
+
+        self._config = config
+        self._pool = pool
+        self._landmarks = landmarks
+        self._group = pool.group_of[config.layers[0]]
+        self._pooling = _pooling(config.policy)
+        self._shape = SparseShape(
+            heads=shape.num_heads,
+            kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            page_size=shape.page_size,
+            landmark_heads=config.policy.landmark_heads,
+            landmark_width=config.policy.landmark_width,
+            topk=config.topk,
+            window=config.window,
+            scale=shape.scale,
+            strategy=config.strategy,
+            by_lse=config.fusion == "lse",
+            sinks=config.sinks,
+            null_split=config.null_split,
+            hide_last=config.landmark_rows,
+            dense_below=config.dense_below,
+        )
+        self._scratch = SparseScratch.empty(self._shape, shape.max_seqs, max_pages, shape.device)
+        self.revise: Revise | None = None
+        """Replaces what chunk rows selected, for benchmarks of selections no model here makes."""
+        # Of the newest layer with chunks: what each row selected, and how many pages each block
+        # of neighbouring rows read for it.
+        self.selected_pages: torch.Tensor | None = None
+        self.pages_read: torch.Tensor | None = None
+        self._every_row = torch.arange(shape.max_seqs, dtype=torch.int32, device=shape.device)
+
+    @staticmethod
+    def refusal(config: SparseConfig, shape: AttentionShape) -> str | None:
+        """Why the kernels cannot serve this model here; None if they can."""
+        if shape.device.type != "cuda":
+            return f"they are for CUDA devices, this is {shape.device.type}"
+        missing = missing_module("triton", "triton")
+        if missing is not None:
+            return missing
+        policy = config.policy
+        if type(policy).score is not Policy.score:
+            return f"{type(policy).__name__} scores pages in its own way"
+        width = policy.landmark_width
+        for what, value, most in (
+            ("page_size", shape.page_size, 128),
+            ("head_dim", shape.head_dim, 128),
+            ("landmark_width", width, 256),
+        ):
+            if not (16 <= value <= most and value & (value - 1) == 0):
+                return f"{what} is {value}; they have powers of two from 16 to {most}"
+        if config.topk > 128:
+            return f"hsa_topk is {config.topk}; they have at most 128"
+        if shape.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return f"the type is {str(shape.dtype).removeprefix('torch.')}"
+        return None
+
+    @property
+    def topk(self) -> int:
+        return self._shape.topk
+
+    @property
+    def launches(self) -> int:
+        """Sparse layers of decode steps the device has attended to so far."""
+        return int(self._scratch.launches.item())
+
+    def prepare(
+        self, batch: AttentionBatch, chosen: np.ndarray, completed: CompletedPages | None
+    ) -> KernelMetadata:
+        """`chosen`: the sequences that are sparse; `completed`: all pages the step completes."""
+        alone = bool((batch.query_lens == 1).all()) and len(chosen) == batch.num_seqs
+        if alone:
+            tables = batch.groups[self._group]
+            assert tables.generations is not None
+            rows = self._every_row[: batch.num_seqs]
+            whole = DecodeRows(
+                rows, batch.device_kv_lens, tables.page_table, tables.generations, True
+            )
+            return KernelMetadata(whole, None)
+        single = batch.query_lens[chosen] == 1
+        decode = self._decode_rows(batch, chosen[single]) if single.any() else None
+        longer = chosen[~single]
+        if not len(longer) and completed is None:
+            return KernelMetadata(decode, None)
+        return KernelMetadata(decode, self._chunk_rows(batch, longer, completed))
+
+    def _decode_rows(self, batch: AttentionBatch, seqs: np.ndarray) -> DecodeRows:
+        tables = batch.groups[self._group]
+        assert tables.generations is not None
+        index = to_device(seqs, batch.device)
+        return DecodeRows(
+            batch.device_cu_query[index],
+            batch.device_kv_lens[index],
+            tables.page_table[index],
+            tables.generations[index],
+            alone=False,
+        )
+
+    def _chunk_rows(
+        self, batch: AttentionBatch, seqs: np.ndarray, completed: CompletedPages | None
+    ) -> ChunkRows:
+        from cairn.kernels.paged_extend import ExtendBlocks
+        from cairn.kernels.sparse_extend import SELECT_ROWS, union_rows
+
+        tables = batch.groups[self._group]
+        assert tables.generations is not None
+        valid = self._landmarks.sealed[tables.page_table.long()] == tables.generations
+        until = np.full(batch.num_seqs, self._config.dense_below)
+        if self._config.dense_prompt:
+            until = np.maximum(until, batch.prompt_rows)
+
+        def blocks(rows: int) -> ExtendBlocks:
+            return ExtendBlocks.of(batch.query_lens, seqs, batch.device, rows)
+
+        return ChunkRows(
+            batch,
+            blocks(64),
+            blocks(SELECT_ROWS),
+            blocks(union_rows(self._shape)),
+            torch.where(valid, tables.page_table, -1),
+            to_device(until.astype(np.int32), batch.device),
+            completed,
+        )
+
+    def begin(self, metadata: KernelMetadata) -> None:
+        if metadata.decode is None:
+            return
+        from cairn.kernels.sparse_decode import begin
+
+        decode = metadata.decode
+        begin(
+            self._scratch,
+            decode.page_table,
+            decode.generations,
+            self._landmarks.sealed,
+            decode.kv_lens,
+            page_size=self._shape.page_size,
+            seal=decode.alone,
+        )
+
+    def forward(
+        self,
+        layer: int,
+        query: torch.Tensor,  # [rows, heads, dim]
+        scoring: Scoring | None,
+        metadata: KernelMetadata,
+        out: torch.Tensor,  # [rows, heads, dim]; rows of sequences that are not sparse are left
+    ) -> torch.Tensor | None:
+        """Returns what chunk rows selected: places [rows, kv_heads, k], unset elsewhere."""
+        scores_with = query if scoring is None else scoring.query
+        prior = query if scoring is None else scoring.prior
+        mapped = self._config.policy.map_query(scores_with)
+        selected = None
+        if metadata.chunks is not None:
+            selected = self._chunks(layer, query, mapped, prior, metadata.chunks, out)
+        if metadata.decode is not None:
+            self._decode(layer, query, mapped, prior, metadata.decode, out)
+        return selected
+
+    def selected(self, metadata: KernelMetadata, row: int) -> torch.Tensor | None:
+        """What a decode row of the layer just computed selected, [kv_heads, k]."""
+        decode = metadata.decode
+        if decode is None:
+            return None
+        place = (decode.rows == row).nonzero()
+        return self._scratch.selected[int(place[0, 0])] if len(place) else None
+
+    def _decode(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        mapped: torch.Tensor,
+        prior: torch.Tensor,
+        decode: DecodeRows,
+        out: torch.Tensor,
+    ) -> None:
+        from cairn.kernels.sparse_decode import sparse_decode
+
+        pooled_here = decode.alone and self._pooling is not None
+        if decode.alone and self._pooling is None:
+            self._save_completed(layer, prior, decode)
+        sparse_decode(
+            self._shape,
+            self._scratch,
+            query,
+            mapped,
+            prior,
+            self._pool.layers[layer],
+            self._landmarks.vectors[layer],
+            self._landmarks.biases.get(layer),
+            decode.page_table,
+            decode.kv_lens,
+            decode.rows,
+            out,
+            pooling=self._pooling if pooled_here else None,
+        )
+
+    def _save_completed(self, layer: int, prior: torch.Tensor, decode: DecodeRows) -> None:
+        """Landmarks of a policy without a kernel: of every sequence's last page, and kept on the
+        null page where that is not complete, so that nothing depends on lengths."""
+        size = self._shape.page_size
+        last = ((decode.kv_lens - 1) // size).long()
+        page = decode.page_table.gather(1, last[:, None])[:, 0]
+        page = torch.where(decode.kv_lens % size == 0, page, 0).long()
+        keys = self._pool.keys(layer)[page]
+        landmark = self._config.policy.landmark(keys, prior[decode.rows.long()])
+        self._landmarks.save(layer, page, *landmark)
+
+    def _chunks(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        mapped: torch.Tensor,
+        prior: torch.Tensor,
+        chunks: ChunkRows,
+        out: torch.Tensor,
+    ) -> torch.Tensor | None:
+        from cairn.kernels.paged_extend import ExtendBlocks, paged_extend
+        from cairn.kernels.sparse_extend import attend_selected, select_pages
+
+        assert isinstance(chunks.windows, ExtendBlocks)
+        assert isinstance(chunks.selecting, ExtendBlocks)
+        assert isinstance(chunks.reading, ExtendBlocks)
+        pool, batch = self._pool.layers[layer], chunks.batch
+        vectors, bias = self._landmarks.vectors[layer], self._landmarks.biases.get(layer)
+        table = batch.groups[self._group].page_table
+        if chunks.completed is not None:
+            self._save(layer, prior, chunks.completed)
+        if not len(chunks.windows.seq):
+            return None
+        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        paged_extend(
+            query,
+            pool,
+            table,
+            batch.device_kv_lens,
+            batch.device_cu_query,
+            chunks.windows,
+            out,
+            scale=self._shape.scale,
+            window=self._shape.window,
+            hide_last=self._shape.hide_last,
+            lse=lse,
+            dense_until=chunks.dense_until,
+        )
+        selected = select_pages(
+            self._shape,
+            mapped,
+            vectors,
+            bias,
+            chunks.candidates,
+            batch.device_kv_lens,
+            batch.device_cu_query,
+            chunks.dense_until,
+            chunks.selecting,
+            lse,
+        )
+        if self.revise is not None:
+            selected = self.revise(selected, chunks)
+        self.selected_pages = selected
+        self.pages_read = attend_selected(
+            self._shape,
+            selected,
+            query,
+            mapped,
+            pool,
+            vectors,
+            bias,
+            table,
+            batch.device_cu_query,
+            chunks.reading,
+            out,
+            lse,
+            out,
+        )
+        return selected
+
+    def _save(self, layer: int, prior: torch.Tensor, completed: CompletedPages) -> None:
+        from cairn.kernels.landmark import pool_landmarks
+
+        if self._pooling is not None:
+            pool_landmarks(
+                completed.pages,
+                completed.last_rows,
+                self._pool.layers[layer],
+                prior,
+                self._landmarks.vectors[layer],
+                self._landmarks.biases.get(layer),
+                scale=self._shape.scale,
+                pooling=self._pooling,
+            )
+            return
+        keys = self._pool.keys(layer)[completed.pages]
+        landmark: Landmark = self._config.policy.landmark(keys, prior[completed.last_rows])
+        self._landmarks.save(layer, completed.pages, *landmark)
+
+
+def _pooling(policy: Policy) -> Pooling | None:
+    """The kernel for this policy's landmarks, unless a subclass makes them in another way."""
+    for kind in type(policy).__mro__:
+        if "pooling" in vars(kind):
+            return policy.pooling
+        if "landmark" in vars(kind):
+            return None
+    return None

@@ -1,0 +1,146 @@
+"""Landmarks of complete pages, for the policies that come with Cairn.
+
+The torch reference of each is the policy's own `landmark`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from cairn.kernels.interface import Pooling
+
+POOLINGS: dict[Pooling, int] = {"hils": 0, "last": 1, "box": 2, "mean": 3}
+
+HILS = tl.constexpr(0)
+LAST = tl.constexpr(1)
+BOX = tl.constexpr(2)
+MEAN = tl.constexpr(3)
+
+
+@triton.jit
+def pool_page(
+    keys,  # [PAGE_SIZE, DIM] of the page's kv head
+    prior,  # [HEADS, DIM] of the page's last row, for HILS
+    vectors,  # [landmark heads, width] of the page
+    bias,  # [landmark heads] of the page
+    kv_head,
+    scale,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    POOLING: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """One kv head's landmarks of one page."""
+    offs_n = tl.arange(0, PAGE_SIZE)
+    offs_d = tl.arange(0, DIM)
+    k = tl.load(keys + offs_n[:, None] * DIM + offs_d[None, :])  # [PAGE_SIZE, DIM]
+    if POOLING == HILS:
+        offs_g = tl.arange(0, BLOCK_G)
+        head = kv_head * GROUP + offs_g
+        real = (offs_n < PAGE_SIZE - 1)[None, :]  # the landmark row itself does not count
+        q = tl.load(
+            prior + head[:, None] * DIM + offs_d[None, :],
+            mask=(offs_g < GROUP)[:, None],
+            other=0.0,
+        )
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        logits = tl.where(real, logits, float("-inf"))
+        most = tl.max(logits, 1)
+        shares = tl.exp(logits - most[:, None])
+        total = tl.sum(shares, 1)
+        weights = shares / total[:, None]
+        vector = tl.dot(weights.to(k.dtype), k, input_precision="ieee")
+        log_weights = tl.where(real, logits - most[:, None] - tl.log(total)[:, None], 0.0)
+        entropy = -tl.sum(weights * log_weights, 1)
+        tl.store(
+            vectors + head[:, None] * DIM + offs_d[None, :],
+            vector.to(vectors.dtype.element_ty),
+            mask=(offs_g < GROUP)[:, None],
+        )
+        tl.store(bias + head, entropy, mask=offs_g < GROUP)
+    elif POOLING == LAST:
+        last = tl.load(keys + (PAGE_SIZE - 1) * DIM + offs_d)
+        tl.store(vectors + kv_head * DIM + offs_d, last)
+    elif POOLING == BOX:
+        wide = k.to(tl.float32)
+        place = vectors + kv_head * (2 * DIM) + offs_d
+        tl.store(place, tl.max(wide, 0).to(vectors.dtype.element_ty))
+        tl.store(place + DIM, tl.min(wide, 0).to(vectors.dtype.element_ty))
+    else:
+        mean = tl.sum(k.to(tl.float32), 0) / PAGE_SIZE
+        tl.store(vectors + kv_head * DIM + offs_d, mean.to(vectors.dtype.element_ty))
+
+
+@triton.jit
+def _pool_kernel(
+    pages,  # [n]
+    last_rows,  # [n]
+    pool,  # [pages, 2 * KV_HEADS, PAGE_SIZE, DIM]
+    prior,  # [rows, HEADS, DIM]
+    vectors,
+    bias,
+    scale,
+    prior_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    LANDMARK_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    POOLING: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    item = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    page = tl.load(pages + item).to(tl.int64)
+    row = tl.load(last_rows + item).to(tl.int64)
+    pool_page(
+        pool + (page * (2 * KV_HEADS) + kv_head) * (PAGE_SIZE * DIM),
+        prior + row * prior_stride,
+        vectors + page * (LANDMARK_HEADS * WIDTH),
+        bias + page * LANDMARK_HEADS,
+        kv_head,
+        scale,
+        HEADS // KV_HEADS,
+        DIM,
+        PAGE_SIZE,
+        POOLING,
+        BLOCK_G,
+    )
+
+
+def pool_landmarks(
+    pages: torch.Tensor,  # [n]
+    last_rows: torch.Tensor,  # [n] row of the step that completes each
+    pool: torch.Tensor,  # [pages, 2 * kv_heads, page_size, dim]
+    prior: torch.Tensor,  # [rows, heads, dim]; read for "hils" alone
+    vectors: torch.Tensor,  # [pages, landmark heads, width], written
+    bias: torch.Tensor | None,  # [pages, landmark heads] float32, written
+    *,
+    scale: float,
+    pooling: Pooling,
+) -> None:
+    heads, dim = prior.shape[1:]
+    kv_heads, page_size = pool.shape[1] // 2, pool.shape[2]
+    _pool_kernel[(len(pages), kv_heads)](
+        pages,
+        last_rows,
+        pool,
+        prior,
+        vectors,
+        vectors if bias is None else bias,
+        scale,
+        prior.stride(0),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        PAGE_SIZE=page_size,
+        LANDMARK_HEADS=vectors.shape[1],
+        WIDTH=vectors.shape[2],
+        POOLING=POOLINGS[pooling],
+        BLOCK_G=max(16, triton.next_power_of_2(heads // kv_heads)),
+        num_warps=4,
+    )

@@ -1,0 +1,189 @@
+"""A step of one sparse layer with random contents, for the kernels and for their reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from cairn.attention.backend import AttentionShape
+from cairn.attention.batch import AttentionBatch, Scoring
+from cairn.attention.hsa.backend import HSABackend
+from cairn.attention.hsa.kernel_sparse import KernelSparse
+from cairn.attention.torch_backend import TorchBackend
+from cairn.memory.groups import group_layers
+from cairn.memory.kv_pool import KVPool
+from cairn.memory.landmarks import LandmarkPool, LandmarkShape
+from cairn.sparsity.config import SparseConfig
+from cairn.sparsity.policy import Landmark, Policy, PolicyShape
+from cairn.sparsity.quest import QuestPolicy
+from cairn.sparsity.registry import make_policy
+from cairn.sparsity.selection import Selection
+
+NAN = float("nan")
+
+
+class MaxKey(Policy):
+    """A user's policy: no kernel makes its landmarks."""
+
+    def landmark(self, keys: torch.Tensor, prior: torch.Tensor | None) -> Landmark:
+        return Landmark(keys.amax(1), None)
+
+
+class HalfBox(QuestPolicy):
+    """A user's change of a policy that has a kernel, which must not be used then."""
+
+    def landmark(self, keys: torch.Tensor, prior: torch.Tensor | None) -> Landmark:
+        vectors, _ = super().landmark(keys, prior)
+        return Landmark(vectors * 0.5, None)
+
+
+@dataclass(frozen=True)
+class Case:
+    new: Sequence[int]
+    total: Sequence[int]
+    policy: str = "hils"
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 16
+    page_size: int = 16
+    topk: int = 3
+    window: int = 20
+    options: dict[str, Any] = field(default_factory=dict)
+    traced: Sequence[int] = ()
+    dtype: torch.dtype = torch.float32
+    prompt: Sequence[int] | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    out: torch.Tensor
+    vectors: torch.Tensor
+    sealed: torch.Tensor
+    selections: dict[int, Selection]
+    backend: HSABackend
+
+
+def run(case: Case, device: torch.device, *, kernels: bool, seed: int = 0) -> Result:
+    torch.manual_seed(seed)
+    new, total = np.array(case.new), np.array(case.total)
+    counts = -(-total // case.page_size)
+    pages = int(counts.sum()) + 4
+    groups = group_layers([None])
+    scale = case.dim**-0.5
+    shape = AttentionShape(
+        case.heads,
+        case.kv_heads,
+        case.dim,
+        scale,
+        case.page_size,
+        case.dtype,
+        device,
+        groups,
+        len(new),
+    )
+    policy = make_policy(case.policy, PolicyShape(case.heads, case.kv_heads, case.dim, scale))
+    native = policy.needs_landmark_rows
+    config = SparseConfig(
+        policy,
+        (0,),
+        case.topk,
+        case.window,
+        case.options.get("strategy", policy.strategy),
+        case.options.get("fusion", policy.fusion),
+        sinks=case.options.get("sinks", 0),
+        null_split=case.options.get("null_split", native),
+        landmark_rows=native,
+        dense_below=case.options.get("dense_below", 0),
+        dense_prompt=case.options.get("dense_prompt", False),
+    )
+    pool = KVPool(groups, [pages], case.page_size, case.kv_heads, case.dim, case.dtype, device)
+    landmark_shape = LandmarkShape(
+        (0,), policy.landmark_heads, policy.landmark_width, policy.has_bias, case.dtype
+    )
+    landmarks = LandmarkPool(landmark_shape, pages, device)
+    for tensor in (pool.layers[0], *landmarks.vectors.values(), *landmarks.biases.values()):
+        tensor.fill_(NAN)
+    order = 1 + np.random.default_rng(seed).permutation(pages)
+    table = np.zeros((len(new), int(counts.max())), dtype=np.int32)
+    past = total - new
+    for s, count in enumerate(counts):
+        table[s, :count] = order[:count]
+        order = order[count:]
+        rows = torch.randn(2 * case.kv_heads, int(total[s]), case.dim).to(case.dtype)
+        for i in range(count):
+            held = rows[:, i * case.page_size : (i + 1) * case.page_size].to(device)
+            # The reference multiplies what it masks; the kernels do not touch it.
+            pool.layers[0][int(table[s, i])] = NAN if kernels and not config.dense_prompt else 0
+            pool.layers[0][int(table[s, i]), :, : held.shape[1]] = held
+        sealed = table[s, : past[s] // case.page_size].astype(np.int64)
+        prior = torch.randn(len(sealed), case.heads, case.dim).to(case.dtype).to(device)
+        if len(sealed):
+            index = torch.from_numpy(sealed).to(device)
+            landmarks.seal(sealed, np.ones_like(sealed))
+            landmarks.save(0, index, *policy.landmark(pool.keys(0)[index], prior))
+    batch = AttentionBatch.build(
+        case.page_size,
+        new,
+        total,
+        [table],
+        device,
+        prompt_rows=np.zeros_like(total) if case.prompt is None else np.array(case.prompt),
+        traced_rows=case.traced,
+    )
+    dense = TorchBackend(shape, pool)
+    fast = KernelSparse(config, shape, pool, landmarks, table.shape[1] + 3) if kernels else None
+    backend = HSABackend(shape, pool, config=config, landmarks=landmarks, dense=dense, kernels=fast)
+    size = (int(new.sum()), case.heads, case.dim)
+    query, scores_with = (torch.randn(size).to(case.dtype).to(device) for _ in range(2))
+    scoring = Scoring(scores_with, scores_with) if native else None
+    contents = pool.layers[0].clone()
+    backend.launching(batch)
+    metadata = backend.prepare(batch)
+    pool.layers[0].copy_(contents)  # the step's rows are written after it was prepared
+    backend.begin(metadata)
+    out = backend.forward(0, query, metadata, scoring)
+    told = {row: backend.selections(metadata, row)[0] for row in case.traced}
+    mine = torch.from_numpy(np.unique(table)).long().to(device)
+    return Result(out, landmarks.vectors[0][mine], landmarks.sealed, told, backend)
+
+
+DECODE = ([1, 1, 1, 1, 1, 1], [1, 16, 37, 100, 160, 411])
+CHUNKS = ([5, 70, 33, 16], [5, 70, 133, 416])
+MIXED = ([1, 40, 1, 1, 65], [48, 40, 33, 300, 365])
+
+CASES: dict[str, Case] = {
+    "decode": Case(*DECODE, traced=[3, 5]),
+    "chunks": Case(*CHUNKS, traced=[4, 107]),
+    "mixed": Case(*MIXED, traced=[0, 43]),
+    "decode-page-completed": Case([1, 1], [160, 64], traced=[0]),
+    "wide-group": Case(*MIXED, heads=8, kv_heads=1),
+    "no-groups": Case(*MIXED, heads=2, kv_heads=2),
+    "landmark-key": Case(*MIXED, policy="landmark-key"),
+    "quest": Case(*MIXED, policy="quest", traced=[42]),
+    "quest-chunks": Case(*CHUNKS, policy="quest", options={"sinks": 1}),
+    "quest-decode": Case(*DECODE, policy="quest", options={"sinks": 2}),
+    "mean": Case(*MIXED, policy="mean"),
+    "mean-by-sum": Case(*MIXED, policy="mean", options={"strategy": "group"}),
+    "mean-by-best": Case(*MIXED, policy="mean", options={"strategy": "head"}),
+    "mean-decode": Case(*DECODE, policy="mean"),
+    "hils-by-lse": Case(*MIXED, options={"fusion": "lse"}),
+    "no-null-split": Case(*MIXED, options={"null_split": False}),
+    "dense-below": Case(*MIXED, policy="quest", options={"dense_below": 320}, traced=[42]),
+    "dense-prompt": Case(
+        [1, 40, 1, 30],
+        [48, 40, 300, 130],
+        policy="quest",
+        options={"dense_prompt": True},
+        prompt=[20, 40, 300, 110],
+    ),
+    "own-policy": Case(*MIXED, policy="tests.kernels.sparse_case:MaxKey"),
+    "own-policy-decode": Case([1, 1], [160, 83], policy="tests.kernels.sparse_case:MaxKey"),
+    "changed-policy": Case([1, 1], [160, 83], policy="tests.kernels.sparse_case:HalfBox"),
+    "many-pages": Case([1, 20], [900, 900], topk=5),
+    "page-64": Case([1, 70], [700, 500], page_size=64, topk=2, window=100),
+    "topk-over-pages": Case(*MIXED, topk=40),
+}
