@@ -1,0 +1,181 @@
+"""Sparse attention's kernels on a CUDA device, alone and in the whole engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cairn import LLM, SamplingParams
+from cairn.attention.hsa.backend import HSABackend
+from tests.helpers import GOLDENS, TINY_HILS, TINY_LLAMA, poison_free_memory, tokens_of, write_model
+from tests.kernels.sparse_case import CASES, Case, run
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+HILS = sorted(path.parent.name for path in GOLDENS.glob("*/layer_intermediates.safetensors"))
+
+LARGE: dict[str, Case] = {
+    "hils-64": Case(
+        [1, 300, 1, 2000],
+        [6400, 5000, 64, 2000],
+        heads=16,
+        kv_heads=2,
+        dim=64,
+        page_size=64,
+        topk=16,
+        window=512,
+    ),
+    "hils-128": Case(
+        [1, 1, 200], [9000, 70000, 4000], heads=16, kv_heads=2, dim=128, page_size=64, window=512
+    ),
+    "hils-mha": Case(
+        [1, 1, 200], [9000, 640, 4000], heads=8, kv_heads=8, dim=128, page_size=64, window=512
+    ),
+    "quest-128": Case(
+        [1, 1, 500],
+        [9000, 640, 5000],
+        policy="quest",
+        heads=16,
+        kv_heads=8,
+        dim=128,
+        page_size=64,
+        topk=8,
+        window=512,
+        options={"sinks": 1},
+    ),
+    "mean-16": Case(
+        [1, 100], [3000, 3000], policy="mean", heads=9, kv_heads=3, dim=64, page_size=16, topk=20
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_equal_the_reference_in_float32(name: str) -> None:
+    found, expected = (run(CASES[name], CUDA, kernels=kernels) for kernels in (True, False))
+    torch.testing.assert_close(found.out, expected.out, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found.vectors, expected.vectors, rtol=0, atol=1e-4, equal_nan=True)
+    assert torch.equal(found.sealed, expected.sealed)
+    for row, selection in expected.selections.items():
+        k = selection.page_index.shape[-1]
+        assert torch.equal(found.selections[row].page_index[..., :k], selection.page_index)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", LARGE)
+def test_large_shapes_stay_close(name: str, dtype: torch.dtype) -> None:
+    """In half precision near ties may select another page; few rows do."""
+    case = LARGE[name]
+    last = [sum(case.new[: i + 1]) - 1 for i in range(len(case.new))]
+    case = Case(**{**vars(case), "dtype": dtype, "traced": last})
+    found, expected = (run(case, CUDA, kernels=kernels) for kernels in (True, False))
+    error = (found.out - expected.out).float().norm() / expected.out.float().norm()
+    assert error < (1e-4 if dtype == torch.float32 else 2e-2)
+    for row, selection in expected.selections.items():
+        k = selection.page_index.shape[-1]
+        if k == 0:
+            continue
+        mine = found.selections[row]
+        same = mine.page_index[..., :k] == selection.page_index
+        if dtype == torch.float32:
+            assert same.all()
+            continue
+        # A page only one of them has must rank like the last one the other took.
+        group = case.heads // case.kv_heads
+        for head in (~same.all(-1))[0].nonzero().flatten().tolist():
+            one, other = mine.page_index[0, head, :k], selection.page_index[0, head]
+            odd = ~torch.isin(other, one)
+            heads = slice(head * group, (head + 1) * group)
+            weights = selection.weights[0, heads].amax(0)
+            assert weights[odd].max() < 3 * weights.min() + 1e-3
+
+
+@pytest.mark.parametrize("case", HILS)
+def test_golden_greedy_tokens_through_graphs(case: str) -> None:
+    """Up to the first id that is no token, as the golden's vocabulary is padded."""
+    golden = load_file(GOLDENS / case / "golden.safetensors")
+    with LLM(GOLDENS / case, dtype="float32", device="cuda", kv_cache_gib=0.1) as llm:
+        poison_free_memory(llm.engine)
+        backend = llm.engine._runner._backend
+        assert isinstance(backend, HSABackend)
+        if backend.kernels is None:
+            assert any("plain torch" in note for note in llm.engine.notes)
+            pytest.skip("heads of 8 run in torch")
+        for name in ("a", "b"):
+            ids = golden[f"input_ids_{name}"].tolist()
+            expected = golden[f"greedy_ids_{name}"].tolist()
+            vocab = llm.engine.spec.vocab_size
+            stop = next((i for i, token in enumerate(expected) if token >= vocab), len(expected))
+            before = backend.launches
+            found = llm.generate(ids, max_tokens=max(stop, 1), ignore_eos=True).token_ids
+            assert found[:stop] == expected[:stop]
+            assert stop < 2 or backend.launches > before
+
+
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "hils": ({**TINY_HILS, "hidden_size": 64, "full_attn_interleave": 2}, {}),
+    "quest": (
+        {**TINY_LLAMA, "hidden_size": 64},
+        {
+            "attention_backend": "hsa",
+            "hsa_policy": "quest",
+            "page_size": 16,
+            "hsa_topk": 3,
+            "hsa_window": 32,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_everything_on_together_changes_nothing(name: str, tmp_path: Path) -> None:
+    """Radix cache, chunked prefill, mixed steps, graphs and overlap, against all of it off."""
+    config, options = MODELS[name]
+    folder = write_model(tmp_path, config)
+    shared = tokens_of(100)
+    prompts = [shared + tokens_of(n, seed=n) for n in (1, 15, 16, 17, 63, 64, 65, 200)]
+    prompts += [tokens_of(n, seed=n) for n in (1, 31, 300)]
+    params = [
+        SamplingParams(max_tokens=30 + i, temperature=0.7 * (i % 2), seed=i, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    answers = []
+    for switches in (
+        {"chunked_prefill_size": 48},
+        {"disable_cuda_graph": True},
+        {"disable_overlap_schedule": True, "disable_cuda_graph": True, "disable_radix_cache": True},
+    ):
+        with LLM(
+            folder,
+            dtype="float32",
+            device="cuda",
+            kv_cache_gib=0.05,
+            max_running_requests=6,
+            **options,
+            **switches,
+        ) as llm:
+            poison_free_memory(llm.engine)
+            backend = llm.engine._runner._backend
+            assert isinstance(backend, HSABackend) and backend.kernels is not None
+            assert (llm.engine._runner.graph_sizes > 0) == ("disable_cuda_graph" not in switches)
+            answers.append([r.token_ids for r in llm.generate(prompts, params)])
+            again = [r.token_ids for r in llm.generate(prompts, params)]
+            assert again == answers[-1]
+            assert backend.launches > 0
+            llm.engine.scheduler.check()
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_traced_pages_are_those_of_the_cpu(tmp_path: Path) -> None:
+    config, options = MODELS["quest"]
+    folder = write_model(tmp_path, config)
+    told = []
+    for device in ("cpu", "cuda"):
+        with LLM(folder, dtype="float32", device=device, kv_cache_gib=0.05, **options) as llm:
+            result = llm.generate(tokens_of(300), max_tokens=12, ignore_eos=True, trace=True)
+            assert result.trace is not None
+            told.append([[read.pages for read in token.layers] for token in result.trace.tokens])
+    assert told[0] == told[1]
