@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from cairn.attention.backend import AttentionShape, backend_class, backend_names, refusal
-from cairn.attention.batch import AttentionBatch, GroupTables, to_device
+from cairn.attention.batch import AttentionBatch
 from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
 
@@ -105,20 +105,7 @@ def measure(case: Case, backend: str, device: torch.device) -> float | str:
     table = order.reshape(case.seqs, per_seq).astype(np.int32)
     new = np.full(case.seqs, case.new_rows)
     total = np.full(case.seqs, case.length)
-    cu_query = np.concatenate(([0], np.cumsum(new)))
-    batch = AttentionBatch(
-        PAGE_SIZE,
-        new,
-        total,
-        cu_query,
-        torch.empty(0),
-        (GroupTables(to_device(table, device), torch.empty(0), table, np.ones_like(table)),),
-        device,
-        prompt_rows=total,
-        traced_rows=np.zeros(0, dtype=np.int64),
-        device_kv_lens=to_device(total.astype(np.int32), device),
-        device_cu_query=to_device(cu_query.astype(np.int32), device),
-    )
+    batch = AttentionBatch.build(PAGE_SIZE, new, total, [table], device)
     query = torch.randn(int(new.sum()), case.num_heads, case.head_dim, device=device).to(dtype)
     attention = backend_class(backend)(shape, pool)
     metadata = attention.prepare(batch)

@@ -87,6 +87,33 @@ def _add_gpu_benches(kinds: Any) -> None:
     group.add_argument("--output", metavar="FILE", help="Write the JSON line to a file too.")
     add_flags(mix.add_argument_group("engine"), EngineConfig)
     mix.set_defaults(run=_mix)
+    hsa = kinds.add_parser(
+        "hsa",
+        help="sparse against dense attention at long contexts, on CUDA",
+        allow_abbrev=False,
+    )
+    hsa.add_argument(
+        "--parts",
+        default="decode,batch,prefill,together,7b",
+        metavar="A,B",
+        help="Of: %(default)s.",
+    )
+    hsa.add_argument(
+        "--lengths",
+        default="8192,65536,131072,524288",
+        metavar="N,M",
+        help="Contexts. Default: %(default)s.",
+    )
+    hsa.add_argument(
+        "--longest-dense-prefill",
+        type=int,
+        default=131072,
+        metavar="N",
+        help="The dense twin prefills no more: it takes quadratic time. Default: %(default)s.",
+    )
+    hsa.add_argument("--profile", action="store_true", help="Show the kernels of each step.")
+    hsa.add_argument("--output", metavar="FILE", help="Write the JSON line to a file too.")
+    hsa.set_defaults(run=_hsa)
     steps = kinds.add_parser(
         "profile", help="where the time of a decode step goes, on CUDA", allow_abbrev=False
     )
@@ -108,6 +135,27 @@ def _attention(arguments: argparse.Namespace) -> int:
         raise ConfigError("bench attention compares CUDA kernels, and torch finds no CUDA device")
     names = None if arguments.backends is None else tuple(arguments.backends.split(","))
     show_rows("attention", run(torch.device("cuda"), names), arguments.output)
+    return 0
+
+
+def _hsa(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from cairn.bench.hsa import PARTS, run
+    from cairn.bench.report import show_rows
+
+    if not torch.cuda.is_available():
+        raise ConfigError("bench hsa measures CUDA kernels, and torch finds no CUDA device")
+    parts = arguments.parts.split(",")
+    unknown = sorted(set(parts) - set(PARTS))
+    if unknown:
+        raise ConfigError(f"--parts has {unknown[0]!r}; choose among {', '.join(PARTS)}")
+    try:
+        lengths = [int(length) for length in arguments.lengths.split(",")]
+    except ValueError:
+        raise ConfigError(f"--lengths is {arguments.lengths!r}; write numbers and commas") from None
+    rows = run(parts, lengths, arguments.longest_dense_prefill, profile=arguments.profile)
+    show_rows("hsa", rows, arguments.output)
     return 0
 
 

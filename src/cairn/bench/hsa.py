@@ -1,0 +1,192 @@
+"""`cairn bench hsa`: sparse attention beside the best dense backend, through the whole engine.
+
+Every sparse preset has a dense twin of the same size. Weights are random, which changes nothing but
+the selection: neighbouring rows of a trained model read mostly the same pages, those of a random
+one do not. Prefill is therefore timed twice, with what the random model selects and with a made-up
+selection of a trained model's locality (2.5x fewer pages for 4 neighbouring rows, 3.4x for 8).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from cairn.attention.hsa.backend import HSABackend
+from cairn.attention.hsa.kernel_sparse import ChunkRows, KernelSparse
+from cairn.bench.profile import profile_steps
+from cairn.engine.sampling_params import SamplingParams
+from cairn.llm import LLM
+
+PARTS = ("decode", "batch", "prefill", "together", "7b")
+
+_CHANGE = 0.195  # share of its pages that a row does not have from the row before
+
+
+def run(
+    parts: Sequence[str], lengths: Sequence[int], longest_dense_prefill: int, *, profile: bool
+) -> list[dict[str, Any]]:
+    longest = max(lengths)
+    short = [length for length in lengths if length <= 65536]
+    rows: list[dict[str, Any]] = []
+    if "decode" in parts or "batch" in parts:
+        for model in ("hils-345m-hd128", "dense-345m-hd128"):
+            with _llm(model, longest, 16) as llm:
+                if "decode" in parts:
+                    rows += _decode(llm, model, lengths, [1], profile)
+                if "batch" in parts:
+                    rows += _decode(llm, model, short, [16], profile)
+    if "prefill" in parts or "together" in parts:
+        for model in ("hils-345m", "dense-345m"):
+            most = longest if model.startswith("hils") else min(longest, longest_dense_prefill)
+            with _llm(model, most, 16) as llm:
+                if "prefill" in parts:
+                    rows += _prefill(llm, model, [n for n in lengths if n <= most])
+                if "together" in parts:
+                    rows += _together(llm, model)
+    if "7b" in parts:
+        for model in ("hils-7b", "dense-7b"):
+            with _llm(model, max(short, default=8192), 8) as llm:
+                rows += _decode(llm, model, short, [1, 8], profile)
+    return rows
+
+
+def _llm(model: str, longest: int, requests: int) -> LLM:
+    return LLM(
+        model,
+        load_format="dummy",
+        dtype="bfloat16",
+        device="cuda",
+        context_length=longest + 1024,
+        max_running_requests=requests,
+    )
+
+
+def _prompt(tokens: int, seed: int, vocab: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(vocab) for _ in range(tokens)]
+
+
+def _decode(
+    llm: LLM,
+    model: str,
+    lengths: Sequence[int],
+    batches: Sequence[int],
+    profile: bool,
+    steps: int = 64,
+) -> Iterator[dict[str, Any]]:
+    """Milliseconds of a decode step."""
+    frontend = llm._frontend_or_fail()
+    endless = SamplingParams(max_tokens=512, ignore_eos=True)
+    for length in lengths:
+        for batch in batches:
+            llm.engine.scheduler.cache.tree.clear()
+            requests = []
+            for seed in range(batch):
+                prompt = _prompt(length, seed, llm.engine.spec.vocab_size)
+                requests += frontend.prepare(prompt, endless)
+            frontend.submit(requests)
+            while not all(request.num_output for request in requests):
+                frontend.step()
+            for _ in range(8):
+                frontend.step()
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(steps):
+                frontend.step()
+            torch.cuda.synchronize()
+            seconds = (time.perf_counter() - begin) / steps
+            row = {"what": "decode", "model": model, "context": length, "batch": batch}
+            row["ms"] = round(1e3 * seconds, 3)
+            if profile:
+                row |= {"profile": profile_steps(llm, 16)}
+            frontend.abort_all()
+            yield row
+
+
+def _prefill(
+    llm: LLM, model: str, lengths: Sequence[int], repeat: int = 3
+) -> Iterator[dict[str, Any]]:
+    """Milliseconds to the first token of one prompt."""
+    kernels = _kernels(llm)
+    selections: dict[str, LocalSelection | None] = {"random weights": None}
+    if kernels is not None:
+        selections["trained locality"] = LocalSelection(kernels)
+    for length in lengths:
+        for name, revise in selections.items():
+            if kernels is not None:
+                kernels.revise = revise
+            times = []
+            for attempt in range(repeat):
+                prompt = _prompt(length, attempt, llm.engine.spec.vocab_size)
+                times.append(_first_token(llm, [prompt]))
+            row = {"what": "prefill", "model": model, "context": length, "batch": 1}
+            row["ms"] = round(1e3 * float(np.median(times[1:])), 2)
+            if kernels is not None:
+                row |= {"selection": name, "reuse": _reuse(kernels)}
+                kernels.revise = None
+            yield row
+
+
+def _together(llm: LLM, model: str) -> Iterator[dict[str, Any]]:
+    """16 prompts in one step, against one by one."""
+    for length in (128, 2048):
+        times: dict[str, list[float]] = {"together": [], "alone": []}
+        for attempt in range(3):
+            vocab = llm.engine.spec.vocab_size
+            prompts = [_prompt(length, 100 * attempt + seed, vocab) for seed in range(16)]
+            times["together"].append(_first_token(llm, prompts))
+            times["alone"].append(sum(_first_token(llm, [prompt]) for prompt in prompts))
+        together, alone = (float(np.median(values[1:])) for values in times.values())
+        row: dict[str, Any] = {"what": "together", "model": model, "context": length, "batch": 16}
+        yield row | {"ms": round(1e3 * together, 2), "ratio": round(alone / together, 2)}
+
+
+def _first_token(llm: LLM, prompts: list[list[int]]) -> float:
+    llm.engine.scheduler.cache.tree.clear()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    llm.generate(prompts, SamplingParams(max_tokens=1, ignore_eos=True))
+    return time.perf_counter() - begin
+
+
+def _kernels(llm: LLM) -> KernelSparse | None:
+    backend = llm.engine._runner._backend
+    return backend.kernels if isinstance(backend, HSABackend) else None
+
+
+def _reuse(kernels: KernelSparse) -> float | None:
+    """Pages rows selected, per page that blocks of neighbouring rows read together."""
+    if kernels.pages_read is None or kernels.selected_pages is None:
+        return None
+    selected = (kernels.selected_pages >= 0).sum()
+    return round(float(selected / kernels.pages_read.sum().clamp(min=1)), 2)
+
+
+class LocalSelection:
+    """Every row keeps the pages of the row before it but for a few: the candidates are cut into k
+    equal parts, each row reads one page of each part, and now and then changes it."""
+
+    def __init__(self, kernels: KernelSparse) -> None:
+        self._topk = kernels.topk
+
+    def __call__(self, selected: torch.Tensor, chunks: ChunkRows) -> torch.Tensor:
+        rows, _, k = selected.shape
+        pages = int(chunks.batch.kv_lens.max() - chunks.batch.query_lens.max())
+        candidates = pages // chunks.batch.page_size - 9  # of the chunk's first row
+        if candidates < self._topk:
+            return selected  # every candidate is selected anyway
+        generator = torch.Generator(selected.device).manual_seed(0)
+        draw = torch.rand(selected.shape, device=selected.device, generator=generator)
+        changes = draw < _CHANGE
+        # The row of the last change of every part, and a page drawn there.
+        row = torch.arange(rows, device=selected.device)[:, None, None]
+        last = torch.where(changes, row, 0).cummax(0).values
+        where = torch.rand(selected.shape, device=selected.device, generator=generator)
+        where = where.gather(0, last)
+        part = torch.arange(k, device=selected.device)
+        return ((part + where) * (candidates / k)).to(selected.dtype)
