@@ -1,0 +1,1 @@
+"""Trains small HiLS models, and their full-attention twins, on text with facts hidden in it."""

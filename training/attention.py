@@ -1,0 +1,95 @@
+"""HiLS attention of whole sequences, differentiable, from all pairs of rows.
+
+Every part of it is a softmax over keys times a weight that is one number per query and chunk:
+a chunk's own softmax times the chunk's share, or the window's softmax times the window's share,
+where the window consists of whole chunks too. So with z the scores of all pairs,
+
+    out_i = sum_j exp(z_ij + shift_ic) v_j,    c the chunk of j,
+
+and the shift, log of the share minus log-sum-exp of what it is a share of, is all there is to find.
+Rows are tokens and landmarks together; their number is a multiple of the chunk size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+_MASKED = -1e30  # as good as minus infinity, and its differences and gradients are no NaN
+
+
+def first_window_chunk(rows: torch.Tensor, window: int, chunk: int) -> torch.Tensor:
+    """The chunk where each row's window begins; all chunks before it can be selected."""
+    return torch.div(rows - window + 1, chunk, rounding_mode="floor").clamp(min=0)
+
+
+def landmarks(
+    prior: torch.Tensor, keys: torch.Tensor, chunk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of every chunk: the mean of its keys as its landmark row weighs them, and the entropy of the
+    weights. prior [batch, heads, rows, dim] are scoring queries; -> [batch, heads, chunks(, dim)]
+    """
+    pages = torch.unflatten(keys, 2, (-1, chunk))[
+        :, :, :, :-1
+    ]  # [batch, heads, chunks, chunk - 1, dim]
+    queries = prior[:, :, chunk - 1 :: chunk]
+    logits = torch.einsum("bhcd,bhcsd->bhcs", queries, pages) * keys.shape[-1] ** -0.5
+    log_weights = logits.log_softmax(-1)
+    weights = log_weights.exp()
+    return torch.einsum("bhcs,bhcsd->bhcd", weights, pages), -(weights * log_weights).sum(-1)
+
+
+def choose(
+    scores: torch.Tensor, window_mass: torch.Tensor, eligible: torch.Tensor, group: int, top_k: int
+) -> torch.Tensor:
+    """Which chunks each row reads: bool [batch, heads, rows, chunks].
+
+    The query heads of a group choose together, by the largest share that a chunk has for any."""
+    if top_k >= eligible.shape[-1]:
+        return eligible.expand_as(scores)
+    total = torch.logaddexp(window_mass, scores.logsumexp(-1))
+    share = torch.unflatten(scores - total[..., None], 1, (-1, group)).amax(2)
+    best = share.masked_fill(~eligible, -math.inf).topk(top_k, -1).indices
+    chosen = torch.zeros_like(share, dtype=torch.bool).scatter(-1, best, True) & eligible
+    return chosen.repeat_interleave(group, 1)
+
+
+def attend(
+    query: torch.Tensor,
+    scoring: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    summary: tuple[torch.Tensor, torch.Tensor],
+    rows: torch.Tensor,
+    window_chunk: torch.Tensor,
+    chunk: int,
+    group: int,
+    top_k: int,
+) -> torch.Tensor:
+    """query, scoring [batch, heads, queries, dim] of the given rows of a sequence;
+    keys, values [batch, heads, all rows, dim]; summary: the landmarks of `keys`."""
+    scale = query.shape[-1] ** -0.5
+    chunks = keys.shape[2] // chunk
+    row = torch.arange(keys.shape[2], device=keys.device).view(chunks, chunk)
+    number = torch.arange(chunks, device=keys.device)
+    # No row sees a landmark row. [queries, chunks, chunk]
+    seen = (row <= rows[:, None, None]) & (row % chunk != chunk - 1)
+    eligible = number < window_chunk[:, None]  # [queries, chunks]
+    z = torch.unflatten(query @ keys.transpose(-1, -2), -1, (chunks, chunk)) * scale
+    z = z.masked_fill(~seen, _MASKED)
+    mass = z.logsumexp(-1)  # [batch, heads, queries, chunks]
+    window_mass = mass.masked_fill(eligible, _MASKED).logsumexp(-1)
+    vectors, entropy = summary
+    scores = (scoring @ vectors.transpose(-1, -2)) * scale + entropy[:, :, None]
+    scores = scores.masked_fill(~eligible, _MASKED)
+    with torch.no_grad():
+        chosen = choose(scores, window_mass, eligible, group, top_k)
+    scores = scores.masked_fill(~chosen, _MASKED)
+    # The null entry of the softmax has logit 0 and takes its share away from all others.
+    total = torch.logaddexp(scores.logsumexp(-1), window_mass)
+    total = torch.logaddexp(total, torch.zeros_like(total))
+    remote = scores - mass  # far below zero where nothing was chosen
+    shift = torch.where(eligible, remote, torch.zeros_like(remote)) - total[..., None]
+    weights = torch.exp(z + shift[..., None])
+    return weights.flatten(-2).to(values.dtype) @ values

@@ -1,0 +1,101 @@
+"""The phases of training. Looking things up must first form where everything is near; then the
+window shrinks, then chunks are selected, then texts grow long."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from training.samples import Kind
+from training.tasks import Mixture
+
+ALL = 1 << 20
+"""As top-k: every chunk is read."""
+
+LOSS_WEIGHTS: Mapping[Kind, float] = {
+    Kind.TEXT: 0.2,
+    Kind.COPY: 1.0,
+    Kind.FORM: 0.5,
+    Kind.FIRST: 1.5,
+    Kind.REST: 0.5,
+    Kind.ABSENT: 0.4,
+    Kind.VARIABLE: 0.5,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a batch. `chunks` chunks of 63 tokens fill whole pages with their landmarks."""
+
+    chunks: int
+    batch: int
+
+    def tokens(self, chunk: int) -> int:
+        return self.chunks * (chunk - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    name: str
+    shapes: tuple[Shape, ...]  # taken in turn
+    steps: int
+    window: int
+    top_k: int
+    mixture: Mixture
+    lr: float = 3e-3
+    final_lr: float = 3e-3
+    warmup: int = 20
+    recompute: bool = False
+    goal: float = 1.01
+    """The phase ends early when this share of held-out questions is answered."""
+    weights: Mapping[Kind, float] = field(default_factory=lambda: LOSS_WEIGHTS)
+
+    def lr_at(self, step: int) -> float:
+        """A warm-up, then a straight line to `final_lr`."""
+        done = step / max(self.steps, 1)
+        return (self.lr + (self.final_lr - self.lr) * done) * min(1.0, (step + 1) / self.warmup)
+
+
+_NEAR = Mixture(
+    facts=0.65,
+    copy=0.25,
+    text=0.1,
+    fill=(0.8, 1.0),
+    absent=0.1,
+    alike=0.1,
+    silent=0.1,
+    restated=0.6,
+)
+_MIXED = Mixture(facts=0.55, variables=0.1, copy=0.25, text=0.1, restated=0.3)
+_FAR = Mixture(
+    facts=0.75, variables=0.1, copy=0.1, text=0.05, fill=(0.1, 0.9), few=0.25, restated=0.2
+)
+
+CURRICULUM = (
+    Phase("near", (Shape(4, 256),), 3000, 256, ALL, _NEAR, warmup=100, goal=0.97),
+    Phase("window", (Shape(8, 128),), 1500, 128, ALL, _MIXED, goal=0.97),
+    Phase("select", (Shape(8, 128),), 1000, 128, 2, _MIXED, goal=0.97),
+    Phase("2k", (Shape(32, 32),), 3000, 128, 8, _FAR, final_lr=1.5e-3, goal=0.985),
+    Phase(
+        "8k",
+        (Shape(32, 32), Shape(128, 8)),
+        2400,
+        128,
+        8,
+        _FAR,
+        lr=1.5e-3,
+        final_lr=1e-4,
+        recompute=True,
+    ),
+)
+
+
+def for_full_attention(phase: Phase) -> Phase:
+    """The twin sees the same samples in the same order; it has no window to shrink."""
+    return replace(phase, recompute=False)
+
+
+def shrunk(phase: Phase, *, steps: int, batch: int, chunks: int) -> Phase:
+    """The same phase at a size for tests and CPUs."""
+    shapes = tuple(Shape(min(s.chunks, chunks), min(s.batch, batch)) for s in phase.shapes)
+    return replace(phase, shapes=shapes, steps=steps, warmup=min(phase.warmup, steps))

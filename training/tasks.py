@@ -1,0 +1,202 @@
+"""What samples are made of: facts and questions, chains of variables, copies, plain text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from training.names import Name, NameTable
+from training.phrases import ATTRIBUTES, LEAD_INS, QUESTIONS, Phrases
+from training.samples import Kind, Piece, Placed, Sample, assemble
+from training.text import Corpus
+
+_MANY = 10_000
+
+Task = Literal["facts", "variables", "copy", "text"]
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Everything samples are drawn from."""
+
+    corpus: Corpus = field(repr=False)
+    names: NameTable
+    phrases: Phrases = field(repr=False)
+
+    @classmethod
+    def of(cls, corpus: Corpus, names: NameTable, tokenizer: Tokenizer) -> World:
+        return cls(corpus, names, Phrases.of(tokenizer))
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """How often each task comes, and how hard it is."""
+
+    facts: float = 1.0
+    variables: float = 0.0
+    copy: float = 0.0
+    text: float = 0.0
+    fill: tuple[float, float] = (0.6, 1.0)
+    """Between these shares of a sample are facts and questions; the rest is text."""
+    few: float = 0.0
+    """Of samples: no more than `few_limit` facts and questions, and often one."""
+    few_limit: int = 8
+    absent: float = 0.2  # of questions: about a name that is not there
+    alike: float = 0.3  # of names: share a word with another one
+    silent: float = 0.2  # of facts: nobody asks about them
+    restated: float = 0.2  # of questions: the fact's sentence instead, without a question
+    at_end: float = 0.3  # of samples: all questions come last
+
+    def draw(self, rng: np.random.Generator) -> Task:
+        shares = np.array([self.facts, self.variables, self.copy, self.text])
+        tasks: tuple[Task, ...] = ("facts", "variables", "copy", "text")
+        return tasks[int(rng.choice(4, p=shares / shares.sum()))]
+
+
+def make_sample(rng: np.random.Generator, world: World, mixture: Mixture, length: int) -> Sample:
+    task = mixture.draw(rng)
+    if task == "facts":
+        placed = place_facts(rng, world, mixture, length)
+    elif task == "variables":
+        placed = place_variables(rng, world, mixture, length)
+    elif task == "copy":
+        placed = place_copies(rng, world, length)
+    else:
+        placed = []
+    return assemble(rng, world.corpus, length, placed)
+
+
+@dataclass(slots=True)
+class _Room:
+    """Pieces so far, and how many tokens more may be placed."""
+
+    left: int
+    placed: list[Placed] = field(default_factory=list)
+
+    def add(self, *placed: Placed) -> bool:
+        """All of them or none."""
+        needed = sum(len(p.piece) for p in placed)
+        if needed > self.left:
+            return False
+        self.left -= needed
+        self.placed.extend(placed)
+        return True
+
+
+def place_facts(
+    rng: np.random.Generator, world: World, mixture: Mixture, length: int
+) -> list[Placed]:
+    """Facts at random places, questions behind them, each name and fact asked about once."""
+    names, phrases = world.names, world.phrases
+    room = _Room(_budget(rng, mixture, length))
+    at_end = rng.random() < mixture.at_end
+    present: list[Name] = []
+    used: set[int] = set()
+    for _ in range(_most(rng, mixture)):
+        name = _new_name(rng, names, present, used, mixture.alike)
+        tokens = names.encode(name)
+        attribute = int(rng.integers(len(ATTRIBUTES)))
+        form = int(rng.integers(len(QUESTIONS)))
+        if present and rng.random() < mixture.absent:
+            asked = Placed(_later(rng, 0.0, at_end), phrases.asked(attribute, form, tokens, None))
+            if not room.add(asked):
+                break
+            continue
+        code, at = phrases.code(rng), float(rng.random())
+        lead = int(rng.integers(len(LEAD_INS)))
+        fact = Placed(at, phrases.fact(attribute, lead, tokens, code))
+        if present and rng.random() < mixture.silent:
+            fits = room.add(fact)
+        else:
+            if rng.random() < mixture.restated:
+                question = phrases.restated(attribute, tokens, code)
+            else:
+                question = phrases.asked(attribute, form, tokens, code)
+            fits = room.add(fact, Placed(_later(rng, at, at_end), question))
+        if not fits:
+            break
+        present.append(name)
+    return room.placed
+
+
+def place_variables(
+    rng: np.random.Generator, world: World, mixture: Mixture, length: int
+) -> list[Placed]:
+    """Chains of one to three links, defined in order, and questions for the value at their end."""
+    names, phrases = world.names, world.phrases
+    room = _Room(_budget(rng, mixture, length))
+    at_end = rng.random() < mixture.at_end
+    for _ in range(_most(rng, mixture)):
+        words = rng.choice(names.invented, size=rng.integers(1, 4), replace=False)
+        chain = [names.tokens[word] for word in words]
+        chain.append(phrases.code(rng))
+        places = np.sort(rng.random(len(chain) - 1))
+        placed = [
+            Placed(float(at), phrases.assigned(chain[-2 - i], chain[-1 - i]))
+            for i, at in enumerate(places)
+        ]
+        asked = Placed(_later(rng, float(places[-1]), at_end), phrases.traced(chain))
+        if not room.add(*placed, asked):
+            break
+    return room.placed
+
+
+def place_copies(rng: np.random.Generator, world: World, length: int) -> list[Placed]:
+    """Spans that come twice, at any distance and in any order: found by content alone.
+
+    Some are of few different tokens, so that one token before does not tell which comes next."""
+    room = _Room(int(length * rng.uniform(0.7, 1.0)))
+    vocabulary = world.phrases.tokenizer.get_vocab_size()
+    source = int(rng.integers(3))
+    alphabet = rng.integers(1, vocabulary, size=rng.integers(24, 96))
+    while True:
+        size = int(rng.integers(6, 24))
+        if source == 0:
+            span = rng.integers(1, vocabulary, size=size).astype(np.int32)
+        elif source == 1:
+            span = rng.choice(alphabet, size=size).astype(np.int32)
+        else:
+            start = rng.integers(len(world.corpus.tokens) - size)
+            span = world.corpus.tokens[start : start + size]
+        known = 1 if source == 0 else 3  # so many tokens tell which span it is
+        first = Piece.of((span, Kind.NONE))
+        again = Piece.of((span[:known], Kind.NONE), (span[known:], Kind.COPY))
+        at = float(rng.random())
+        if not room.add(Placed(at, first), Placed(_later(rng, at, False), again)):
+            return room.placed
+
+
+def _budget(rng: np.random.Generator, mixture: Mixture, length: int) -> int:
+    return int(length * rng.uniform(*mixture.fill))
+
+
+def _most(rng: np.random.Generator, mixture: Mixture) -> int:
+    """Facts and questions, if so many fit."""
+    if rng.random() < mixture.few:
+        return int(np.exp(rng.uniform(0.0, np.log(mixture.few_limit + 1))))
+    return _MANY
+
+
+def _later(rng: np.random.Generator, at: float, at_end: bool) -> float:
+    return 1.0 if at_end else float(rng.uniform(at, 1.0))
+
+
+def _new_name(
+    rng: np.random.Generator, names: NameTable, present: list[Name], used: set[int], alike: float
+) -> Name:
+    """Words come once, but for the one that a name may share with a name in the text: so no name
+    is a part of another."""
+    shares = [name for name in present if name[1] >= 0]
+    while True:
+        name, old = names.draw(rng), -1
+        if shares and rng.random() < alike:
+            model = shares[rng.integers(len(shares))]
+            name = names.draw_like(rng, model)
+            old = name[0] if name[0] == model[0] else name[1]
+        new = {word for word in name if word not in (old, -1)}
+        if not new & used:
+            used |= new
+            return name
