@@ -10,7 +10,7 @@ from cairn.engine.plan import StepPlan
 from cairn.engine.request import Request, State
 from cairn.engine.sampling_params import SamplingParams
 from cairn.engine.scheduler import Limits, Scheduler, attention_pairs
-from cairn.engine.step_time import StepTimeModel
+from cairn.engine.step_time import StepTimeModel, round_rows, step_sizes
 from cairn.errors import QueueFullError
 from cairn.memory.cache import PagedCache
 from cairn.memory.geometry import PageGeometry
@@ -275,8 +275,8 @@ def test_a_step_time_limit_shrinks_prefill_but_never_to_nothing() -> None:
     scheduler.step_time = model
     scheduler.add(request("a", [1] * 900, most=1000))
     (advance,) = scheduler.plan().advances
-    # 0.75 * 20 ms - 1 ms leaves 14 ms: 140 rows at 0.1 ms each
-    assert 130 <= advance.stop <= 142
+    # 0.75 * 20 ms - 1 ms leaves 14 ms: 140 rows at 0.1 ms each, rounded down
+    assert advance.stop == 128
     scheduler, _ = make([400], [None], chunk=1000, page_size=4, max_step_seconds=1e-6)
     scheduler.step_time = model
     scheduler.add(request("a", [1] * 900, most=1000))
@@ -461,3 +461,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
+
+
+def test_steps_under_a_time_limit_come_in_few_sizes() -> None:
+    sizes = step_sizes(8192)
+    assert sizes[:4] == [8192, 6144, 4096, 3072] and sizes[-1] == 64
+    for rows in range(64, 8193):
+        rounded = round_rows(rows)
+        assert rounded in sizes and rounded <= rows < 1.5 * rounded + 1

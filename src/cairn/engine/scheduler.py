@@ -19,13 +19,12 @@ from itertools import islice
 
 from cairn.engine.plan import Admission, Advance, StepPlan, TableEdit
 from cairn.engine.request import FinishReason, Request, State
-from cairn.engine.step_time import StepTimeModel
+from cairn.engine.step_time import StepTimeModel, round_rows
 from cairn.errors import PageError, QueueFullError
 from cairn.memory.cache import PagedCache, PageKey, SequencePages
 from cairn.memory.pages import NULL_PAGE
 from cairn.memory.radix import PrefixMatch
 
-_ROUND = 128
 _MAX_ADMISSIONS = 64
 """Waiting requests looked at in one step: bounds planning however long the queue is."""
 
@@ -198,8 +197,8 @@ class Scheduler:
             fit = self.step_time.rows_within(limit, step.rows, step.pairs, context, rows)
             # A step without any prefill would starve it; a page a step is the least.
             least = 0 if step.prefill_rows else min(rows, geometry.page_size)
-            # Round numbers: the same shapes again, which libraries have planned for.
-            rows = max(fit - fit % _ROUND if fit > 2 * _ROUND else fit, least)
+            # Steps of few different sizes: libraries plan for each one when they first meet it.
+            rows = max(round_rows(step.rows + fit) - step.rows, least)
             if rows <= 0:
                 return 0
         # A token that completes a page may take more than one row.

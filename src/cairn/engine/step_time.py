@@ -16,6 +16,22 @@ _FIRST_ROWS = 512  # before anything is known
 _SAFETY = 0.75  # aim below the limit: steps vary
 
 
+def round_rows(rows: int) -> int:
+    """The largest power of two, or one and a half times one, that is not more."""
+    if rows < 2:
+        return rows
+    power = 1 << (rows.bit_length() - 1)
+    return power * 3 // 2 if rows >= power * 3 // 2 else power
+
+
+def step_sizes(most: int, least: int = 64) -> list[int]:
+    """All that `round_rows` makes of numbers from `least` to `most`."""
+    sizes = [round_rows(most)]
+    while sizes[-1] > least:
+        sizes.append(round_rows(sizes[-1] - 1))
+    return sizes
+
+
 class StepTimeModel:
     def __init__(self) -> None:
         self._normal = np.zeros((3, 3))

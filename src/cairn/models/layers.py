@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -155,7 +155,7 @@ class Linear(WeightModule):
         self, in_features: int, parts: Mapping[str, int], factory: Factory, *, bias: bool = False
     ) -> None:
         self.parts = dict(parts)
-        self._in_features = in_features
+        self.in_features = in_features
         self._out_features = out_features = sum(self.parts.values())
         self._blocks = _column_blocks(out_features) if factory.device.type == "cpu" else 0
         if self._blocks:
@@ -193,7 +193,7 @@ class Linear(WeightModule):
         if not self._blocks:
             return F.linear(x, self.weight, self.bias)
         if rows > _MANY_ROWS:
-            in_out = self.weight.transpose(0, 1).reshape(self._in_features, self._out_features)
+            in_out = self.weight.transpose(0, 1).reshape(self.in_features, self._out_features)
             out = torch.mm(x, in_out)
             return out if self.bias is None else out.add_(self.bias)
         out = torch.bmm(x.expand(self._blocks, -1, -1), self.weight)  # [blocks, rows, columns]
@@ -219,7 +219,7 @@ class Linear(WeightModule):
         begin = 0
         for part, rows in self.parts.items():
             target = f"{parent}.{part}" if parent else part
-            shape = (rows, self._in_features)
+            shape = (rows, self.in_features)
             yield f"{target}.weight", TensorSlot(shape, partial(self._write, begin))
             if self.bias is not None:
                 bias = self.bias[begin : begin + rows]
@@ -244,7 +244,7 @@ class Linear(WeightModule):
         if not self._blocks:
             return self.weight
         return (
-            self.weight.transpose(1, 2).reshape(self._out_features, self._in_features).contiguous()
+            self.weight.transpose(1, 2).reshape(self._out_features, self.in_features).contiguous()
         )
 
 
@@ -270,6 +270,18 @@ def named_slots(model: Module) -> dict[str, TensorSlot]:
         if isinstance(module, WeightModule)
         for slot in module.slots(name)
     )
+
+
+def warm_up_products(model: Module, row_counts: Iterable[int]) -> None:
+    """Multiply each shape of matrix once with so many rows. GPU libraries choose and load a kernel
+    when they first meet a size, which takes as long as a whole step."""
+    shapes: dict[tuple[int, ...], Linear] = {}
+    for _, module in model.named_modules():
+        if isinstance(module, Linear):
+            shapes.setdefault(tuple(module.weight.shape), module)
+    for rows in row_counts:
+        for linear in shapes.values():
+            linear(linear.weight.new_zeros(rows, linear.in_features))
 
 
 def _copier(target: torch.Tensor) -> Callable[[torch.Tensor], None]:
