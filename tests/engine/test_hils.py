@@ -11,6 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from cairn import LLM, SamplingParams
+from cairn.engine.inputs import HostInputs
+from cairn.engine.plan import StepPlan
+from cairn.engine.rows import StepRows
 from cairn.errors import RequestError
 from tests import hils_reference
 from tests.helpers import GOLDENS, TINY_HILS, poison_free_memory, tokens_of, write_model
@@ -282,3 +285,28 @@ def test_what_a_user_sees_has_no_landmark_rows(long_model: Path) -> None:
     assert result.prompt_logprobs is not None and len(result.prompt_logprobs) == 126
     assert max(result.token_ids) < LONG["vocab_size"]
     assert all(token < LONG["vocab_size"] for entry in result.logprobs for token, _ in entry.top)
+
+
+def test_decode_rows_may_go_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As recorded steps do: the landmark row as a sequence beside that of its token."""
+    folder = write_model(tmp_path, {**TINY_HILS, "full_attn_interleave": 2})
+    prompts = [tokens_of(n, seed=n) for n in (1, 14, 15, 40, 133)]
+    with load(folder) as llm:
+        expected = [r.token_ids for r in llm.generate(prompts, max_tokens=50, ignore_eos=True)]
+    split = 0
+    with load(folder) as llm:
+        runner = llm.engine._runner
+        build = runner._host_inputs
+
+        def apart(plan: StepPlan, rows: StepRows) -> HostInputs:
+            nonlocal split
+            host = build(plan, rows)
+            if not rows.only_decodes:
+                return host
+            split += len(rows.token_ids) > len(rows.kv_lens)
+            return host.apart()
+
+        monkeypatch.setattr(runner, "_host_inputs", apart)
+        found = [r.token_ids for r in llm.generate(prompts, max_tokens=50, ignore_eos=True)]
+    assert found == expected
+    assert split > 5

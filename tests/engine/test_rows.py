@@ -37,3 +37,16 @@ def test_landmark_rows_ride_with_the_last_token_of_their_page() -> None:
     # Logits come from the last token, not from the landmark row behind it.
     assert rows.last_token_rows.tolist() == [4, 5, 7]
     assert np.flatnonzero(~rows.is_token).tolist() == [2, 6]
+
+
+def test_rows_apart_see_what_is_before_them() -> None:
+    plan = StepPlan((advance(4, 5), advance(5, 6)))
+    rows = build_rows(plan, PageGeometry(4, 3), landmark_id=999)
+    assert rows.only_decodes
+    apart = rows.apart()
+    assert apart.token_ids.tolist() == [104, 105, 999]
+    assert apart.kv_lens.tolist() == [6, 7, 8]
+    assert apart.query_lens.tolist() == [1, 1, 1]
+    assert apart.cu_query.tolist() == [0, 1, 2, 3]
+    longer = build_rows(StepPlan((advance(4, 6),)), PageGeometry(4, 3), landmark_id=999)
+    assert not longer.only_decodes

@@ -53,7 +53,11 @@ LARGE: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SOME = """decode chunks mixed no-groups landmark-key quest mean-by-sum mean-by-best hils-by-lse
+dense-below own-policy-decode many-pages""".split()
+
+
+@pytest.mark.parametrize("name", SOME)  # each compiles its own kernels; the rest is interpreted
 def test_kernels_equal_the_reference_in_float32(name: str) -> None:
     found, expected = (run(CASES[name], CUDA, kernels=kernels) for kernels in (True, False))
     torch.testing.assert_close(found.out, expected.out, rtol=0, atol=1e-4)
@@ -104,15 +108,14 @@ def test_golden_greedy_tokens_through_graphs(case: str) -> None:
         if backend.kernels is None:
             assert any("plain torch" in note for note in llm.engine.notes)
             pytest.skip("heads of 8 run in torch")
-        for name in ("a", "b"):
-            ids = golden[f"input_ids_{name}"].tolist()
-            expected = golden[f"greedy_ids_{name}"].tolist()
-            vocab = llm.engine.spec.vocab_size
-            stop = next((i for i, token in enumerate(expected) if token >= vocab), len(expected))
-            before = backend.launches
-            found = llm.generate(ids, max_tokens=max(stop, 1), ignore_eos=True).token_ids
-            assert found[:stop] == expected[:stop]
-            assert stop < 2 or backend.launches > before
+        ids = golden["input_ids_a"].tolist()
+        expected = golden["greedy_ids"].tolist()
+        vocab = llm.engine.spec.vocab_size
+        stop = next((i for i, token in enumerate(expected) if token >= vocab), len(expected))
+        found = llm.generate(ids, max_tokens=64, ignore_eos=True).token_ids
+        assert found[:stop] == expected[:stop]
+        sparse = len(llm.engine.spec.sparsity.layers) if llm.engine.spec.sparsity else 0
+        assert backend.launches >= 63 * sparse  # and what recording ran
 
 
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -141,7 +141,7 @@ def run(case: Case, device: torch.device, *, kernels: bool, seed: int = 0) -> Re
     query, scores_with = (torch.randn(size).to(case.dtype).to(device) for _ in range(2))
     scoring = Scoring(scores_with, scores_with) if native else None
     contents = pool.layers[0].clone()
-    backend.launching(batch)
+    backend.launching(batch, replayed=False)
     metadata = backend.prepare(batch)
     pool.layers[0].copy_(contents)  # the step's rows are written after it was prepared
     backend.begin(metadata)

@@ -56,7 +56,7 @@ class AttentionBackend(Protocol):
         """A step that only decodes can be replayed from a graph."""
         ...
 
-    def launching(self, batch: HostBatch) -> None:
+    def launching(self, batch: HostBatch, *, replayed: bool) -> None:
         """The host's books of a step that is about to be launched or replayed."""
         ...
 
@@ -128,7 +128,7 @@ class DenseBackend:
     def replayable(self, batch: HostBatch) -> bool:
         return self.graphs
 
-    def launching(self, batch: HostBatch) -> None:
+    def launching(self, batch: HostBatch, *, replayed: bool) -> None:
         pass
 
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> Any:

@@ -35,7 +35,7 @@ class PairBackend:
     def replayable(self, batch: HostBatch) -> bool:
         return self._decode.replayable(batch)
 
-    def launching(self, batch: HostBatch) -> None:
+    def launching(self, batch: HostBatch, *, replayed: bool) -> None:
         pass
 
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> _Chosen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,7 +155,10 @@ def _hsa(arguments: argparse.Namespace) -> int:
         lengths = [int(length) for length in arguments.lengths.split(",")]
     except ValueError:
         raise ConfigError(f"--lengths is {arguments.lengths!r}; write numbers and commas") from None
-    rows = run(parts, lengths, arguments.longest_dense_prefill, profile=arguments.profile)
+    rows = []
+    for row in run(parts, lengths, arguments.longest_dense_prefill, profile=arguments.profile):
+        print(", ".join(f"{name} {value}" for name, value in row.items()), file=sys.stderr)
+        rows.append(row)
     show_rows("hsa", rows, arguments.output)
     return 0
 

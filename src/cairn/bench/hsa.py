@@ -8,6 +8,7 @@ selection of a trained model's locality (2.5x fewer pages for 4 neighbouring row
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -29,30 +30,48 @@ _CHANGE = 0.195  # share of its pages that a row does not have from the row befo
 
 def run(
     parts: Sequence[str], lengths: Sequence[int], longest_dense_prefill: int, *, profile: bool
-) -> list[dict[str, Any]]:
-    longest = max(lengths)
+) -> Iterator[dict[str, Any]]:
     short = [length for length in lengths if length <= 65536]
-    rows: list[dict[str, Any]] = []
-    if "decode" in parts or "batch" in parts:
-        for model in ("hils-345m-hd128", "dense-345m-hd128"):
-            with _llm(model, longest, 16) as llm:
-                if "decode" in parts:
-                    rows += _decode(llm, model, lengths, [1], profile)
-                if "batch" in parts:
-                    rows += _decode(llm, model, short, [16], profile)
-    if "prefill" in parts or "together" in parts:
-        for model in ("hils-345m", "dense-345m"):
-            most = longest if model.startswith("hils") else min(longest, longest_dense_prefill)
-            with _llm(model, most, 16) as llm:
-                if "prefill" in parts:
-                    rows += _prefill(llm, model, [n for n in lengths if n <= most])
-                if "together" in parts:
-                    rows += _together(llm, model)
-    if "7b" in parts:
-        for model in ("hils-7b", "dense-7b"):
-            with _llm(model, max(short, default=8192), 8) as llm:
-                rows += _decode(llm, model, short, [1, 8], profile)
-    return rows
+    dense = [length for length in lengths if length <= longest_dense_prefill]
+    for kind, own in (("hils", lengths), ("dense", dense)):
+        if "decode" in parts or "batch" in parts:
+            yield from _decode_part(f"{kind}-345m-hd128", parts, own, short, profile)
+    for kind, own in (("hils", lengths), ("dense", dense)):
+        if "prefill" in parts or "together" in parts:
+            yield from _prefill_part(f"{kind}-345m", parts, own)
+    for kind in ("hils", "dense"):
+        if "7b" in parts:
+            with _llm(f"{kind}-7b", max(short, default=8192), 8) as llm:
+                yield from _decode(llm, f"{kind}-7b", short, [1, 8], profile)
+            release()
+
+
+def _decode_part(
+    model: str, parts: Sequence[str], lengths: Sequence[int], short: Sequence[int], profile: bool
+) -> Iterator[dict[str, Any]]:
+    with _llm(model, max(lengths), 16) as llm:
+        if "decode" in parts:
+            yield from _decode(llm, model, lengths, [1], profile)
+        if "batch" in parts:
+            yield from _decode(llm, model, short, [16], profile)
+    release()
+
+
+def _prefill_part(
+    model: str, parts: Sequence[str], lengths: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    with _llm(model, max(lengths), 16) as llm:
+        if "prefill" in parts:
+            yield from _prefill(llm, model, lengths)
+        if "together" in parts:
+            yield from _together(llm, model)
+    release()
+
+
+def release() -> None:
+    """Give memory of engines that are closed back to the device."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _llm(model: str, longest: int, requests: int) -> LLM:

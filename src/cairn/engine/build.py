@@ -15,8 +15,10 @@ from cairn.attention.pair_backend import PairBackend
 from cairn.config import EngineConfig
 from cairn.engine.attention_options import plan_attention
 from cairn.engine.engine import Engine
+from cairn.engine.graphs import most_decode_rows
 from cairn.engine.runner import Runner
 from cairn.engine.scheduler import Limits, Scheduler
+from cairn.engine.step_time import step_sizes
 from cairn.errors import ConfigError
 from cairn.memory.cache import PagedCache
 from cairn.memory.geometry import PageGeometry
@@ -26,7 +28,9 @@ from cairn.memory.landmarks import LandmarkPool, LandmarkShape
 from cairn.models.checkpoint import Checkpoint
 from cairn.models.config_reader import ConfigReader
 from cairn.models.interface import LanguageModel
+from cairn.models.layers import warm_up_products
 from cairn.models.loader import Progress, build_model, fill, fill_dummy, quantize
+from cairn.models.module import Module
 from cairn.models.registry import read_spec
 from cairn.models.source import Confirm, ModelSource, find_model
 from cairn.models.spec import ModelSpec
@@ -73,7 +77,7 @@ def build_engine(
         dtype=dtype,
         device=device,
         groups=groups,
-        max_seqs=limits.max_running_requests,
+        max_seqs=most_decode_rows(limits.max_running_requests, spec.sparsity is not None),
         hides_landmark_rows=spec.sparsity is not None and spec.sparsity.hides_landmark_rows,
     )
     dense, choice = resolve_backends(attention.dense, shape)
@@ -123,6 +127,8 @@ def build_engine(
         max_pages=max_pages,
         device=device,
     )
+    if device.type == "cuda" and limits.max_step_seconds is not None and isinstance(model, Module):
+        warm_up_products(model, step_sizes(limits.chunked_prefill_size))
     unrecorded = _not_recorded(config, device, backend)
     if unrecorded is None:
         runner.record_graphs()

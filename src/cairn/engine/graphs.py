@@ -28,6 +28,14 @@ def batch_sizes(most: int) -> list[int]:
     return [*sizes, most]
 
 
+def most_decode_rows(seqs: int, landmarks: bool) -> int:
+    """Rows of the largest decode step that is recorded. A landmark row comes along now and then;
+    that all of many sequences have one at once is rare, and done without a graph."""
+    if not landmarks:
+        return seqs
+    return 2 * seqs if seqs <= 64 else seqs + seqs // 4
+
+
 @dataclass(frozen=True, slots=True)
 class _Graph:
     graph: torch.cuda.CUDAGraph
@@ -84,36 +92,32 @@ class DecodeGraphs:
             self._graphs[size] = _Graph(graph, packed, tables, logits, tokens)
 
     def fits(self, rows: StepRows) -> bool:
-        """One row per sequence, and not too many."""
-        seqs = len(rows.kv_lens)
-        return seqs <= self.largest and len(rows.token_ids) == seqs
+        """One token per sequence, and not too many rows."""
+        return len(rows.token_ids) <= self.largest and rows.only_decodes
 
     def run(self, host: HostInputs, draws: HostDraws | None) -> tuple[torch.Tensor, torch.Tensor]:
         """-> logits [seqs, vocab] and tokens [seqs], overwritten by the next run.
 
         Without draws the tokens mean nothing.
         """
-        count = len(host.rows.kv_lens)
+        token_rows = host.rows.last_token_rows
+        apart = host.apart()
+        count = len(apart.rows.kv_lens)
         size = next(size for size in self._sizes if size >= count)
         graph = self._graphs[size]
-        padded = host if size == count else self._pad(host, size)
-        rest = self._no_draws(size if draws is None else size - count)
-        packed = padded.pack()
-        if draws is None:
-            packed = np.concatenate((rest.pack(), packed))
-        else:
-            both = HostDraws(
-                np.concatenate((draws.slots, rest.slots)),
-                np.concatenate((draws.seeds, rest.seeds)),
-                np.concatenate((draws.temperatures, rest.temperatures)),
-            )
-            packed = np.concatenate((both.pack(), packed))
-        graph.packed.copy_(to_device(packed, self._device))
+        padded = apart if size == count else self._pad(apart, size)
+        own = self._no_draws(size)
+        if draws is not None:
+            own = draws.at(token_rows, size, self._spare_slot)
+        graph.packed.copy_(to_device(np.concatenate((own.pack(), padded.pack())), self._device))
         width = padded.tables.shape[2]
         tables = padded.pack_tables(self._generations)
         graph.tables[:, :, :width].copy_(to_device(tables, self._device))
         graph.graph.replay()
-        return graph.logits[:count], graph.tokens[:count]
+        if len(token_rows) == count:
+            return graph.logits[:count], graph.tokens[:count]
+        wanted = to_device(token_rows, self._device)
+        return graph.logits[wanted], graph.tokens[wanted]
 
     def _no_draws(self, count: int) -> HostDraws:
         """For rows whose token nobody wants."""

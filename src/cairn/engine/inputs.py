@@ -6,7 +6,7 @@ that a recorded step can keep one buffer of the same layout and have it overwrit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,6 +28,18 @@ class HostDraws:
     slots: np.ndarray  # [seqs]
     seeds: np.ndarray  # [seqs] int64, of request and position together
     temperatures: np.ndarray  # [seqs] float32, 0 for the most likely token
+
+    def at(self, rows: np.ndarray, total: int, spare_slot: int) -> HostDraws:
+        """The draws of `rows` among `total`; nobody wants the tokens of the others."""
+        spread = HostDraws(
+            np.full(total, spare_slot),
+            np.zeros(total, dtype=np.int64),
+            np.zeros(total, dtype=np.float32),
+        )
+        spread.slots[rows] = self.slots
+        spread.seeds[rows] = self.seeds
+        spread.temperatures[rows] = self.temperatures
+        return spread
 
     def pack(self) -> np.ndarray:
         """int32; seeds first, so that they lie on eight bytes"""
@@ -93,6 +105,19 @@ class HostInputs:
     def to_device(self, device: torch.device, generations: bool) -> StepInputs:
         packed = to_device(self.pack(), device)
         return self.view(packed, to_device(self.pack_tables(generations), device), device)
+
+    def apart(self) -> HostInputs:
+        """Every row as a sequence of its own."""
+        if len(self.rows.token_ids) == len(self.rows.kv_lens):
+            return self
+        seq = self.rows.seq
+        return replace(
+            self,
+            rows=self.rows.apart(),
+            tables=self.tables[:, seq],
+            generations=self.generations[:, seq],
+            prompt_rows=self.prompt_rows[seq],
+        )
 
     def host_batch(self) -> HostBatch:
         return HostBatch(

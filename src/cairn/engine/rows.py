@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -27,6 +27,24 @@ class StepRows:
     cu_query: np.ndarray  # [seqs + 1]
     is_token: np.ndarray  # [rows] False for landmark rows
     last_token_rows: np.ndarray  # [seqs] row of each sequence's last token
+
+    @property
+    def only_decodes(self) -> bool:
+        """Every sequence adds one token, and perhaps a landmark row behind it."""
+        seqs = len(self.kv_lens)
+        return bool(self.is_token.sum() == seqs and self.is_token[self.cu_query[:-1]].all())
+
+    def apart(self) -> StepRows:
+        """The same rows, each as a sequence of its own: what it sees is what is before it."""
+        rows = len(self.token_ids)
+        return replace(
+            self,
+            seq=np.arange(rows),
+            query_lens=np.ones(rows, dtype=np.int64),
+            kv_lens=self.cache_rows + 1,
+            cu_query=np.arange(rows + 1),
+            last_token_rows=np.arange(rows),
+        )
 
 
 def build_rows(plan: StepPlan, geometry: PageGeometry, landmark_id: int | None = None) -> StepRows:

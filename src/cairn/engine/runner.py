@@ -14,7 +14,7 @@ import torch
 
 from cairn.attention.backend import AttentionBackend
 from cairn.attention.batch import AttentionBatch, Scoring, to_device
-from cairn.engine.graphs import DecodeGraphs, batch_sizes
+from cairn.engine.graphs import DecodeGraphs, batch_sizes, most_decode_rows
 from cairn.engine.inputs import DeviceDraws, HostDraws, HostInputs, StepInputs
 from cairn.engine.logprobs import TokenLogprob, token_logprobs
 from cairn.engine.plan import Advance, StepPlan
@@ -147,7 +147,7 @@ class Runner:
         num_groups, num_slots, max_pages = self._tables.shape
         graphs = DecodeGraphs(
             self._decode_step,
-            sizes=batch_sizes(num_slots),
+            sizes=batch_sizes(most_decode_rows(num_slots, self._landmark_id is not None)),
             groups=num_groups,
             page_size=self._geometry.page_size,
             max_pages=max_pages,
@@ -180,7 +180,7 @@ class Runner:
             and self._graphs.fits(rows)
             and self._backend.replayable(batch)
         ):
-            self._backend.launching(batch)
+            self._backend.launching(batch, replayed=True)
             draws = self._plain_draws(plan) if len(sampling) == len(plan.advances) else None
             logits, tokens = self._graphs.run(host, draws)
             if draws is not None:
@@ -246,7 +246,7 @@ class Runner:
     ) -> torch.Tensor:
         inputs = host.to_device(self._device, self._backend.reads_generations)
         try:
-            self._backend.launching(inputs.batch)
+            self._backend.launching(inputs.batch, replayed=False)
             metadata = self._backend.prepare(inputs.batch)
             wanted = to_device(logit_rows.astype(np.int64), self._device)
             logits = self._forward(inputs, metadata, wanted)

@@ -82,17 +82,17 @@ class HSABackend:
             return False
         return not self._in_prompt(batch).any()
 
-    def launching(self, batch: HostBatch) -> None:
+    def launching(self, batch: HostBatch, *, replayed: bool) -> None:
         seq, place, _ = completed_pages(batch)
         if not len(seq):
             return
         tables = batch.groups[self._group]
-        # Where every sequence decodes, the kernels seal pages themselves.
-        decoding = (batch.query_lens == 1).all() and not self._in_prompt(batch).any()
+        # Where every row is by itself, the kernels seal pages themselves.
+        apart = replayed or ((batch.query_lens == 1).all() and not self._in_prompt(batch).any())
         self._landmarks.seal(
             tables.host_pages[seq, place].astype(np.int64),
             tables.host_generations[seq, place],
-            on_device=self.kernels is None or not decoding,
+            on_device=self.kernels is None or not apart,
         )
 
     def _in_prompt(self, batch: HostBatch) -> np.ndarray:
