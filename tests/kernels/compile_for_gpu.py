@@ -48,9 +48,9 @@ def main() -> None:
         shape = {**HEADS, "PAGE_SIZE": page_size, "WINDOW": window, "HIDE_LAST": window > 0}
         shape |= {"WITH_LSE": True}
         splits = {"rows": I32, "item_seq": I32, "item_indptr": I32}
-        splits |= {"partial": FP32, "partial_lse": FP32, "arrivals": I32}
+        splits |= {"partial": FP32, "partial_lse": FP32, "arrivals": I32, "group_arrivals": I32}
         block_n = 16 if page_size == 16 else 64
-        decode = {**shape, "BLOCK_G": 16, "BLOCK_N": block_n, "MERGE_G": 2, "MERGE_S": 16}
+        decode = {**shape, "BLOCK_G": 16, "BLOCK_N": block_n, "MERGE_G": 2}
         types = {**ATTENTION, **splits}
         compile_kernel(paged_decode._decode_kernel, types, decode, num_stages=5)
         blocks = {"cu_query": I32, "block_seq": I32, "block_begin": I32}
@@ -104,18 +104,17 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
     width = dim if native else 2 * dim
     names = ("page_table", "kv_lens", "rows", "candidates", "best_index", "selected", "arrivals")
     types = dict.fromkeys((*names, "cu_query", "dense_until", "block_seq", "block_begin"), I32)
-    types |= dict.fromkeys(
-        ("pages", "readers", "counts", "kept_index", "kept_count", "last_rows"), I32
-    )
+    types |= dict.fromkeys(("pages", "readers", "counts", "kept_index", "limits", "last_rows"), I32)
     types |= dict.fromkeys(("generations", "sealed", "selected"), I32)
     types |= dict.fromkeys(("query", "scoring", "prior", "pool", "vectors", "window_out"), BF16)
     types |= dict.fromkeys(("bias", "scores", "score_lse", "partial", "partial_lse"), FP32)
     types |= dict.fromkeys(
-        ("best_rank", "kept_rank", "kept_cutoff", "window_lse", "normalizer"), FP32
+        ("best_rank", "kept_rank", "maxima", "thresholds", "window_lse", "normalizer"), FP32
     )
     types |= {"launches": I64, "scale": "fp32", "seal": "i32"}
     types |= dict.fromkeys(("query_stride", "scoring_stride", "prior_stride"), "i32")
     types |= dict.fromkeys(("table_stride", "candidate_stride", "best_stride"), "i32")
+    types |= dict.fromkeys(("groups", "capacity"), "i32")
     constants = {
         **{"HEADS": 16, "KV_HEADS": 2, "DIM": dim, "PAGE_SIZE": page_size, "WIDTH": width},
         **{"LANDMARK_HEADS": landmark_heads, "WINDOW": 512, "DENSE_BELOW": 0},
@@ -123,13 +122,13 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
         **{"NULL_SPLIT": native, "SINKS": int(not native), "STRATEGY": 2, "TOPK": 32},
         **{"BLOCK_K": 32, "CHUNK": 1024, "BEST": 256, "STRIPS": 16, "WINDOW_PARTS": 3},
         **{"BLOCK_PARTS": 4, "PARTS": 19, "PAGE_PARTS": 16, "BLOCK_G": 16, "MERGE_G": 8},
-        **{"MERGE_S": 8, "BLOCK_S": 1 if native else 16, "BLOCK_P": 64 if native else 32},
+        **{"BLOCK_S": 1 if native else 16, "BLOCK_P": 64 if native else 32},
         **{
-            "CAPACITY": 128,
-            "COMPACT_ROWS": 16,
             "UNION": 256,
-            "ROWS": 8,
+            "ROWS": 4,
             "GROUP_PAD": 8,
+            "LANDMARK_PAD": 16,
+            "GROUP_PAGES": 8,
             "BLOCK_M": 64,
         },
         **{"BLOCK": 512, "PROGRAMS": 8},
@@ -145,7 +144,12 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
     build(sparse_decode._topk_kernel)
     build(sparse_decode._pages_kernel, num_stages=2)
     build(sparse_extend._normalizer_kernel, num_stages=3)
-    build(sparse_extend._select_kernel, I32, num_stages=2)
+    for collect in (False, True):
+        constants |= {"COLLECT": collect, "BLOCK_P": 128 if native and not collect else 64}
+        build(sparse_extend._rank_kernel, num_stages=2, num_warps=8)
+    build(sparse_extend._threshold_kernel)
+    build(sparse_extend._pick_kernel, I32)
+    constants["ROWS"] = 8
     build(sparse_extend._attend_kernel, num_stages=3 if dim == 64 else 2)
     constants["BLOCK_M"] = 8
     build(sparse_extend._union_kernel)

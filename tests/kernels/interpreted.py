@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from cairn.kernels import sparse_decode
+from cairn.kernels import paged_decode as paged_decode_module
+from cairn.kernels import sparse_decode, sparse_extend
 from cairn.kernels.activation import silu_and_mul, silu_and_mul_reference
 from cairn.kernels.gemv import gemv, gemv_reference
 from cairn.kernels.interface import ScoringHeads
@@ -59,7 +60,12 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("case", SHAPES, ids=str)
-def test_paged_attention(case: tuple[list[int], list[int], int, int, int, int, int, bool]) -> None:
+def test_paged_attention(
+    case: tuple[list[int], list[int], int, int, int, int, int, bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(paged_decode_module, "_PROGRAMS_PER_PROCESSOR", 20)  # many splits
+    monkeypatch.setattr(paged_decode_module, "_LEAST_PAGES", 0)
     torch.manual_seed(0)
     lengths, new, heads, kv_heads, dim, page_size, window, hide = case
     pool, table = paged(lengths, kv_heads, dim, page_size)
@@ -74,6 +80,7 @@ def test_paged_attention(case: tuple[list[int], list[int], int, int, int, int, i
         plan_splits(splits, kv_lens, kv_heads=kv_heads, page_size=page_size, window=window)
         rows = torch.arange(len(lengths), dtype=torch.int32)
         paged_decode(query, pool, table, kv_lens, rows, splits, out, lse=lse, **options)
+        assert not splits.arrivals.any() and not splits.group_arrivals.any()
     else:
         cu_query = torch.tensor([0, *np.cumsum(new)], dtype=torch.int32)
         blocks = ExtendBlocks.of(np.array(new), np.arange(len(new)), CPU)
@@ -189,6 +196,8 @@ def test_sampling_takes_what_the_reference_takes() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_sparse_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_decode, "_CHUNK", 16)  # several chunks, on few pages
+    monkeypatch.setattr(sparse_extend, "_ROWS", 64)  # fewer programs, which are slow here
+    monkeypatch.setattr(sparse_extend, "_GROUPS", 4)
     found, expected = (run(CASES[name], CPU, kernels=kernels) for kernels in (True, False))
     torch.testing.assert_close(found.out, expected.out, rtol=0, atol=1e-5)
     torch.testing.assert_close(found.vectors, expected.vectors, rtol=0, atol=1e-5, equal_nan=True)

@@ -7,8 +7,8 @@ that a recorded graph follows lengths that change:
     item:    one split of one sequence. There are at most `sequences + target` of them
     splits:  item_seq [items] sequence of each item, -1 for none; item_indptr [sequences + 1]
 
-Every item and kv head is a program. Of a sequence with several splits the program that comes last
-merges all of them; `arrivals` counts, and is zero again afterwards.
+Every item and kv head is a program. Splits are merged in groups of eight by the program of a group
+that comes last, and the groups by the last of those. Counters of arrivals end at zero again.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cairn.kernels.pdl import pdl_options
 
+MERGE = tl.constexpr(8)  # splits that are merged at once
 _LEAST_PAGES = 4  # of a split: less is not worth the merge
 
 
@@ -31,7 +32,8 @@ class DecodeSplits:
     item_indptr: torch.Tensor  # [max_seqs + 1] int32
     partial: torch.Tensor  # [items, heads, head_dim] float32
     partial_lse: torch.Tensor  # [items, heads] float32
-    arrivals: torch.Tensor  # [max_seqs, kv_heads] int32
+    arrivals: torch.Tensor  # [max_seqs, kv_heads] int32, groups of a sequence
+    group_arrivals: torch.Tensor  # [items, kv_heads] int32, splits of a group, at its first item
 
     @classmethod
     def empty(
@@ -44,6 +46,7 @@ class DecodeSplits:
             torch.empty(items, heads, head_dim, dtype=torch.float32, device=device),
             torch.empty(items, heads, dtype=torch.float32, device=device),
             torch.zeros(max_seqs, kv_heads, dtype=torch.int32, device=device),
+            torch.zeros(items, kv_heads, dtype=torch.int32, device=device),
         )
 
 
@@ -55,7 +58,7 @@ def target_items(kv_heads: int, device: torch.device) -> int:
     return max(1, processors * _PROGRAMS_PER_PROCESSOR // kv_heads)
 
 
-_PROGRAMS_PER_PROCESSOR = 4
+_PROGRAMS_PER_PROCESSOR = 2
 
 
 @triton.jit
@@ -131,12 +134,12 @@ def merge_splits(
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    STRIDE: tl.constexpr,  # from one split to the next, in items
     NULL_SPLIT: tl.constexpr,  # one more split of log-sum-exp and output zero
     WITH_LSE: tl.constexpr,
-    MERGE_G: tl.constexpr,
-    MERGE_S: tl.constexpr,
+    MERGE_G: tl.constexpr,  # power of two, at least GROUP
 ):
-    """Merge all splits of one sequence, for the heads of one kv head."""
+    """Merge splits of one sequence, for the heads of one kv head."""
     offs_d = tl.arange(0, BLOCK_D)
     in_dim = offs_d < DIM
     group = tl.arange(0, MERGE_G)
@@ -144,14 +147,14 @@ def merge_splits(
     most = tl.full((MERGE_G,), 0.0 if NULL_SPLIT else float("-inf"), tl.float32)
     total = tl.full((MERGE_G,), 1.0 if NULL_SPLIT else 0.0, tl.float32)
     merged = tl.zeros((MERGE_G, BLOCK_D), tl.float32)
-    for start in range(0, splits, MERGE_S):
-        split = start + tl.arange(0, MERGE_S)
+    for start in range(0, splits, MERGE):
+        split = start + tl.arange(0, MERGE)
         there = (split < splits)[:, None] & (group < GROUP)[None, :]
-        place = (first_item + split)[:, None] * HEADS + head[None, :]
+        place = (first_item + split * STRIDE)[:, None] * HEADS + head[None, :]
         # Other programs wrote these: not from this processor's own cache.
         lse = tl.load(
             partial_lse + place, mask=there, other=float("-inf"), cache_modifier=".cg"
-        )  # [MERGE_S, MERGE_G]
+        )  # [MERGE, MERGE_G]
         part = tl.load(
             partial + place[:, :, None] * DIM + offs_d[None, None, :],
             mask=there[:, :, None] & in_dim[None, None, :],
@@ -191,6 +194,7 @@ def _decode_kernel(
     partial,
     partial_lse,
     arrivals,  # [seqs, KV_HEADS]
+    group_arrivals,  # [items, KV_HEADS]
     scale,
     query_stride,
     table_stride,
@@ -204,8 +208,7 @@ def _decode_kernel(
     WITH_LSE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MERGE_G: tl.constexpr,  # power of two, at least the heads of a group
-    MERGE_S: tl.constexpr,  # splits that are merged at once
+    MERGE_G: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -296,26 +299,73 @@ def _decode_kernel(
         tl.store(partial + partial_place, result, mask=mask)
         tl.store(partial_lse + item * HEADS + head, lse, mask=in_group)
         tl.debug_barrier()  # all of the program's stores come before its arrival
-        counter = arrivals + seq * KV_HEADS + kv_head
-        if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
+        group = (item - first_item) // MERGE
+        groups = tl.cdiv(splits, MERGE)
+        first = first_item + group * MERGE
+        members = tl.minimum(MERGE, splits - group * MERGE)
+        counter = group_arrivals + first * KV_HEADS + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel") == members - 1:
             tl.store(counter, 0)
-            merge_splits(
-                partial,
-                partial_lse,
-                out + row * (HEADS * DIM),
-                lse_out + row * HEADS,
-                first_item,
-                splits,
-                kv_head,
-                HEADS,
-                GROUP,
-                DIM,
-                BLOCK_D,
-                False,
-                WITH_LSE,
-                MERGE_G,
-                MERGE_S,
-            )
+            # A group's result takes the place of its first split, unless it is the only one.
+            to_out = out + row * (HEADS * DIM)
+            to_lse = lse_out + row * HEADS
+            if groups == 1:
+                merge_splits(
+                    partial,
+                    partial_lse,
+                    to_out,
+                    to_lse,
+                    first,
+                    members,
+                    kv_head,
+                    HEADS,
+                    GROUP,
+                    DIM,
+                    BLOCK_D,
+                    1,
+                    False,
+                    WITH_LSE,
+                    MERGE_G,
+                )
+            else:
+                merge_splits(
+                    partial,
+                    partial_lse,
+                    partial + first * (HEADS * DIM),
+                    partial_lse + first * HEADS,
+                    first,
+                    members,
+                    kv_head,
+                    HEADS,
+                    GROUP,
+                    DIM,
+                    BLOCK_D,
+                    1,
+                    False,
+                    True,
+                    MERGE_G,
+                )
+                tl.debug_barrier()
+                counter = arrivals + seq * KV_HEADS + kv_head
+                if tl.atomic_add(counter, 1, sem="acq_rel") == groups - 1:
+                    tl.store(counter, 0)
+                    merge_splits(
+                        partial,
+                        partial_lse,
+                        to_out,
+                        to_lse,
+                        first_item,
+                        groups,
+                        kv_head,
+                        HEADS,
+                        GROUP,
+                        DIM,
+                        BLOCK_D,
+                        MERGE,
+                        False,
+                        WITH_LSE,
+                        MERGE_G,
+                    )
 
 
 def paged_decode(
@@ -352,6 +402,7 @@ def paged_decode(
         splits.partial,
         splits.partial_lse,
         splits.arrivals,
+        splits.group_arrivals,
         scale,
         query.stride(0),
         page_table.stride(0),
@@ -366,7 +417,6 @@ def paged_decode(
         BLOCK_G=max(16, triton.next_power_of_2(heads // kv_heads)),
         BLOCK_N=block_n,
         MERGE_G=triton.next_power_of_2(heads // kv_heads),
-        MERGE_S=max(2, min(16, 64 // triton.next_power_of_2(heads // kv_heads))),
         num_warps=4,
         num_stages=5 if query.dtype.itemsize == 2 and dim <= 128 else 2,
         **pdl_options(query),

@@ -461,7 +461,6 @@ def _pages_kernel(
     PAGE_PARTS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     MERGE_G: tl.constexpr,
-    MERGE_S: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -568,10 +567,10 @@ def _pages_kernel(
             GROUP,
             DIM,
             DIM,
+            1,
             NULL_SPLIT,
             False,
             MERGE_G,
-            MERGE_S,
         )
 
 
@@ -696,7 +695,6 @@ def sparse_decode(
         PAGE_PARTS=shape.page_parts,
         BLOCK_G=shape.block_g,
         MERGE_G=triton.next_power_of_2(group),
-        MERGE_S=max(2, min(16, 64 // triton.next_power_of_2(group))),
         num_warps=4,
         num_stages=2,
         **pdl_options(query),

@@ -1,12 +1,13 @@
 """Sparse attention of many new rows per sequence: selection, then attention page by page.
 
     1. the normalizer: every head's log-sum-exp over its window and all landmarks
-    2. selection, streaming over landmarks: a row keeps what beats its k-th best page so far
+    2. selection, streaming over landmarks twice: first the best page of every few, of which the
+       k-th best is a threshold; then the pages that reach it, and of those the best k
     3. the union of the pages that neighbouring rows selected, with the rows that read each
     4. attention over that union, and the merge with the window
 
 Rows are cut into blocks of one sequence each (`ExtendBlocks`); landmarks of the pages that these
-rows complete are in place before. Nothing of rows x pages x heads is ever in memory.
+rows complete are in place before. Scores of rows x pages x heads are never in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from cairn.kernels.sparse_decode import (
 from cairn.kernels.top_pages import keep_best_of_rows
 
 SELECT_ROWS = 64
-"""Rows that one program selects pages for."""
+"""Rows that one program ranks pages for."""
+_ROWS = 4  # that one program picks from at once
+_GROUPS = 512  # of pages, about, whose best pages make a threshold
 
 
 def union_rows(shape: SparseShape) -> int:
@@ -103,40 +106,7 @@ def _normalizer_kernel(
 
 
 @triton.jit
-def _compact(
-    rank_at,  # [BLOCK_M, CAPACITY] ranks kept so far, in the order of their pages
-    index_at,
-    count_at,  # [BLOCK_M] of them
-    cutoff_at,  # [BLOCK_M]
-    TOPK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    ROWS: tl.constexpr,  # that are in registers at once
-):
-    """Keep the best k of every row, still in the order of their pages; the least of them is what
-    a page must beat from now on."""
-    tl.debug_barrier()  # what other threads appended is there
-    for first in range(0, BLOCK_M, ROWS):
-        row = first + tl.arange(0, ROWS)
-        count = tl.load(count_at + row)
-        column = tl.arange(0, CAPACITY)[None, :]
-        there = column < count[:, None]
-        place = row[:, None] * CAPACITY
-        rank = tl.load(rank_at + place + column, mask=there, other=float("-inf"))
-        index = tl.load(index_at + place + column, mask=there, other=-1)
-        keep = keep_best_of_rows(rank, TOPK)
-        to = place + tl.cumsum(keep.to(tl.int32), 1) - 1
-        least = tl.min(tl.where(keep, rank, float("inf")), 1)
-        tl.debug_barrier()  # all is read before anything is overwritten
-        tl.store(rank_at + to, rank, mask=keep)
-        tl.store(index_at + to, index, mask=keep)
-        tl.store(count_at + row, tl.minimum(count, TOPK))
-        tl.store(cutoff_at + row, tl.where(count >= TOPK, least, float("-inf")))
-    tl.debug_barrier()
-
-
-@triton.jit
-def _select_kernel(
+def _rank_kernel(
     scoring,
     vectors,
     bias,
@@ -147,14 +117,17 @@ def _select_kernel(
     block_seq,
     block_begin,
     normalizer,
-    kept_rank,  # [programs, BLOCK_M, CAPACITY]
+    limits,  # [rows] candidates of each row, written before and read after
+    maxima,  # [rows, KV_HEADS, groups] written unless COLLECT
+    thresholds,  # [rows, KV_HEADS] read if COLLECT, and likewise all below
+    counts,  # [rows, KV_HEADS] written
+    kept_rank,  # [rows, KV_HEADS, capacity] written
     kept_index,
-    kept_count,  # [programs, BLOCK_M]
-    kept_cutoff,
-    out,  # [rows, KV_HEADS, TOPK]
     scale,
     scoring_stride,
     candidate_stride,
+    groups,
+    capacity,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     LANDMARK_HEADS: tl.constexpr,
@@ -165,11 +138,10 @@ def _select_kernel(
     SINKS: tl.constexpr,
     STRATEGY: tl.constexpr,
     TOPK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    COLLECT: tl.constexpr,
+    GROUP_PAGES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    COMPACT_ROWS: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
     block = tl.program_id(1)
@@ -178,87 +150,166 @@ def _select_kernel(
     first_row = tl.load(cu_query + seq).to(tl.int32)
     query_len = tl.load(cu_query + seq + 1).to(tl.int32) - first_row
     past = tl.load(kv_lens + seq).to(tl.int32) - query_len
-    GROUP: tl.constexpr = HEADS // KV_HEADS
+    HEADS_OF_KV: tl.constexpr = HEADS // KV_HEADS
     SHARED: tl.constexpr = HEADS // LANDMARK_HEADS
     offs_m = begin + tl.arange(0, BLOCK_M)
     offs_w = tl.arange(0, WIDTH)
     in_rows = offs_m < query_len
     row = (first_row + offs_m).to(tl.int64)
+    own = row * KV_HEADS + kv_head
     until = tl.load(dense_until + seq).to(tl.int32)
     limit = tl.where(in_rows, candidate_limit(past + offs_m, WINDOW, PAGE_SIZE, until), 0)
     table = candidates + seq.to(tl.int64) * candidate_stride
-    program = (block * KV_HEADS + kv_head).to(tl.int64)
-    rank_at = kept_rank + program * (BLOCK_M * CAPACITY)
-    index_at = kept_index + program * (BLOCK_M * CAPACITY)
-    count_at = kept_count + program * BLOCK_M
-    cutoff_at = kept_cutoff + program * BLOCK_M
-    offs = tl.arange(0, BLOCK_M)
-    mine = offs[:, None] * CAPACITY
-    count = tl.zeros((BLOCK_M,), tl.int32)
-    cutoff = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     last = tl.max(limit)
-    for start in range(0, last, BLOCK_P):
+    count = tl.zeros((BLOCK_M,), tl.int32)
+    equals = tl.zeros((BLOCK_M,), tl.int32)
+    threshold = tl.zeros((BLOCK_M,), tl.float32)
+    if COLLECT:
+        threshold = tl.load(thresholds + own, mask=in_rows, other=float("inf"))
+    else:
+        tl.store(limits + row, limit, mask=in_rows)
+    rank = tl.zeros((BLOCK_M, BLOCK_P), tl.float32)
+    # One loop over tiles of pages and, within each, heads: loads run ahead across tiles.
+    for step in range(0, tl.cdiv(last, BLOCK_P) * HEADS_OF_KV):
+        g = step % HEADS_OF_KV
+        start = step // HEADS_OF_KV * BLOCK_P
+        head = kv_head * HEADS_OF_KV + g
         index = start + tl.arange(0, BLOCK_P)
         page = tl.load(table + index, mask=index < last, other=-1).to(tl.int64)
-        rank = tl.full(
-            (BLOCK_M, BLOCK_P), 0.0 if STRATEGY == SUM_GROUP else float("-inf"), tl.float32
+        q = tl.load(
+            scoring + row[:, None] * scoring_stride + head * WIDTH + offs_w[None, :],
+            mask=in_rows[:, None],
+            other=0.0,
         )
-        for g in range(GROUP):
-            head = kv_head * GROUP + g
-            own = head // SHARED
-            q = tl.load(
-                scoring + row[:, None] * scoring_stride + head * WIDTH + offs_w[None, :],
-                mask=in_rows[:, None],
-                other=0.0,
-            )
-            landmark = tl.load(
-                vectors + (page * LANDMARK_HEADS + own)[None, :] * WIDTH + offs_w[:, None],
-                mask=(page >= 0)[None, :],
-                other=0.0,
-            )
-            score = tl.dot(q, landmark, input_precision="ieee") * scale
-            if HAS_BIAS:
-                more = tl.load(bias + page * LANDMARK_HEADS + own, mask=page >= 0, other=0.0)
-                score += more[None, :]
-            if (STRATEGY == SOFTMAX_HEAD) and (GROUP > 1):
-                whole = tl.load(normalizer + row * HEADS + head, mask=in_rows, other=0.0)
-                score -= whole[:, None]
-            if STRATEGY == SUM_GROUP:
-                rank += score
+        landmark = tl.load(
+            vectors + (page * LANDMARK_HEADS + head // SHARED)[None, :] * WIDTH + offs_w[:, None],
+            mask=(page >= 0)[None, :],
+            other=0.0,
+        )
+        score = tl.dot(q, landmark, input_precision="ieee") * scale
+        if HAS_BIAS:
+            own_bias = bias + page * LANDMARK_HEADS + head // SHARED
+            score += tl.load(own_bias, mask=page >= 0, other=0.0)[None, :]
+        if (STRATEGY == SOFTMAX_HEAD) and (HEADS_OF_KV > 1):
+            whole = tl.load(normalizer + row * HEADS + head, mask=in_rows, other=0.0)
+            score -= whole[:, None]
+        if STRATEGY == SUM_GROUP:
+            rank = tl.where(g == 0, score, rank + score)
+        else:
+            rank = tl.where(g == 0, score, tl.maximum(rank, score))
+        if g == HEADS_OF_KV - 1:
+            seen = (index[None, :] < limit[:, None]) & (page >= 0)[None, :]
+            final = rank
+            if SINKS > 0:
+                final = tl.where((index < SINKS)[None, :], float("inf"), final)
+            final = tl.where(seen, final, float("-inf"))
+            if COLLECT:
+                # What beats the threshold, and of its equals as many as could matter: one scan
+                # for both, with the equals in the upper half.
+                more = final > threshold[:, None]
+                equal = seen & (final == threshold[:, None])
+                both = tl.cumsum(more.to(tl.int32) + (equal.to(tl.int32) << 16), 1)
+                equal_before = (both >> 16) + equals[:, None]
+                take = more | (equal & (equal_before <= TOPK))
+                taken_equals = tl.minimum(equal_before, TOPK) - tl.minimum(equals, TOPK)[:, None]
+                place = count[:, None] + (both & 0xFFFF) + taken_equals - 1
+                at = own[:, None] * capacity + place
+                tl.store(kept_rank + at, final, mask=take)
+                tl.store(
+                    kept_index + at,
+                    tl.broadcast_to(index[None, :], (BLOCK_M, BLOCK_P)),
+                    mask=take,
+                )
+                count += tl.sum(take.to(tl.int32), 1)
+                equals += tl.sum(equal.to(tl.int32), 1)
             else:
-                rank = tl.maximum(rank, score)
-        seen = (index[None, :] < limit[:, None]) & (page >= 0)[None, :]
-        if SINKS > 0:
-            rank = tl.where((index < SINKS)[None, :], float("inf"), rank)
-        rank = tl.where(seen, rank, float("-inf"))
-        # An equal rank further on loses to the earlier page.
-        new = rank > cutoff[:, None]
-        place = mine + count[:, None] + tl.cumsum(new.to(tl.int32), 1) - 1
-        tl.store(rank_at + place, rank, mask=new)
-        tl.store(index_at + place, index[None, :].broadcast_to(BLOCK_M, BLOCK_P), mask=new)
-        count += tl.sum(new.to(tl.int32), 1)
-        # The last time comes after the last page.
-        if (tl.max(count) > CAPACITY - BLOCK_P) | (start + BLOCK_P >= last):
-            tl.store(count_at + offs, count)
-            _compact(
-                rank_at,
-                index_at,
-                count_at,
-                cutoff_at,
-                TOPK,
-                BLOCK_M,
-                CAPACITY,
-                COMPACT_ROWS,
-            )
-            count = tl.load(count_at + offs)
-            cutoff = tl.load(cutoff_at + offs)
-    slot = tl.arange(0, BLOCK_K)
-    there = slot[None, :] < count[:, None]
-    chosen = tl.load(index_at + mine + slot[None, :], mask=there, other=-1)
+                grouped = tl.reshape(final, (BLOCK_M, BLOCK_P // GROUP_PAGES, GROUP_PAGES))
+                group = start // GROUP_PAGES + tl.arange(0, BLOCK_P // GROUP_PAGES)
+                tl.store(
+                    maxima + own[:, None] * groups + group[None, :],
+                    tl.max(grouped, 2),
+                    mask=in_rows[:, None] & (group < groups)[None, :],
+                )
+    if COLLECT:
+        tl.store(counts + own, count, mask=in_rows)
+
+
+@triton.jit
+def _rows_of(block_seq, block_begin, cu_query, BLOCK_M: tl.constexpr, ROWS: tl.constexpr):
+    """Some rows of a block, and which of them are there."""
+    block = tl.program_id(1)
+    seq = tl.load(block_seq + block)
+    first_row = tl.load(cu_query + seq).to(tl.int32)
+    query_len = tl.load(cu_query + seq + 1).to(tl.int32) - first_row
+    new = tl.load(block_begin + block) + tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    return (first_row + new).to(tl.int64), new < query_len
+
+
+@triton.jit
+def _threshold_kernel(
+    cu_query,
+    block_seq,
+    block_begin,
+    limits,
+    maxima,
+    thresholds,
+    groups,
+    KV_HEADS: tl.constexpr,
+    TOPK: tl.constexpr,
+    GROUP_PAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,  # at least groups
+):
+    """The k-th best group maximum: at least k pages are as good, few are better."""
+    row, in_rows = _rows_of(block_seq, block_begin, cu_query, BLOCK_M, ROWS)
+    own = row * KV_HEADS + tl.program_id(0)
+    limit = tl.load(limits + row, mask=in_rows, other=0)
+    group = tl.arange(0, BLOCK)[None, :]
+    best = tl.load(
+        maxima + own[:, None] * groups + group,
+        mask=group * GROUP_PAGES < limit[:, None],
+        other=float("-inf"),
+    )
+    keep = keep_best_of_rows(best, TOPK)
+    least = tl.min(tl.where(keep, best, float("inf")), 1)
+    enough = tl.sum(keep.to(tl.int32), 1) == TOPK
+    tl.store(thresholds + own, tl.where(enough, least, float("-inf")), mask=in_rows)
+
+
+@triton.jit
+def _pick_kernel(
+    cu_query,
+    block_seq,
+    block_begin,
+    counts,
+    kept_rank,
+    kept_index,
+    out,  # [rows, KV_HEADS, TOPK]
+    capacity,
+    KV_HEADS: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,  # at least capacity
+):
+    row, in_rows = _rows_of(block_seq, block_begin, cu_query, BLOCK_M, ROWS)
+    own = row * KV_HEADS + tl.program_id(0)
+    count = tl.load(counts + own, mask=in_rows, other=0)
+    column = tl.arange(0, BLOCK)[None, :]
+    there = column < count[:, None]
+    rank = tl.load(kept_rank + own[:, None] * capacity + column, mask=there, other=float("-inf"))
+    index = tl.load(kept_index + own[:, None] * capacity + column, mask=there, other=-1)
+    keep = keep_best_of_rows(rank, TOPK)
+    place = tl.cumsum(keep.to(tl.int32), 1) - 1
+    tl.store(out + own[:, None] * TOPK + place, index, mask=keep)
+    slot = tl.arange(0, BLOCK_K)[None, :]
+    left = tl.sum(keep.to(tl.int32), 1)[:, None]
     tl.store(
-        out + (row * KV_HEADS + kv_head)[:, None] * TOPK + slot[None, :],
-        chosen,
-        mask=in_rows[:, None] & (slot < TOPK)[None, :],
+        out + own[:, None] * TOPK + slot,
+        tl.full((ROWS, BLOCK_K), -1, tl.int32),
+        mask=in_rows[:, None] & (slot >= left) & (slot < TOPK),
     )
 
 
@@ -277,14 +328,14 @@ def select_pages(
     """-> place in the sequence [rows, kv_heads, topk] int32, ascending, -1 for none; rows of no
     block are left unset."""
     rows, heads, width = scoring.shape
-    device = scoring.device
+    device, kv_heads, topk = scoring.device, shape.kv_heads, shape.topk
     sizes = {"HEADS": heads, "LANDMARK_HEADS": vectors.shape[1], "WIDTH": width}
     sizes |= {"PAGE_SIZE": shape.page_size, "WINDOW": shape.window, "HAS_BIAS": bias is not None}
     biases = vectors if bias is None else bias
+    block_m, half = blocks.block_m, scoring.dtype.itemsize == 2
+    block_p = 128 if width <= 128 and half else 64
     normalizer = window_lse
-    block_p = 64 if width <= 128 else 32
-    stages = 3 if scoring.dtype.itemsize == 2 else 1
-    if shape.strategy == "softmax_head" and heads > shape.kv_heads:
+    if shape.strategy == "softmax_head" and heads > kv_heads:
         normalizer = torch.empty_like(window_lse)
         _normalizer_kernel[(heads, len(blocks.seq))](
             scoring,
@@ -302,48 +353,93 @@ def select_pages(
             scoring.stride(0),
             candidates.stride(0),
             **sizes,
-            BLOCK_M=blocks.block_m,
-            BLOCK_P=block_p,
+            BLOCK_M=block_m,
+            BLOCK_P=64 if width <= 128 else 32,
             num_warps=4,
-            num_stages=stages,
+            num_stages=3 if half else 1,
         )
-    block_k = triton.next_power_of_2(shape.topk)
-    capacity = 2 * max(block_k, block_p)
-    programs = len(blocks.seq) * shape.kv_heads
-    kept = torch.empty(2, programs, blocks.block_m, capacity, dtype=torch.int32, device=device)
-    state = torch.empty(2, programs, blocks.block_m, dtype=torch.int32, device=device)
-    out = torch.empty(rows, shape.kv_heads, shape.topk, dtype=torch.int32, device=device)
-    _select_kernel[(shape.kv_heads, len(blocks.seq))](
-        scoring,
-        vectors,
-        biases,
-        candidates,
-        kv_lens,
+
+    def floats(*size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.float32, device=device)
+
+    def ints(*size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.int32, device=device)
+
+    # A group's best page stands for it: the k-th best of these is a threshold that at least k pages
+    # reach, and no more than k groups can hold a better one.
+    pages = candidates.shape[1]
+    group_pages = min(block_p, max(8, triton.next_power_of_2(triton.cdiv(pages, _GROUPS))))
+    groups = triton.cdiv(pages, group_pages)
+    capacity = topk * group_pages + topk
+    limits, thresholds = ints(rows), floats(rows, kv_heads)
+    maxima, counts = floats(rows, kv_heads, groups), ints(rows, kv_heads)
+    kept_rank, kept_index = floats(rows, kv_heads, capacity), ints(rows, kv_heads, capacity)
+    out = ints(rows, kv_heads, topk)
+    block_k = triton.next_power_of_2(topk)
+    some = {"KV_HEADS": kv_heads, "TOPK": topk, "BLOCK_M": block_m, "ROWS": _ROWS}
+    grid = (kv_heads, len(blocks.seq))
+    for collect in (False, True):
+        _rank_kernel[grid](
+            scoring,
+            vectors,
+            biases,
+            candidates,
+            kv_lens,
+            cu_query,
+            dense_until,
+            blocks.seq,
+            blocks.begin,
+            normalizer,
+            limits,
+            maxima,
+            thresholds,
+            counts,
+            kept_rank,
+            kept_index,
+            shape.scale,
+            scoring.stride(0),
+            candidates.stride(0),
+            groups,
+            capacity,
+            **sizes,
+            KV_HEADS=kv_heads,
+            SINKS=shape.sinks,
+            STRATEGY=STRATEGIES[shape.strategy],
+            TOPK=topk,
+            COLLECT=collect,
+            GROUP_PAGES=group_pages,
+            BLOCK_M=block_m,
+            BLOCK_P=64 if collect else block_p,  # collecting holds more of every page
+            num_warps=8,
+            num_stages=2 if half else 1,
+        )
+        if not collect:
+            _threshold_kernel[(*grid, block_m // _ROWS)](
+                cu_query,
+                blocks.seq,
+                blocks.begin,
+                limits,
+                maxima,
+                thresholds,
+                groups,
+                **some,
+                GROUP_PAGES=group_pages,
+                BLOCK=triton.next_power_of_2(groups),
+                num_warps=4,
+            )
+    _pick_kernel[(*grid, block_m // _ROWS)](
         cu_query,
-        dense_until,
         blocks.seq,
         blocks.begin,
-        normalizer,
-        kept[0].view(torch.float32),
-        kept[1],
-        state[0],
-        state[1].view(torch.float32),
+        counts,
+        kept_rank,
+        kept_index,
         out,
-        shape.scale,
-        scoring.stride(0),
-        candidates.stride(0),
-        **sizes,
-        KV_HEADS=shape.kv_heads,
-        SINKS=shape.sinks,
-        STRATEGY=STRATEGIES[shape.strategy],
-        TOPK=shape.topk,
+        capacity,
+        **some,
         BLOCK_K=block_k,
-        BLOCK_M=blocks.block_m,
-        BLOCK_P=block_p,
-        CAPACITY=capacity,
-        COMPACT_ROWS=16,
+        BLOCK=triton.next_power_of_2(capacity),
         num_warps=4,
-        num_stages=2 if stages > 1 else 1,
     )
     return out
 
@@ -429,6 +525,7 @@ def _attend_kernel(
     UNION: tl.constexpr,
     ROWS: tl.constexpr,  # of a block
     GROUP_PAD: tl.constexpr,  # power of two, at least the heads of a group
+    LANDMARK_PAD: tl.constexpr,  # landmarks of a kv head, padded to what a product takes
     BLOCK_M: tl.constexpr,  # ROWS * GROUP_PAD, or what a product takes at least
 ):
     kv_head = tl.program_id(0)
@@ -443,6 +540,8 @@ def _attend_kernel(
     offs_d = tl.arange(0, DIM)
     offs_w = tl.arange(0, WIDTH)
     offs_n = tl.arange(0, PAGE_SIZE)
+    offs_l = tl.arange(0, LANDMARK_PAD)
+    OF_KV: tl.constexpr = LANDMARK_HEADS // KV_HEADS
     own_row = offs_m // GROUP_PAD
     group = offs_m % GROUP_PAD
     head = kv_head * GROUP + group
@@ -458,7 +557,7 @@ def _attend_kernel(
             scoring + (row * scoring_stride + head * WIDTH)[:, None] + offs_w[None, :],
             mask=real[:, None],
             other=0.0,
-        ).to(tl.float32)
+        )
     # The window and the null split are there from the start.
     most = tl.load(window_lse + row * HEADS + head, mask=real, other=0.0)
     acc = tl.load(
@@ -489,13 +588,22 @@ def _attend_kernel(
         if BY_LSE:
             mass = inside_most + tl.log(inside_total)
         else:
-            place = page * LANDMARK_HEADS + head // SHARED
+            # Every row against all landmarks of the kv head; each takes that of its own head.
             landmark = tl.load(
-                vectors + place[:, None] * WIDTH + offs_w[None, :], mask=real[:, None], other=0.0
-            )
-            mass = tl.sum(scores_with * landmark.to(tl.float32), 1) * scale
+                vectors
+                + (page * LANDMARK_HEADS + kv_head * OF_KV + offs_l)[None, :] * WIDTH
+                + offs_w[:, None],
+                mask=(offs_l < OF_KV)[None, :],
+                other=0.0,
+            )  # [WIDTH, LANDMARK_PAD]
+            every = tl.dot(scores_with, landmark, input_precision="ieee") * scale
             if HAS_BIAS:
-                mass += tl.load(bias + place, mask=real, other=0.0)
+                every += tl.load(
+                    bias + page * LANDMARK_HEADS + kv_head * OF_KV + offs_l,
+                    mask=offs_l < OF_KV,
+                    other=0.0,
+                )[None, :]
+            mass = tl.sum(tl.where((group // SHARED)[:, None] == offs_l[None, :], every, 0.0), 1)
         reads = ((bits >> own_row) & 1) > 0
         mass = tl.where(reads & real, mass, float("-inf"))
         new_most = tl.maximum(most, mass)
@@ -586,6 +694,7 @@ def attend_selected(
         UNION=union,
         ROWS=blocks.block_m,
         GROUP_PAD=group_pad,
+        LANDMARK_PAD=max(16, triton.next_power_of_2(vectors.shape[1] // shape.kv_heads)),
         BLOCK_M=max(16, blocks.block_m * group_pad),
         num_warps=4,
         num_stages=3 if query.dtype.itemsize == 2 and dim <= 64 else 2,
