@@ -148,7 +148,7 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
         constants |= {"COLLECT": collect, "BLOCK_P": 128 if native and not collect else 64}
         build(sparse_extend._rank_kernel, num_stages=2, num_warps=8)
     build(sparse_extend._threshold_kernel)
-    build(sparse_extend._pick_kernel, I32)
+    build(sparse_extend._choose_kernel, I32)
     constants["ROWS"] = 8
     build(sparse_extend._attend_kernel, num_stages=3 if dim == 64 else 2)
     constants["BLOCK_M"] = 8

@@ -12,6 +12,7 @@ import gc
 import random
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,13 @@ import torch
 
 from cairn.attention.hsa.backend import HSABackend
 from cairn.attention.hsa.kernel_sparse import ChunkRows, KernelSparse
-from cairn.bench.profile import profile_steps
+from cairn.bench.profile import profile_call, profile_steps
 from cairn.engine.sampling_params import SamplingParams
 from cairn.llm import LLM
 
 PARTS = ("decode", "batch", "prefill", "together", "7b")
 
+_WARM_STEPS = 80  # a page and more: every kind of step has run
 _CHANGE = 0.195  # share of its pages that a row does not have from the row before
 
 
@@ -38,7 +40,7 @@ def run(
             yield from _decode_part(f"{kind}-345m-hd128", parts, own, short, profile)
     for kind, own in (("hils", lengths), ("dense", dense)):
         if "prefill" in parts or "together" in parts:
-            yield from _prefill_part(f"{kind}-345m", parts, own)
+            yield from _prefill_part(f"{kind}-345m", parts, own, profile)
     for kind in ("hils", "dense"):
         if "7b" in parts:
             with _llm(f"{kind}-7b", max(short, default=8192), 8) as llm:
@@ -58,11 +60,11 @@ def _decode_part(
 
 
 def _prefill_part(
-    model: str, parts: Sequence[str], lengths: Sequence[int]
+    model: str, parts: Sequence[str], lengths: Sequence[int], profile: bool
 ) -> Iterator[dict[str, Any]]:
     with _llm(model, max(lengths), 16) as llm:
         if "prefill" in parts:
-            yield from _prefill(llm, model, lengths)
+            yield from _prefill(llm, model, lengths, profile)
         if "together" in parts:
             yield from _together(llm, model)
     release()
@@ -96,7 +98,7 @@ def _decode(
     lengths: Sequence[int],
     batches: Sequence[int],
     profile: bool,
-    steps: int = 64,
+    steps: int = 127,
 ) -> Iterator[dict[str, Any]]:
     """Milliseconds of a decode step."""
     frontend = llm._frontend_or_fail()
@@ -111,16 +113,18 @@ def _decode(
             frontend.submit(requests)
             while not all(request.num_output for request in requests):
                 frontend.step()
-            for _ in range(8):
+            for _ in range(_WARM_STEPS):
                 frontend.step()
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
+            # Steps overlap: what counts is the time from one to the next. A page's landmark row
+            # comes with every 63rd token, so that the mean of a whole page is the fair number.
+            moments = []
             for _ in range(steps):
                 frontend.step()
-            torch.cuda.synchronize()
-            seconds = (time.perf_counter() - begin) / steps
+                moments.append(time.perf_counter())
+            gaps = np.diff(moments)
             row = {"what": "decode", "model": model, "context": length, "batch": batch}
-            row["ms"] = round(1e3 * seconds, 3)
+            row["ms"] = round(1e3 * float(np.mean(gaps)), 3)
+            row["median_ms"] = round(1e3 * float(np.median(gaps)), 3)
             if profile:
                 row |= {"profile": profile_steps(llm, 16)}
             frontend.abort_all()
@@ -128,7 +132,7 @@ def _decode(
 
 
 def _prefill(
-    llm: LLM, model: str, lengths: Sequence[int], repeat: int = 3
+    llm: LLM, model: str, lengths: Sequence[int], profile: bool, repeat: int = 3
 ) -> Iterator[dict[str, Any]]:
     """Milliseconds to the first token of one prompt."""
     kernels = _kernels(llm)
@@ -147,6 +151,10 @@ def _prefill(
             row["ms"] = round(1e3 * float(np.median(times[1:])), 2)
             if kernels is not None:
                 row |= {"selection": name, "reuse": _reuse(kernels)}
+            if profile:
+                again = partial(_first_token, llm, [prompt])
+                row |= {"profile": profile_call(again)}
+            if kernels is not None:
                 kernels.revise = None
             yield row
 
@@ -192,20 +200,26 @@ class LocalSelection:
 
     def __init__(self, kernels: KernelSparse) -> None:
         self._topk = kernels.topk
+        self._places: dict[torch.Size, torch.Tensor] = {}
 
     def __call__(self, selected: torch.Tensor, chunks: ChunkRows) -> torch.Tensor:
-        rows, _, k = selected.shape
         pages = int(chunks.batch.kv_lens.max() - chunks.batch.query_lens.max())
         candidates = pages // chunks.batch.page_size - 9  # of the chunk's first row
         if candidates < self._topk:
             return selected  # every candidate is selected anyway
-        generator = torch.Generator(selected.device).manual_seed(0)
-        draw = torch.rand(selected.shape, device=selected.device, generator=generator)
-        changes = draw < _CHANGE
-        # The row of the last change of every part, and a page drawn there.
-        row = torch.arange(rows, device=selected.device)[:, None, None]
+        if selected.shape not in self._places:
+            self._places[selected.shape] = self._draw(selected)
+        places = self._places[selected.shape] * (candidates / self._topk)
+        return places.to(selected.dtype)
+
+    def _draw(self, selected: torch.Tensor) -> torch.Tensor:
+        """The part of every place, and where in that part the row reads: [rows, kv_heads, k]"""
+        rows, _, k = selected.shape
+        device = selected.device
+        generator = torch.Generator(device).manual_seed(0)
+        changes = torch.rand(selected.shape, device=device, generator=generator) < _CHANGE
+        # The row of the last change, and a place drawn there.
+        row = torch.arange(rows, device=device)[:, None, None]
         last = torch.where(changes, row, 0).cummax(0).values
-        where = torch.rand(selected.shape, device=selected.device, generator=generator)
-        where = where.gather(0, last)
-        part = torch.arange(k, device=selected.device)
-        return ((part + where) * (candidates / k)).to(selected.dtype)
+        where = torch.rand(selected.shape, device=device, generator=generator).gather(0, last)
+        return torch.arange(k, device=device) + where

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,11 +14,17 @@ from torch.profiler import ProfilerActivity, profile
 from cairn.llm import LLM
 
 _KINDS = {
+    "sparse attention": (
+        *("_score_kernel", "_topk_kernel", "_pages_kernel", "_begin_kernel", "_pool_kernel"),
+        *("_normalizer_kernel", "_rank_kernel", "_threshold_kernel", "_choose_kernel"),
+        *("_union_kernel", "_attend_kernel"),
+    ),
     "attention": ("flash", "_decode_kernel", "_extend_kernel", "_plan_kernel"),
     "matrix products": ("nvjet", "gemm", "gemv", "cutlass", "splitk", "cublas"),
     "sampling": ("_best_kernel", "_pick_kernel", "argmax", "softmax", "sort"),
     "copies": ("memcpy", "memset"),
 }
+_NAMES = 14  # kernels that are listed
 
 
 def kind_of(kernel: str) -> str:
@@ -41,25 +48,36 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 def profile_steps(llm: LLM, steps: int) -> dict[str, Any]:
     """Milliseconds per step by kind, over the next steps of what is running."""
     frontend = llm._frontend_or_fail()
+
+    def run() -> None:
+        for _ in range(steps):
+            frontend.step()
+
+    return profile_call(run, steps)
+
+
+def profile_call(call: Callable[[], object], steps: int = 1) -> dict[str, Any]:
+    """Where the time of a call goes, divided by `steps`."""
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        for _ in range(steps):
-            frontend.step()
+        call()
         torch.cuda.synchronize()
         wall = time.perf_counter() - begin
-    by_kind: dict[str, float] = {}
+    by_kind: Counter[str] = Counter()
+    by_name: Counter[str] = Counter()
     spans: list[tuple[float, float]] = []  # microseconds
     for event in recorded.events():
         if event.device_type.name == "CUDA":
             span = event.time_range
             spans.append((span.start, span.end))
-            kind = kind_of(event.name)
-            by_kind[kind] = by_kind.get(kind, 0.0) + (span.end - span.start) / 1e3
-    busy = covered(spans) / 1e3
+            by_kind[kind_of(event.name)] += span.end - span.start
+            by_name[event.name[:48]] += span.end - span.start
+    busy = covered(spans)
     return {
         "ms_per_step": round(1e3 * wall / steps, 3),
-        "by_kind_ms": {kind: round(ms / steps, 3) for kind, ms in sorted(by_kind.items())},
+        "by_kind_ms": {kind: round(us / 1e3 / steps, 3) for kind, us in sorted(by_kind.items())},
+        "by_kernel_us": {name: round(us / steps, 1) for name, us in by_name.most_common(_NAMES)},
         "kernels_per_step": round(len(spans) / steps),
-        "host_gap_share": round(max(0.0, 1 - busy / (1e3 * wall)), 4),
+        "host_gap_share": round(max(0.0, 1 - busy / (1e6 * wall)), 4),
     }

@@ -278,7 +278,7 @@ def _threshold_kernel(
 
 
 @triton.jit
-def _pick_kernel(
+def _choose_kernel(
     cu_query,
     block_seq,
     block_begin,
@@ -427,7 +427,7 @@ def select_pages(
                 BLOCK=triton.next_power_of_2(groups),
                 num_warps=4,
             )
-    _pick_kernel[(*grid, block_m // _ROWS)](
+    _choose_kernel[(*grid, block_m // _ROWS)](
         cu_query,
         blocks.seq,
         blocks.begin,
