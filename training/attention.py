@@ -66,9 +66,11 @@ def attend(
     chunk: int,
     group: int,
     top_k: int,
+    read_all: torch.Tensor,
 ) -> torch.Tensor:
     """query, scoring [batch, heads, queries, dim] of the given rows of a sequence;
-    keys, values [batch, heads, all rows, dim]; summary: the landmarks of `keys`."""
+    keys, values [batch, heads, all rows, dim]; summary: the landmarks of `keys`.
+    read_all: where it is true every chunk is read, so that scores of all of them are taught."""
     scale = query.shape[-1] ** -0.5
     chunks = keys.shape[2] // chunk
     row = torch.arange(keys.shape[2], device=keys.device).view(chunks, chunk)
@@ -85,6 +87,7 @@ def attend(
     scores = scores.masked_fill(~eligible, _MASKED)
     with torch.no_grad():
         chosen = choose(scores, window_mass, eligible, group, top_k)
+        chosen = chosen | (eligible & read_all)
     scores = scores.masked_fill(~chosen, _MASKED)
     # The null entry of the softmax has logit 0 and takes its share away from all others.
     total = torch.logaddexp(scores.logsumexp(-1), window_mass)

@@ -46,6 +46,9 @@ class Phase:
     final_lr: float = 3e-3
     warmup: int = 20
     recompute: bool = False
+    open_every: int = 0
+    """Every so many turns of the shapes all chunks are read: only what is read is taught, and a
+    chunk that is never selected would never learn that it should be. 0 for never."""
     goal: float = 1.01
     """The phase ends early when this share of held-out questions is answered."""
     weights: Mapping[Kind, float] = field(default_factory=lambda: LOSS_WEIGHTS)
@@ -71,21 +74,37 @@ _FAR = Mixture(
     facts=0.75, variables=0.1, copy=0.1, text=0.05, fill=(0.1, 0.9), few=0.25, restated=0.2
 )
 
+_LOOKUPS = {**LOSS_WEIGHTS, Kind.TEXT: 0.1, Kind.REST: 1.5}
+"""Once words are known, what counts is that every token of a value is found."""
+
 CURRICULUM = (
     Phase("near", (Shape(4, 256),), 3000, 256, ALL, _NEAR, warmup=100, goal=0.97),
     Phase("window", (Shape(8, 128),), 1500, 128, ALL, _MIXED, goal=0.97),
-    Phase("select", (Shape(8, 128),), 1000, 128, 2, _MIXED, goal=0.97),
-    Phase("2k", (Shape(32, 32),), 3000, 128, 8, _FAR, final_lr=1.5e-3, goal=0.985),
+    Phase(
+        "2k",
+        (Shape(32, 32),),
+        1500,
+        128,
+        16,
+        _FAR,
+        lr=2e-3,
+        final_lr=1e-3,
+        open_every=2,
+        goal=0.985,
+        weights=_LOOKUPS,
+    ),
     Phase(
         "8k",
         (Shape(32, 32), Shape(128, 8)),
-        2400,
+        3000,
         128,
-        8,
+        16,
         _FAR,
-        lr=1.5e-3,
+        lr=1e-3,
         final_lr=1e-4,
         recompute=True,
+        open_every=4,
+        weights=_LOOKUPS,
     ),
 )
 

@@ -23,6 +23,7 @@ class Layout(NamedTuple):
     rows: torch.Tensor  # [rows]
     window_chunk: torch.Tensor  # [rows]
     top_k: int
+    read_all: torch.Tensor  # a flag; a tensor, since a number would be compiled in
     block: int
     """Queries at a time; 0 for all at once."""
 
@@ -123,6 +124,7 @@ class Attention(nn.Module):
                     chunk,
                     group,
                     layout.top_k,
+                    layout.read_all,
                 )
             )
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
@@ -158,6 +160,8 @@ class Decoder(nn.Module):
         self.config = config
         self.model = Body(config)
         self.window, self.top_k = config.window, config.top_k
+        self.read_all = False
+        """Read every chunk instead of the best `top_k`."""
         self.recompute = False
         """Keep only the layers' inputs for the backward pass."""
         self.run_layer: Callable[[Layer, torch.Tensor, Layout], torch.Tensor] = run_layer
@@ -209,7 +213,8 @@ class Decoder(nn.Module):
             frequency = frequency.masked_fill(still, 0.0)
         angle = (position[:, None].float() * frequency).repeat(1, 2)
         first = first_window_chunk(rows, self.window, config.chunk)
-        return Layout(angle.cos(), angle.sin(), rows, first, self.top_k, block)
+        read_all = torch.tensor(self.read_all, device=device)
+        return Layout(angle.cos(), angle.sin(), rows, first, self.top_k, read_all, block)
 
     def _initialise(self) -> None:
         shrink = (2 * self.config.layers) ** -0.5

@@ -21,7 +21,7 @@ class ModelConfig:
     ffn: int = 768
     chunk: int = 64
     window: int = 128
-    top_k: int = 8
+    top_k: int = 16
     calibration: int = 32
     """Rank of what the page-scoring query adds to the ordinary one."""
     rope_theta: float = 10_000.0

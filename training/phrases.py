@@ -54,14 +54,16 @@ class Phrases:
     end: Tokens
     full_stop: Tokens
     unknown: Tokens
-    digits: Tokens  # [2, 10]: inside a number, and after a space
+    digits: Tokens  # [10], one digit at the end of a number
+    pairs: Tokens  # [2, 100]: two digits inside a number, and after a space
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Phrases:
         def encode(text: str) -> Tokens:
             return np.asarray(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
-        digits = [[encode(f"{space}{d}") for d in range(10)] for space in ("", " ")]
+        inside = [encode(f" 00{n:02d}")[1:] for n in range(100)]
+        leading = [encode(f" {n:02d}") for n in range(100)]
         return cls(
             tokenizer,
             tuple(tuple(encode(f"{x} {a} of") for x in LEAD_INS) for a in ATTRIBUTES),
@@ -76,15 +78,18 @@ class Phrases:
             end=np.concatenate((encode("."), encode(EOS))),
             full_stop=encode("."),
             unknown=encode(UNKNOWN),
-            digits=np.stack([np.concatenate(row) for row in digits]),
+            digits=np.concatenate([encode(f" 00{n}")[1:] for n in range(10)]),
+            pairs=np.stack((np.concatenate(inside), np.concatenate(leading))),
         )
 
     def code(self, rng: np.random.Generator) -> Tokens:
         """A random number of 4 to 6 digits, as it reads after a space."""
-        value = rng.integers(10, size=rng.integers(4, 7))
-        tokens: Tokens = self.digits[0][value]
-        tokens[0] = self.digits[1][value[0]]
-        return tokens
+        count = int(rng.integers(4, 7))
+        values = rng.integers(100, size=count // 2)
+        parts = [self.pairs[1][values[:1]], self.pairs[0][values[1:]]]
+        if count % 2:
+            parts.append(self.digits[rng.integers(10, size=1)])
+        return np.concatenate(parts)
 
     def fact(self, attribute: int, lead: int, name: Tokens, code: Tokens) -> Piece:
         """ " The access code of Mira Kolvane is 48213." """

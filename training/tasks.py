@@ -197,6 +197,6 @@ def _new_name(
             name = names.draw_like(rng, model)
             old = name[0] if name[0] == model[0] else name[1]
         new = {word for word in name if word not in (old, -1)}
-        if not new & used:
+        if new and name[0] != name[1] and not new & used:
             used |= new
             return name

@@ -20,9 +20,9 @@ VOCAB_SIZE = 4095
 
 _HELD_OUT = 0.04  # the end of each text, for evaluation
 _REPEATED = 500
-# A digit is a token of its own, with the space before it if there is one: a number then begins
-# right behind the word that announces it.
-_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s"
+# Two digits are a token, the first with the space before it if there is one: a number begins right
+# behind the word that announces it, and has few tokens that must each be looked up.
+_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s"
 
 
 def read_texts(folder: Path = DATA) -> list[str]:
@@ -35,8 +35,8 @@ def read_texts(folder: Path = DATA) -> list[str]:
 def train_tokenizer(
     texts: Sequence[str], phrases: Sequence[str], vocab_size: int = VOCAB_SIZE
 ) -> Tokenizer:
-    """Byte-level BPE. Words of the `phrases` and digits after a space are rare in prose, so they
-    are read many times."""
+    """Byte-level BPE. Words of the `phrases` and numbers are rare in prose, so they are read many
+    times."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -53,7 +53,8 @@ def train_tokenizer(
     )
 
     def pieces() -> Iterator[str]:
-        yield from (" 0 1 2 3 4 5 6 7 8 9" for _ in range(_REPEATED))
+        numbers = "".join(f" {n:02d}{n:02d}" for n in range(100))  # after a space, and inside
+        yield from (numbers + " 0 1 2 3 4 5 6 7 8 9" for _ in range(_REPEATED))
         for phrase in phrases:
             yield from (phrase for _ in range(_REPEATED))
         for text in texts:

@@ -124,6 +124,8 @@ class Trainer:
         return True
 
     def _update(self, phase: Phase, batch: Any, tally: Tally) -> None:
+        turn = self._step // len(phase.shapes)
+        self.model.read_all = phase.open_every > 0 and turn % phase.open_every == 0
         with self._precision():
             loss = batch_loss(self.model, batch, phase.weights, tally)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -139,6 +141,7 @@ class Trainer:
         model, options = self.model, self._options
         shape = max(phase.shapes, key=lambda s: s.chunks)
         fast, model.run_layer = model.run_layer, run_layer
+        model.read_all = False
         with self._precision():
             found = score(
                 model,

@@ -124,3 +124,13 @@ def test_recomputing_layers_gives_the_same_gradients() -> None:
 
 def test_nano_fits_its_size() -> None:
     assert Decoder(ModelConfig()).parameter_count() * 2 <= 15_900_000
+
+
+def test_reading_all_chunks_is_a_large_top_k() -> None:
+    model, ids = random_model("hils"), random_ids(900)
+    selected = scores_of(model, ids)
+    model.read_all = True
+    everything = scores_of(model, ids)
+    model.read_all, model.top_k = False, 100
+    torch.testing.assert_close(scores_of(model, ids), everything, rtol=0, atol=1e-6)
+    assert float((selected - everything).abs().max()) > 1e-3
