@@ -118,7 +118,13 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
     constants = {
         **{"HEADS": 16, "KV_HEADS": 2, "DIM": dim, "PAGE_SIZE": page_size, "WIDTH": width},
         **{"LANDMARK_HEADS": landmark_heads, "WINDOW": 512, "DENSE_BELOW": 0},
-        **{"HIDE_LAST": native, "HAS_BIAS": native, "POOLING": pooling, "BY_LSE": not native},
+        **{
+            "HIDE_LAST": native,
+            "HAS_BIAS": native,
+            "SPLIT": not native,
+            "POOLING": pooling,
+            "BY_LSE": not native,
+        },
         **{"NULL_SPLIT": native, "SINKS": int(not native), "STRATEGY": 2, "TOPK": 32},
         **{"BLOCK_K": 32, "CHUNK": 1024, "BEST": 256, "STRIPS": 16, "WINDOW_PARTS": 3},
         **{"BLOCK_PARTS": 4, "PARTS": 19, "PAGE_PARTS": 16, "BLOCK_G": 16, "MERGE_G": 8},

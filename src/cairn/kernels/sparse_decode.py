@@ -56,6 +56,8 @@ class SparseShape:
     hide_last: bool
     """The last row of a page is a landmark row."""
     dense_below: int
+    split_query: bool = False
+    """Scoring queries come as they are; kernels take their positive and their negative part."""
 
     @property
     def block_g(self) -> int:
@@ -128,6 +130,19 @@ def candidate_limit(position, WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, den
     """Pages before it are candidates of the query at `position`; its window starts there."""
     limit = tl.maximum(position - WINDOW + 1, 0) // PAGE_SIZE
     return tl.where(position < dense_until, 0, limit)
+
+
+@triton.jit
+def load_scoring(scoring, row_offset, head, mask, WIDTH: tl.constexpr, SPLIT: tl.constexpr):
+    """[n, WIDTH] scoring queries; row_offset and head are [n, 1], or one for all rows"""
+    OWN: tl.constexpr = WIDTH // 2 if SPLIT else WIDTH
+    offs_w = tl.arange(0, WIDTH)[None, :]
+    q = tl.load(scoring + row_offset + head * OWN + offs_w % OWN, mask=mask, other=0.0)
+    if SPLIT:
+        wide = q.to(tl.float32)
+        part = tl.where(offs_w < OWN, tl.maximum(wide, 0.0), tl.minimum(wide, 0.0))
+        q = part.to(q.dtype)
+    return q
 
 
 @triton.jit
@@ -225,6 +240,7 @@ def _score_kernel(
     DENSE_BELOW: tl.constexpr,
     HIDE_LAST: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,
     POOLING: tl.constexpr,  # -1 where landmarks are made elsewhere
     STRIPS: tl.constexpr,
     WINDOW_PARTS: tl.constexpr,
@@ -250,11 +266,8 @@ def _score_kernel(
         offs_w = tl.arange(0, WIDTH)
         offs_s = tl.arange(0, BLOCK_S)
         head = own * SHARED + offs_s
-        q = tl.load(
-            scoring + row * scoring_stride + head[:, None] * WIDTH + offs_w[None, :],
-            mask=(offs_s < SHARED)[:, None],
-            other=0.0,
-        )  # [BLOCK_S, WIDTH]
+        in_group = (offs_s < SHARED)[:, None]
+        q = load_scoring(scoring, row * scoring_stride, head[:, None], in_group, WIDTH, SPLIT)
         most = tl.full((BLOCK_S,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_S,), tl.float32)
         table = candidates + seq.to(tl.int64) * candidate_stride
@@ -578,7 +591,7 @@ def sparse_decode(
     shape: SparseShape,
     scratch: SparseScratch,  # after `begin`
     query: torch.Tensor,  # [rows, heads, dim]
-    scoring: torch.Tensor,  # [rows, heads, landmark width]
+    scoring: torch.Tensor,  # [rows, heads, landmark width], or half of it where they are split
     prior: torch.Tensor,  # [rows, heads, dim]
     pool: torch.Tensor,  # [pages, 2 * kv_heads, page_size, dim]
     vectors: torch.Tensor,  # [pages, landmark heads, landmark width]
@@ -626,6 +639,7 @@ def sparse_decode(
         WIDTH=shape.landmark_width,
         HIDE_LAST=shape.hide_last,
         HAS_BIAS=bias is not None,
+        SPLIT=shape.split_query,
         POOLING=-1 if pooling is None else POOLINGS[pooling],
         STRIPS=strips,
         WINDOW_PARTS=shape.window_parts,

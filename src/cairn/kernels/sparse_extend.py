@@ -23,6 +23,7 @@ from cairn.kernels.sparse_decode import (
     SUM_GROUP,
     SparseShape,
     candidate_limit,
+    load_scoring,
 )
 from cairn.kernels.top_pages import keep_best_of_rows
 
@@ -59,6 +60,7 @@ def _normalizer_kernel(
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
@@ -76,11 +78,7 @@ def _normalizer_kernel(
     row = (first_row + offs_m).to(tl.int64)
     until = tl.load(dense_until + seq).to(tl.int32)
     limit = tl.where(in_rows, candidate_limit(past + offs_m, WINDOW, PAGE_SIZE, until), 0)
-    q = tl.load(
-        scoring + row[:, None] * scoring_stride + head * WIDTH + offs_w[None, :],
-        mask=in_rows[:, None],
-        other=0.0,
-    )
+    q = load_scoring(scoring, row[:, None] * scoring_stride, head, in_rows[:, None], WIDTH, SPLIT)
     most = tl.load(window_lse + row * HEADS + head, mask=in_rows, other=0.0)
     total = tl.full((BLOCK_M,), 1.0, tl.float32)
     table = candidates + seq.to(tl.int64) * candidate_stride
@@ -135,6 +133,7 @@ def _rank_kernel(
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,
     SINKS: tl.constexpr,
     STRATEGY: tl.constexpr,
     TOPK: tl.constexpr,
@@ -176,10 +175,8 @@ def _rank_kernel(
         head = kv_head * HEADS_OF_KV + g
         index = start + tl.arange(0, BLOCK_P)
         page = tl.load(table + index, mask=index < last, other=-1).to(tl.int64)
-        q = tl.load(
-            scoring + row[:, None] * scoring_stride + head * WIDTH + offs_w[None, :],
-            mask=in_rows[:, None],
-            other=0.0,
+        q = load_scoring(
+            scoring, row[:, None] * scoring_stride, head, in_rows[:, None], WIDTH, SPLIT
         )
         landmark = tl.load(
             vectors + (page * LANDMARK_HEADS + head // SHARED)[None, :] * WIDTH + offs_w[:, None],
@@ -315,7 +312,7 @@ def _choose_kernel(
 
 def select_pages(
     shape: SparseShape,
-    scoring: torch.Tensor,  # [rows, heads, width], mapped by the policy
+    scoring: torch.Tensor,  # [rows, heads, width], mapped by the policy, or to be split
     vectors: torch.Tensor,  # [pages, landmark heads, width]
     bias: torch.Tensor | None,
     candidates: torch.Tensor,  # [seqs, pages] int32, -1 where a page must not be read
@@ -327,10 +324,12 @@ def select_pages(
 ) -> torch.Tensor:
     """-> place in the sequence [rows, kv_heads, topk] int32, ascending, -1 for none; rows of no
     block are left unset."""
-    rows, heads, width = scoring.shape
+    rows, heads, _ = scoring.shape
+    width = shape.landmark_width
     device, kv_heads, topk = scoring.device, shape.kv_heads, shape.topk
     sizes = {"HEADS": heads, "LANDMARK_HEADS": vectors.shape[1], "WIDTH": width}
     sizes |= {"PAGE_SIZE": shape.page_size, "WINDOW": shape.window, "HAS_BIAS": bias is not None}
+    sizes |= {"SPLIT": shape.split_query}
     biases = vectors if bias is None else bias
     block_m, half = blocks.block_m, scoring.dtype.itemsize == 2
     block_p = 128 if width <= 128 and half else 64
@@ -519,6 +518,7 @@ def _attend_kernel(
     LANDMARK_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,
     HIDE_LAST: tl.constexpr,
     BY_LSE: tl.constexpr,
     NULL_SPLIT: tl.constexpr,
@@ -553,10 +553,8 @@ def _attend_kernel(
         other=0.0,
     )
     if not BY_LSE:
-        scores_with = tl.load(
-            scoring + (row * scoring_stride + head * WIDTH)[:, None] + offs_w[None, :],
-            mask=real[:, None],
-            other=0.0,
+        scores_with = load_scoring(
+            scoring, (row * scoring_stride)[:, None], head[:, None], real[:, None], WIDTH, SPLIT
         )
     # The window and the null split are there from the start.
     most = tl.load(window_lse + row * HEADS + head, mask=real, other=0.0)
@@ -686,8 +684,9 @@ def attend_selected(
         DIM=dim,
         PAGE_SIZE=shape.page_size,
         LANDMARK_HEADS=vectors.shape[1],
-        WIDTH=scoring.shape[2],
+        WIDTH=shape.landmark_width,
         HAS_BIAS=bias is not None,
+        SPLIT=shape.split_query,
         HIDE_LAST=shape.hide_last,
         BY_LSE=shape.by_lse,
         NULL_SPLIT=shape.null_split,

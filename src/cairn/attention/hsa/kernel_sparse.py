@@ -20,6 +20,7 @@ from cairn.memory.kv_pool import KVPool
 from cairn.memory.landmarks import LandmarkPool
 from cairn.sparsity.config import SparseConfig
 from cairn.sparsity.policy import Landmark, Policy
+from cairn.sparsity.quest import QuestPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class KernelSparse:
             null_split=config.null_split,
             hide_last=config.landmark_rows,
             dense_below=config.dense_below,
+            split_query=type(config.policy).map_query is QuestPolicy.map_query,
         )
         self._scratch = SparseScratch.empty(self._shape, shape.max_seqs, max_pages, shape.device)
         self.revise: Revise | None = None
@@ -217,7 +219,9 @@ class KernelSparse:
         """Returns what chunk rows selected: places [rows, kv_heads, k], unset elsewhere."""
         scores_with = query if scoring is None else scoring.query
         prior = query if scoring is None else scoring.prior
-        mapped = self._config.policy.map_query(scores_with)
+        mapped = scores_with
+        if not self._shape.split_query:
+            mapped = self._config.policy.map_query(scores_with)
         selected = None
         if metadata.chunks is not None:
             selected = self._chunks(layer, query, mapped, prior, metadata.chunks, out)
