@@ -21,6 +21,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cairn.kernels.pdl import pdl_options
+from cairn.kernels.softmax import LOG2E, softmax_result, softmax_step
 
 MERGE = tl.constexpr(8)  # splits that are merged at once
 _LEAST_PAGES = 4  # of a split: less is not worth the merge
@@ -243,7 +244,7 @@ def _decode_kernel(
         mask=in_group[:, None] & in_dim[None, :],
         other=0.0,
     )  # [BLOCK_G, BLOCK_D]
-    q = (q * (scale * 1.4426950408889634)).to(q.dtype)  # scores in base 2
+    q = (q * (scale * LOG2E)).to(q.dtype)  # scores in base 2
 
     most = tl.full((BLOCK_G,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_G,), tl.float32)
@@ -277,17 +278,9 @@ def _decode_kernel(
         if HIDE_LAST:
             seen = seen & (n % PAGE_SIZE != PAGE_SIZE - 1)
         scores = tl.where(seen[None, :], scores, float("-inf"))
-        new_most = tl.maximum(most, tl.max(scores, 1))
-        safe = tl.where(new_most == float("-inf"), 0.0, new_most)  # nothing seen so far
-        shares = tl.exp2(scores - safe[:, None])
-        fade = tl.exp2(most - safe)
-        total = total * fade + tl.sum(shares, 1)
-        acc = acc * fade[:, None]
-        acc = tl.dot(shares.to(v.dtype), v, acc, input_precision="ieee")
-        most = new_most
+        most, total, acc = softmax_step(scores, v, most, total, acc, False)
 
-    lse = tl.where(total > 0, (most + tl.log2(total)) * 0.6931471805599453, float("-inf"))
-    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    result, lse = softmax_result(most, total, acc)
     mask = in_group[:, None] & in_dim[None, :]
     if splits == 1:
         place = row * (HEADS * DIM) + head[:, None] * DIM + offs_d[None, :]

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from cairn.kernels.softmax import LOG2E, softmax_result, softmax_step
+
 
 @dataclass(frozen=True, slots=True)
 class ExtendBlocks:
@@ -84,7 +86,7 @@ def _extend_kernel(
         mask=in_rows[:, None] & in_dim[None, :],
         other=0.0,
     )
-    q = (q * (scale * 1.4426950408889634)).to(q.dtype)
+    q = (q * (scale * LOG2E)).to(q.dtype)  # scores in base 2
     position = past + offs_m  # [BLOCK_M] in the cache
 
     most = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -127,13 +129,7 @@ def _extend_kernel(
                 pool + VALUES + slot[:, None] + offs_d[None, :], mask=in_dim[None, :], other=0.0
             )
         scores = tl.dot(q, k, input_precision="ieee")
-        new_most = tl.maximum(most, tl.max(scores, 1))
-        shares = tl.exp2(scores - new_most[:, None])
-        fade = tl.exp2(most - new_most)
-        total = total * fade + tl.sum(shares, 1)
-        acc = acc * fade[:, None]
-        acc = tl.dot(shares.to(v.dtype), v, acc, input_precision="ieee")
-        most = new_most
+        most, total, acc = softmax_step(scores, v, most, total, acc, True)
 
     for start in range(clear, end, BLOCK_N):
         n = start + offs_n
@@ -164,20 +160,12 @@ def _extend_kernel(
         if HIDE_LAST:
             seen = seen & (n % PAGE_SIZE != PAGE_SIZE - 1)[None, :]
         scores = tl.where(seen, scores, float("-inf"))
-        new_most = tl.maximum(most, tl.max(scores, 1))
-        safe = tl.where(new_most == float("-inf"), 0.0, new_most)
-        shares = tl.exp2(scores - safe[:, None])
-        fade = tl.exp2(most - safe)
-        total = total * fade + tl.sum(shares, 1)
-        acc = acc * fade[:, None]
-        acc = tl.dot(shares.to(v.dtype), v, acc, input_precision="ieee")
-        most = new_most
+        most, total, acc = softmax_step(scores, v, most, total, acc, False)
 
-    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+    result, lse = softmax_result(most, total, acc)
     place = row[:, None] * (HEADS * DIM) + head * DIM + offs_d[None, :]
     tl.store(out + place, result.to(out.dtype.element_ty), mask=in_rows[:, None] & in_dim[None, :])
     if WITH_LSE:
-        lse = tl.where(total > 0, (most + tl.log2(total)) * 0.6931471805599453, float("-inf"))
         tl.store(lse_out + row * HEADS + head, lse, mask=in_rows)
 
 

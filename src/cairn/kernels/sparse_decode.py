@@ -24,6 +24,7 @@ from cairn.kernels.interface import Pooling
 from cairn.kernels.landmark import POOLINGS, pool_page
 from cairn.kernels.paged_decode import merge_splits
 from cairn.kernels.pdl import pdl_options
+from cairn.kernels.softmax import LOG2E, softmax_result, softmax_step
 from cairn.kernels.top_pages import keep_best
 
 MAX_HEAD = tl.constexpr(0)
@@ -326,20 +327,13 @@ def _score_kernel(
                 mask=there[:, None],
                 other=0.0,
             )
-            logits = tl.dot(q, k, input_precision="ieee") * scale
+            logits = tl.dot(q, k, input_precision="ieee") * (scale * LOG2E)
             if HIDE_LAST:
                 there = there & (offs_n < PAGE_SIZE - 1)
             logits = tl.where(there[None, :], logits, float("-inf"))
-            new_most = tl.maximum(most, tl.max(logits, 1))
-            safe = tl.where(new_most == float("-inf"), 0.0, new_most)
-            shares = tl.exp(logits - safe[:, None])
-            fade = tl.exp(most - safe)
-            total = total * fade + tl.sum(shares, 1)
-            acc = tl.dot(shares.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-            most = new_most
+            most, total, acc = softmax_step(logits, v, most, total, acc, False)
         place = (seq * PARTS + part).to(tl.int64) * HEADS + head
-        lse = tl.where(total > 0, most + tl.log(total), float("-inf"))
-        out = acc / tl.where(total > 0, total, 1.0)[:, None]
+        out, lse = softmax_result(most, total, acc)
         tl.store(partial + place[:, None] * DIM + offs_d[None, :], out, mask=in_group[:, None])
         tl.store(partial_lse + place, lse, mask=in_group)
     elif POOLING >= 0:
