@@ -3,12 +3,17 @@ interpreter is chosen when a process first imports triton."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 
+from cairn import LLM
+from cairn.attention.hsa.backend import HSABackend
+from cairn.attention.hsa.kernel_sparse import KernelSparse
 from cairn.kernels import paged_decode as paged_decode_module
 from cairn.kernels import sparse_decode, sparse_extend
 from cairn.kernels.activation import silu_and_mul, silu_and_mul_reference
@@ -23,6 +28,7 @@ from cairn.kernels.rope_kv import rope_kv, rope_kv_reference
 from cairn.kernels.sampling import sample, sample_reference
 from cairn.kernels.top_pages import keep_best, keep_best_of_rows
 from cairn.sparsity.selection import top_positions
+from tests.helpers import TINY_HILS, poison_free_memory, tokens_of, write_model
 from tests.kernels.sparse_case import CASES, run
 
 CPU = torch.device("cpu")
@@ -243,3 +249,25 @@ def _keep_each(rank, keep, n, BLOCK: tl.constexpr, K: tl.constexpr):
     place = tl.program_id(0) * n + column
     value = tl.load(rank + place, mask=column < n, other=float("-inf"))
     tl.store(keep + place, keep_best(value, K).to(tl.int32), mask=column < n)
+
+
+def test_a_whole_engine_on_sparse_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunked prefill, mixed steps, decode across a page's end and a prefix hit, against torch."""
+    monkeypatch.setattr(sparse_extend, "_ROWS", 64)
+    folder = write_model(tmp_path, {**TINY_HILS, "hidden_size": 64, "full_attn_interleave": 2})
+    prompts = [tokens_of(40) + tokens_of(n, seed=n) for n in (19, 45)]
+    answers = []
+    for refused in ("for comparison", None):
+        monkeypatch.setattr(KernelSparse, "refusal", staticmethod(lambda *_, why=refused: why))
+        with LLM(
+            folder, device="cpu", dtype="float32", kv_cache_gib=0.05, chunked_prefill_size=48
+        ) as llm:
+            poison_free_memory(llm.engine)
+            texts = llm.generate(prompts, max_tokens=4, ignore_eos=True)
+            texts += llm.generate(prompts[:1], max_tokens=2, ignore_eos=True)
+            answers.append([text.token_ids for text in texts])
+            backend = llm.engine._runner._backend
+            assert isinstance(backend, HSABackend)
+            assert (backend.launches > 0) == (refused is None)
+            llm.engine.scheduler.check()
+    assert answers[0] == answers[1]
