@@ -20,7 +20,7 @@ from cairn.sparsity.selection import Selection, select
 
 _ELEMENTS = 2**23  # scores inside selected pages that are computed at once
 _MANY_ROWS = 16  # of one sequence: from here on rows that share a page are multiplied together
-_PIECE = 32  # rows that share a copy of a page
+_PIECES = (4, 8, 16, 32)  # rows that share a copy of a page: as many as do on average
 
 
 class TorchSparse:
@@ -175,17 +175,19 @@ class TorchSparse:
         slices, counts = torch.unique_consecutive(
             self._slice_ids(pages).flatten()[order], return_counts=True
         )
-        pieces = (counts + _PIECE - 1) // _PIECE
+        mean = len(order) / len(slices)
+        piece = next((size for size in _PIECES if size >= mean), _PIECES[-1])
+        pieces = (counts + piece - 1) // piece
         run = torch.repeat_interleave(torch.arange(len(slices), device=device), counts)
         rank = torch.arange(len(order), device=device) - (counts.cumsum(0) - counts)[run]
         # Pair -> place among pieces; places that no pair takes repeat the first pair.
-        place = (pieces.cumsum(0) - pieces)[run] * _PIECE + rank
-        of_place = torch.zeros(int(pieces.sum()) * _PIECE, dtype=torch.int64, device=device)
+        place = (pieces.cumsum(0) - pieces)[run] * piece + rank
+        of_place = torch.zeros(int(pieces.sum()) * piece, dtype=torch.int64, device=device)
         of_place[place] = order
         own = query.view(rows * kv_heads, -1, dim)[of_place // k]  # [places, group, dim]
         group = own.shape[1]
         key, value = self._slices(layer, slices.repeat_interleave(pieces), query.dtype)
-        out, lse = self._inside(own.view(-1, _PIECE * group, dim), key, value)
+        out, lse = self._inside(own.view(-1, piece * group, dim), key, value)
         where = torch.empty_like(place)
         where[order] = place
         out = out.view(-1, group, dim)[where].view(rows, kv_heads, k, group, dim).transpose(2, 3)
