@@ -86,12 +86,12 @@ def test_a_stop_token_ends_the_text_and_is_not_in_it(llm: LLM) -> None:
 
 
 def test_every_eos_id_of_the_model_ends_the_text(folder: Path, llm: LLM) -> None:
-    eos = llm.engine._eos_token_ids
+    eos = llm.engine.eos_token_ids
     assert eos == {250, 251}
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 249}))
     try:
         with LLM(folder, device="cpu") as other:
-            assert other.engine._eos_token_ids == {249, 250, 251}
+            assert other.engine.eos_token_ids == {249, 250, 251}
     finally:
         (folder / "generation_config.json").unlink()
 

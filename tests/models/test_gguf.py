@@ -94,7 +94,7 @@ def test_a_gguf_file_is_the_same_model_as_its_safetensors(folder: Path, tmp_path
         expected = llm.logprobs(ids)
     with LLM(path, device="cpu") as llm:
         assert torch.equal(llm.logprobs(ids), expected)
-        assert llm.engine._eos_token_ids == {9}
+        assert llm.engine.eos_token_ids == {9}
         assert llm.tokenizer is None
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from cairn.attention.backend import AttentionBackend
 from cairn.engine.logprobs import TokenLogprob
 from cairn.engine.plan import PromptScores, StepPlan
 from cairn.engine.request import Request
@@ -17,6 +18,7 @@ from cairn.engine.sampling_params import MAX_SEED, SamplingParams
 from cairn.engine.scheduler import Scheduler, attention_pairs
 from cairn.errors import RequestError
 from cairn.memory.cache import GroupUsage
+from cairn.memory.kv_pool import KVPool
 from cairn.models.spec import ModelSpec
 
 
@@ -69,7 +71,7 @@ class Engine:
         self.max_tokens = min(context_length, scheduler.cache.max_tokens)
         """Tokens of the longest request, prompt and output."""
         self._runner = runner
-        self._eos_token_ids = eos_token_ids
+        self.eos_token_ids = eos_token_ids
         self._random = random.Random(seed)
         self._ids = itertools.count()
         self.overlap = overlap
@@ -103,7 +105,7 @@ class Engine:
                 "trace shows which pages sparse attention reads; start the engine with "
                 "attention_backend=hsa"
             )
-        eos = frozenset() if params.ignore_eos else self._eos_token_ids
+        eos = frozenset() if params.ignore_eos else self.eos_token_ids
         seed = self._random.randint(0, MAX_SEED) if params.seed is None else params.seed
         scores: PromptScores = "none" if params.prompt_logprobs is None else "top"
         return [
@@ -138,6 +140,10 @@ class Engine:
 
     def usage(self) -> list[GroupUsage]:
         return self.scheduler.cache.usage()
+
+    def wrap_attention(self, wrap: Callable[[AttentionBackend, KVPool], AttentionBackend]) -> None:
+        """Put a backend in front of the engine's own, for who wants to watch it."""
+        self._runner.wrap_attention(wrap)
 
     # -- a step -------------------------------------------------------------------------------
 

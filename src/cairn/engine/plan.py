@@ -53,6 +53,8 @@ class Advance(NamedTuple):
     """The prompt tokens that follow each row, for scores of the "top" kind."""
     traced: bool = False
     """Report which pages the sampled token was read from."""
+    allowed: bytes | None = None
+    """Tokens that may be sampled, a bit each, the lowest first; None for all."""
 
 
 @dataclass(frozen=True, slots=True)

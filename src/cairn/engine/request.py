@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Literal
@@ -49,6 +49,8 @@ class Request:
     """With scores the prompt is computed anew, cached pages or not; "whole" generates nothing."""
     host_tokens: bool = False
     """Each step needs the token of the last one on the host; such requests do not overlap."""
+    allowed_tokens: Callable[[Sequence[int]], bytes] | None = None
+    """From the output so far to the tokens that may follow, a bit each; needs `host_tokens`."""
     traced: bool = False
     """Keep which pages each generated token was read from."""
 

@@ -7,6 +7,7 @@ them on the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -158,6 +159,10 @@ class Runner:
         graphs.record()
         self._graphs = graphs
 
+    def wrap_attention(self, wrap: Callable[[AttentionBackend, KVPool], AttentionBackend]) -> None:
+        """Steps that are replayed from graphs do not come by what is put in front here."""
+        self._backend = wrap(self._backend, self._pool)
+
     @property
     def graph_sizes(self) -> int:
         """The largest batch that is replayed; 0 without graphs."""
@@ -212,6 +217,8 @@ class Runner:
         """How a step's rows draw their tokens, if all of them draw without filters and scores."""
         slots = np.array([advance.slot for advance in plan.advances])
         if any(self._top_logprobs[slot] is not None for slot in slots):
+            return None
+        if any(advance.allowed is not None for advance in plan.advances):
             return None
         positions = np.array([advance.stop for advance in plan.advances])
         return self._sampler.plain_draws(slots, positions)
@@ -303,7 +310,7 @@ class Runner:
         if not sampling:
             return torch.empty(0, dtype=torch.int64)
         advances = [plan.advances[s] for s in sampling]
-        draws = [Draw(a.slot, a.stop, a.stop - a.prompt_len) for a in advances]
+        draws = [Draw(a.slot, a.stop, a.stop - a.prompt_len, a.allowed) for a in advances]
         tokens = self._sampler.sample(logits, draws)
         slots = to_device(np.array([a.slot for a in advances]), self._device)
         self._newest[slots] = tokens

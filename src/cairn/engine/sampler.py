@@ -36,6 +36,7 @@ class Draw(NamedTuple):
     slot: int
     position: int
     num_output: int
+    allowed: bytes | None = None  # a bit per token; None allows all
 
 
 class Sampler:
@@ -158,10 +159,14 @@ class Sampler:
     def _adjusted(
         self, logits: torch.Tensor, draws: Sequence[Draw], slots: np.ndarray
     ) -> torch.Tensor:
-        """Logits after bias, penalties and min_tokens; the argument itself where none applies."""
+        """Logits after bias, penalties, min_tokens and what a grammar forbids.
+
+        The argument itself where none applies.
+        """
         early = np.array([draw.num_output for draw in draws]) < self._min_tokens[slots]
         penalized, biased = self._penalized[slots], self._biased[slots]
-        rows = np.flatnonzero(early | penalized | biased)
+        bound = np.array([draw.allowed is not None for draw in draws])
+        rows = np.flatnonzero(early | penalized | biased | bound)
         if not len(rows):
             return logits
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
@@ -174,7 +179,21 @@ class Sampler:
             if len(rows):
                 index = self._to_device(rows)
                 wide[index] = change(wide[index], self._to_device(slots[rows]))
+        rows = np.flatnonzero(bound)
+        if len(rows):
+            index = self._to_device(rows)
+            forbidden = self._forbidden([draws[int(row)] for row in rows])
+            wide[index] = wide[index].masked_fill(forbidden, float("-inf"))
         return wide
+
+    def _forbidden(self, draws: Sequence[Draw]) -> torch.Tensor:
+        """[rows, vocab], of draws that are bound by what is allowed."""
+        bits = np.zeros((len(draws), -(-self._vocab // 8)), dtype=np.uint8)
+        for row, draw in enumerate(draws):
+            given = np.frombuffer(draw.allowed or b"", dtype=np.uint8)[: bits.shape[1]]
+            bits[row, : len(given)] = given
+        allowed = np.unpackbits(bits, axis=1, count=self._vocab, bitorder="little")
+        return self._to_device(allowed == 0)
 
     def _add_bias(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         assert self._bias is not None

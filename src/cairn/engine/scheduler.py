@@ -326,6 +326,10 @@ class Scheduler:
         context = geometry.rows(start)
         rows = geometry.rows(stop) - context
         step.spend(rows, context, prefill=prefill)
+        samples = stop == request.num_tokens and request.prompt_scores != "whole"
+        allowed = None
+        if samples and request.allowed_tokens is not None:
+            allowed = request.allowed_tokens(request.output_ids)
         step.advances.append(
             Advance(
                 request_id=request.id,
@@ -334,10 +338,11 @@ class Scheduler:
                 stop=stop,
                 token_ids=tuple(request.token_ids[start:stop]),
                 prompt_len=request.prompt_len,
-                samples=stop == request.num_tokens and request.prompt_scores != "whole",
+                samples=samples,
                 prompt_scores=request.prompt_scores,
                 next_ids=self._next_ids(request, start, stop),
                 traced=request.traced,
+                allowed=allowed,
             )
         )
 
