@@ -189,7 +189,7 @@ def test_config_that_is_no_json_is_named(folder: Path) -> None:
 
 
 def test_a_model_that_is_neither_folder_nor_preset_lists_the_presets() -> None:
-    with pytest.raises(ConfigError, match=r"known: smollm2, qwen3-0.6b"):
+    with pytest.raises(ConfigError, match=r"known: cairn-nano, smollm2, qwen3-0.6b"):
         LLM("no-such-model")
 
 

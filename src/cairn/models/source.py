@@ -1,9 +1,9 @@
-"""What `--model` may name: a folder, a .gguf file, a pulled model, a preset, a hub id."""
+"""What `--model` may name: a folder, .gguf file, bundled or pulled model, preset or hub id."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ from cairn.models.pull import PULLABLE, Progress, pull, pulled_path
 
 Confirm = Callable[[str], bool]
 """Asks the user a yes-or-no question."""
+
+BUNDLED: Mapping[str, Path] = {"cairn-nano": Path(__file__).parent / "nano"}
+"""Models that come with the package."""
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 
@@ -59,6 +62,8 @@ def find_model(
 ) -> ModelSource:
     """`confirm` is asked before a download; without it the download just happens."""
     path = Path(name).expanduser()
+    if name in BUNDLED and not path.exists():
+        path = BUNDLED[name]
     if path.is_dir():
         return ModelSource(ConfigReader.from_folder(path, ignored_fields), folder=path)
     if path.is_file():
@@ -76,7 +81,7 @@ def find_model(
         return ModelSource(ConfigReader.from_folder(folder, ignored_fields), folder=folder)
     raise ConfigError(
         f"model {name!r} is no folder, no .gguf file, no hub id (owner/name), and no known name; "
-        f"known: {', '.join([*PULLABLE, *PRESETS])}"
+        f"known: {', '.join([*BUNDLED, *PULLABLE, *PRESETS])}"
     )
 
 
