@@ -1,0 +1,112 @@
+"""Long texts of an exact number of tokens, with sentences hidden at given depths.
+
+A text is cut into sentences, each of which is encoded once. Whatever is put together from them
+begins and ends where sentences do, so that a hidden sentence never stands inside another one.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from cairn.errors import ConfigError
+
+_SENTENCE_END = re.compile(r"(?<=[.?!])(?=\s)")
+_LONGEST = 2000  # characters; a text without full stops is cut at spaces
+
+
+def read_text(path: str | None) -> str:
+    """The user's text, or the one that comes with the package."""
+    if path is None:
+        text = resources.files("cairn.eval").joinpath("data/prose.txt").read_text(encoding="utf-8")
+        return text
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--text {path} cannot be read: {error}") from error
+    if not text.strip():
+        raise ConfigError(f"--text {path} is empty; give a file with some sentences")
+    return text
+
+
+def split_sentences(text: str) -> list[str]:
+    """Each begins with the space before it, the first one with one of its own."""
+    sentences = []
+    for sentence in _SENTENCE_END.split(text.strip()):
+        while len(sentence) > _LONGEST:
+            cut = sentence.rfind(" ", 1, _LONGEST)
+            cut = _LONGEST if cut < 1 else cut
+            sentences.append(sentence[:cut])
+            sentence = sentence[cut:]
+        if sentence.strip():
+            sentences.append(sentence)
+    sentences[0] = f" {sentences[0]}"
+    return sentences
+
+
+@dataclass(frozen=True, slots=True)
+class Excerpt:
+    tokens: list[int]
+    breaks: list[int]
+    """Ascending: a sentence begins at each of these places, or the excerpt ends there."""
+
+
+class Prose:
+    """A text as sentences of tokens, repeated as long as is asked for."""
+
+    def __init__(self, text: str, encode: Callable[[str], list[int]]) -> None:
+        self.words = set(re.findall(r"\w+", text))
+        self._sentences = [tokens for s in split_sentences(text) if (tokens := encode(s))]
+        if not self._sentences:
+            raise ConfigError("the text to hide facts in has no tokens; give another --text")
+
+    def excerpt(self, length: int, seed: int) -> Excerpt:
+        """`length` tokens from a sentence that the seed chooses, to the end and round to it; from
+        then on sentences are shuffled. The same seed gives the same text, longer or shorter."""
+        rng = random.Random(seed)
+        count = len(self._sentences)
+        start = rng.randrange(count)
+        order = [(start + i) % count for i in range(count)]
+        tokens: list[int] = []
+        breaks = []
+        while len(tokens) < length:
+            for index in order:
+                breaks.append(len(tokens))
+                tokens += self._sentences[index]
+                if len(tokens) >= length:
+                    break
+            rng.shuffle(order)
+        return Excerpt(tokens[:length], [*breaks, length])
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    tokens: list[int]
+    starts: list[int]
+    """Where each piece begins, in the order the pieces were given."""
+
+
+def hide(excerpt: Excerpt, pieces: Sequence[tuple[float, Sequence[int]]], span: int) -> Hidden:
+    """Put pieces between the sentences, each at the first break at or behind its depth.
+
+    A depth is a share of the first `span` tokens; from 1 on it is the very end. Pieces of equal
+    depth keep their order.
+    """
+    tokens: list[int] = []
+    starts = [0] * len(pieces)
+    done = 0
+    for index in sorted(range(len(pieces)), key=lambda i: pieces[i][0]):
+        depth, piece = pieces[index]
+        place = len(excerpt.tokens)
+        if depth < 1:
+            place = excerpt.breaks[bisect_left(excerpt.breaks, round(depth * span))]
+        tokens += excerpt.tokens[done:place]
+        done = max(done, place)
+        starts[index] = len(tokens)
+        tokens += piece
+    return Hidden(tokens + excerpt.tokens[done:], starts)

@@ -1,0 +1,137 @@
+"""`cairn eval needle`: facts hidden in long texts, by length and depth, through the engine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cairn.errors import ConfigError
+from cairn.eval.haystack import Prose
+from cairn.eval.prompts import Frame, build_prompts, choose_style
+from cairn.eval.scoring import is_right, wilson
+from cairn.eval.tasks import TASKS
+from cairn.eval.wording import NameMaker
+from cairn.llm import LLM
+from cairn.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class NeedleOptions:
+    tasks: Sequence[str]
+    lengths: Sequence[int]
+    depths: Sequence[float]  # 0 to 1
+    samples: int
+    keys: int
+    prompt: str
+    answer_start: str
+    max_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    task: str
+    length: int
+    depth: float
+    sample: int
+    name: str
+    expected: str
+    said: str
+    right: bool
+    cached_tokens: int
+
+
+def need_tokenizer(llm: LLM) -> Tokenizer:
+    if llm.tokenizer is None:
+        raise ConfigError(
+            f"eval needs text and {llm.config.model} has no tokenizer.json; add one to its folder"
+        )
+    return llm.tokenizer
+
+
+def ask(
+    llm: LLM, text: str, options: NeedleOptions, progress: Callable[[int, int], None]
+) -> list[Answer]:
+    """All questions of a sample are asked over one text at once, the deepest facts first: pages
+    up to where two texts differ are computed once, which changes no answer."""
+    tokenizer = need_tokenizer(llm)
+
+    def encode(sentence: str) -> list[int]:
+        return tokenizer.encode(sentence, add_special_tokens=False)
+
+    frame = Frame(tokenizer, choose_style(tokenizer, options.prompt), options.answer_start)
+    _check_lengths(llm, options)
+    prose = Prose(text, encode)
+    depths = sorted(options.depths, reverse=True)
+    total = len(options.tasks) * len(options.lengths) * options.samples
+    answers: list[Answer] = []
+    done = 0
+    for task in options.tasks:
+        for length in options.lengths:
+            for sample in range(options.samples):
+                progress(done, total)
+                rng = random.Random(f"{options.seed} {task} {length} {sample}")
+                names = NameMaker(rng, prose.words, lambda word: len(encode(word)))
+                cases = TASKS[task](rng, names, depths, options.keys)
+                queries = [case.query for case in cases]
+                prompts = build_prompts(frame, prose, queries, length, rng.randrange(2**32))
+                results = llm.generate(
+                    [prompt.tokens for prompt in prompts], max_tokens=options.max_tokens
+                )
+                for case, result in zip(cases, results, strict=True):
+                    said = result.text or ""
+                    answers.append(
+                        Answer(
+                            task,
+                            length,
+                            case.depth,
+                            sample,
+                            case.query.name,
+                            case.answer,
+                            said,
+                            is_right(said, case.answer),
+                            result.usage.cached_tokens,
+                        )
+                    )
+                done += 1
+                progress(done, total)
+    return answers
+
+
+def _check_lengths(llm: LLM, options: NeedleOptions) -> None:
+    """Before the work on shorter ones is done."""
+    most = llm.engine.max_tokens - options.max_tokens
+    for length in options.lengths:
+        if length > most:
+            raise ConfigError(
+                f"--lengths has {length}; with answers of {options.max_tokens} tokens at most "
+                f"{most} are possible: the context length is {llm.engine.context_length}, the KV "
+                f"cache holds {llm.engine.scheduler.cache.max_tokens}; shorten it, or raise "
+                "--kv-cache-gib"
+            )
+
+
+def tally(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    """Shares by task, length and depth, and with depth None over all depths."""
+    cells: dict[tuple[str, int, float | None], list[bool]] = {}
+    for answer in answers:
+        for depth in (answer.depth, None):
+            cells.setdefault((answer.task, answer.length, depth), []).append(answer.right)
+    rows = []
+    for (task, length, depth), rights in cells.items():
+        low, high = wilson(sum(rights), len(rights))
+        rows.append(
+            {
+                "task": task,
+                "length": length,
+                "depth": depth,
+                "right": sum(rights),
+                "asked": len(rights),
+                "share": round(sum(rights) / len(rights), 4),
+                "low": round(low, 4),
+                "high": round(high, 4),
+            }
+        )
+    return rows

@@ -1,0 +1,124 @@
+"""The ways of attending that are compared: dense, and each policy with each budget of pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cairn.config import EngineConfig
+from cairn.engine.build import locate
+from cairn.errors import ConfigError
+from cairn.models.registry import read_spec
+from cairn.models.spec import NativeSparsity
+
+_PAGE_SIZE = 64
+_WINDOW_PAGES = 2  # unless a window is asked for: the usual one is all of a small budget
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    name: str
+    options: dict[str, Any]  # of the engine
+    policy: str | None = None
+    budget: float | None = None
+    """Share of the text's pages that its last token reads, its window included."""
+    topk: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "setting": self.name,
+            "policy": self.policy,
+            "budget": self.budget,
+            "topk": self.topk,
+        }
+
+
+def make_settings(
+    given: dict[str, Any],
+    tokens: int,
+    policies: Sequence[str] | None,
+    budgets: Sequence[float],
+    *,
+    dense: bool,
+) -> list[Setting]:
+    """`given` are the engine's options as the user gave them; `dense` asks for the baseline.
+
+    A model trained with sparse attention has no dense form: as it was trained comes first there.
+    """
+    config = EngineConfig.from_kwargs(given)
+    native = native_sparsity(config)
+    if native is not None:
+        return _native(given, native, tokens, policies, budgets)
+    backend = config.attention_backend or "hsa"
+    page_size = config.page_size or _PAGE_SIZE
+    window = config.hsa_window or _WINDOW_PAGES * page_size
+    common = {**given, "page_size": page_size}
+    settings = []
+    if dense:
+        plain = {name: value for name, value in common.items() if not name.startswith("hsa_")}
+        if "hsa" in backend:
+            plain["attention_backend"] = backend.partition(",")[0].replace("hsa", "auto")
+        settings.append(Setting("dense", plain))
+    sparse = {
+        **common,
+        "attention_backend": backend if "hsa" in backend else "hsa",
+        "hsa_window": window,
+    }
+    names = policies or [config.hsa_policy or "quest"]
+    for policy in names:
+        for budget, topk in _budgets(config.hsa_topk, tokens, page_size, window, budgets):
+            name = f"{policy} top-{topk}" if budget is None else f"{policy} {budget:.0%}"
+            options = {**sparse, "hsa_policy": policy, "hsa_topk": topk}
+            settings.append(Setting(name, options, policy, budget, topk))
+    return settings
+
+
+def native_sparsity(config: EngineConfig) -> NativeSparsity | None:
+    """How the model was trained to attend sparsely; None for an ordinary one."""
+    if config.model_impl == "transformers":
+        return None
+    return read_spec(locate(config).config).sparsity
+
+
+def _native(
+    given: dict[str, Any],
+    native: NativeSparsity,
+    tokens: int,
+    policies: Sequence[str] | None,
+    budgets: Sequence[float],
+) -> list[Setting]:
+    if policies not in (None, [native.policy]):
+        raise ConfigError(
+            f"--policies is {','.join(policies or ())}, but the model was trained with "
+            f"{native.policy!r}; leave it out"
+        )
+    own = {name: value for name, value in given.items() if name != "hsa_topk"}
+    settings = [Setting("as trained", own, native.policy, None, native.topk)]
+    size = native.chunk_size
+    pages = -(-tokens // (size - 1))  # a row of each is the landmark's
+    for budget, topk in _budgets(given.get("hsa_topk"), pages * size, size, native.window, budgets):
+        name = f"{native.policy} top-{topk}" if budget is None else f"{native.policy} {budget:.0%}"
+        settings.append(Setting(name, {**own, "hsa_topk": topk}, native.policy, budget, topk))
+    return settings
+
+
+def _budgets(
+    topk: int | None, rows: int, page_size: int, window: int, budgets: Sequence[float]
+) -> list[tuple[float | None, int]]:
+    """Pages to select for each budget; or the one number that was given."""
+    if topk is not None:
+        return [(None, topk)]
+    pages = -(-rows // page_size)
+    in_window = -(-window // page_size) + 1  # where it straddles one more than it fills
+    found: list[tuple[float | None, int]] = []
+    for budget in budgets:
+        left = pages if budget >= 1 else round(budget * pages) - in_window
+        if left < 1:
+            raise ConfigError(
+                f"--budgets has {budget:.0%}: of {pages} pages that is {round(budget * pages)}, "
+                f"and the window of {window} rows takes {in_window}; raise it or --tokens, or "
+                "lower --hsa-window"
+            )
+        found.append((budget, left))
+    return found
