@@ -25,7 +25,8 @@ def _option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     model: str = _option(
-        "smollm2", "Model folder, .gguf file, hub id (owner/name), pulled model or preset."
+        "smollm2",
+        "Model folder, .gguf file, hub id (owner/name), pulled or bundled model, or preset.",
     )
     model_impl: str = _option(
         "cairn", "Cairn's own model code, or transformers' with Cairn's attention.", MODEL_IMPLS
