@@ -77,8 +77,14 @@ def _parser() -> argparse.ArgumentParser:
     pull.set_defaults(run=_pull)
 
     from cairn.bench.command import add_bench
+    from cairn.cli.demo import add_demo
+    from cairn.cli.serve import add_serve
+    from cairn.eval.command import add_eval
 
+    add_serve(commands)
     add_bench(commands)
+    add_eval(commands)
+    add_demo(commands)
 
     doctor = commands.add_parser(
         "doctor", help="versions, devices, and what runs here or why not", allow_abbrev=False

@@ -25,7 +25,13 @@ class ChatTemplate:
     source: str
     special_tokens: Mapping[str, str]  # bos_token, eos_token ... as templates name them
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -35,7 +41,7 @@ class ChatTemplate:
         try:
             return environment.from_string(self.source).render(
                 messages=list(messages),
-                tools=None,
+                tools=None if tools is None else list(tools),
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self.special_tokens,
@@ -68,7 +74,9 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"the prompt is not valid Unicode text: {error}") from error
-        ids: list[int] = self.fast.encode(text, add_special_tokens=add_special_tokens).ids
+        # Of the library's ways this one lets other threads run meanwhile.
+        (encoding,) = self.fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -1,0 +1,229 @@
+"""The HTTP routes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib import resources
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import FileResponse, JSONResponse
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cairn import __version__
+from cairn.server.api_error import ApiError
+from cairn.server.events import Generated
+from cairn.server.options import ServeConfig
+from cairn.server.parse import read_body
+from cairn.server.record import record_of
+from cairn.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from cairn.server.service import Service
+from cairn.server.shell import RequestLog, Shell
+
+_WEB = resources.files("cairn.server") / "web"
+_BODIES: dict[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+_ERRORS = {
+    "400": "A field that cannot be honoured; the error names it.",
+    "401": "The API key is missing or wrong.",
+    "404": "Another model than this server's.",
+    "413": "The body is too large.",
+    "415": "The body is not application/json.",
+    "429": "Too many requests at once; Retry-After says when to try again.",
+    "500": "The engine failed on this request.",
+    "503": "The model is loading, or the engine is being started anew.",
+    "504": "The answer took longer than request_timeout.",
+}
+# Nothing from elsewhere, and no page of others around ours.
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
+    "cache-control": "no-cache",
+}
+
+
+class _Run(Response):
+    """Lets a route return something that answers by itself."""
+
+    def __init__(self, generated: Generated) -> None:
+        super().__init__()
+        self._generated = generated
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._generated(scope, receive, send)
+
+
+def build_app(service: Service, serve: ServeConfig, log: RequestLog) -> ASGIApp:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            log.close()
+
+    app = FastAPI(
+        title="Cairn",
+        version=__version__,
+        summary="OpenAI's API, and which pages of the context each token was read from.",
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+    )
+    _add_errors(app)
+    _add_model_routes(app, service)
+    _add_state_routes(app, service)
+    _add_pages(app)
+    app.openapi = _schema(app)  # type: ignore[method-assign]
+    outer: ASGIApp = Shell(app, serve, service.metrics, log)
+    if serve.cors_origin:
+        outer = CORSMiddleware(
+            outer,
+            allow_origins=list(serve.cors_origin),
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return outer
+
+
+def _add_model_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions", tags=["OpenAI"], summary="Answer a conversation.")
+    async def chat(request: Request) -> Response:
+        return _Run(service.chat(await read_body(request, ChatRequest)))
+
+    @app.post("/v1/completions", tags=["OpenAI"], summary="Complete a prompt.")
+    async def complete(request: Request) -> Response:
+        return _Run(service.complete(await read_body(request, CompletionRequest)))
+
+    @app.get("/v1/models", tags=["OpenAI"], summary="The model this server has.")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(service)]}
+
+    @app.get("/v1/models/{name:path}", tags=["OpenAI"], summary="One model.")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return _model(service)
+
+    @app.post("/tokenize", tags=["tokens"], summary="Token ids of a text or a conversation.")
+    async def tokenize(request: Request) -> Response:
+        answer = await service.tokenize(await read_body(request, TokenizeRequest))
+        # FastAPI would look at each of what may be a hundred thousand ids.
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    @app.post("/detokenize", tags=["tokens"], summary="The text of token ids.")
+    async def detokenize(request: Request) -> dict[str, Any]:
+        body = await read_body(request, DetokenizeRequest)
+        service.check_model(body.model)
+        return await service.detokenize(body.tokens)
+
+
+def _model(service: Service) -> dict[str, Any]:
+    ready = service.client.ready
+    return {
+        "id": service.model,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "cairn",
+        "max_model_len": None if ready is None else ready.max_tokens,
+    }
+
+
+def _add_state_routes(app: FastAPI, service: Service) -> None:
+    @app.get("/health", tags=["state"], summary="200 if requests are answered, 503 if not.")
+    async def health() -> Response:
+        state = service.health
+        body = {"status": state.state, "reason": state.reason, "model": service.model}
+        return JSONResponse(body, 200 if state.state == "ok" else 503)
+
+    @app.get("/metrics", tags=["state"], summary="For Prometheus.")
+    async def metrics() -> Response:
+        service.metrics.ready.set(service.health.state == "ok")
+        service.metrics.stats = service.client.stats
+        return Response(service.metrics.write(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/stats", tags=["state"], summary="The numbers the page at / shows.")
+    async def stats() -> dict[str, Any]:
+        return service.summary()
+
+
+def _add_pages(app: FastAPI) -> None:
+    def page(name: str) -> Response:
+        return FileResponse(str(_WEB / name), headers=_PAGE_HEADERS)
+
+    files = sorted(entry.name for entry in _WEB.iterdir() if not entry.name.endswith(".html"))
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        return page("index.html")
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return page("docs.html")
+
+    @app.get("/web/{name}", include_in_schema=False)
+    async def file(name: str) -> Response:
+        if name not in files:
+            raise ApiError(404, f"there is no file {name[:100]!a}")
+        return page(name)
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def own(request: Request, error: ApiError) -> Response:
+        record_of(request.scope).error = str(error)
+        return Response(error.encoded(), error.status, error.headers())
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        path = request.url.path[:100]
+        what = {404: f"there is nothing at {path!a}", 405: f"{path!a} takes another method"}
+        told = ApiError(error.status_code, what.get(error.status_code, str(error.detail)))
+        return Response(
+            told.encoded(), told.status, {**told.headers(), **dict(error.headers or {})}
+        )
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        record_of(request.scope).error = f"{type(error).__name__}: {error}"
+        told = ApiError(500, "the server failed on this request; its log says why")
+        return Response(told.encoded(), told.status, told.headers())
+
+
+def _schema(app: FastAPI) -> Callable[[], dict[str, Any]]:
+    """FastAPI's schema with the bodies, which are parsed here, and the errors."""
+    own = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema:
+            return app.openapi_schema
+        schema = own()
+        refs, parts = models_json_schema(
+            [(kind, "validation") for kind in _BODIES.values()],
+            ref_template="#/components/schemas/{model}",
+        )
+        components = schema.setdefault("components", {})
+        components.setdefault("schemas", {}).update(parts["$defs"])
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        schema["security"] = [{"key": []}, {}]
+        for path, kind in _BODIES.items():
+            operation = schema["paths"][path]["post"]
+            content = {"application/json": {"schema": refs[kind, "validation"]}}
+            operation["requestBody"] = {"required": True, "content": content}
+        for operations in schema["paths"].values():
+            for operation in operations.values():
+                for status, text in _ERRORS.items():
+                    operation["responses"].setdefault(status, {"description": text})
+                operation["responses"].pop("422", None)
+        app.openapi_schema = schema
+        return schema
+
+    return openapi

@@ -1,0 +1,76 @@
+"""Messages as chat templates want them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from cairn.server import tools as tool_text
+from cairn.server.schema import (
+    AssistantMessage,
+    ChatMessage,
+    Content,
+    SystemMessage,
+    Tool,
+    ToolMessage,
+)
+
+
+def template_messages(
+    messages: Sequence[ChatMessage], tools: Sequence[Tool] | None, template: str
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """Messages, and the tools the template is to describe; None where a message does it."""
+    knows_calls = "tool_calls" in template
+    rendered = [_message(message, knows_calls=knows_calls) for message in messages]
+    if not tools:
+        return rendered, None
+    listed = [tool.model_dump(exclude_none=True) for tool in tools]
+    if "tools" in template:
+        return rendered, listed
+    told = tool_text.system_message(listed)
+    if rendered[0]["role"] == "system":
+        rendered[0]["content"] += "\n\n" + told
+        return rendered, None
+    return [{"role": "system", "content": told}, *rendered], None
+
+
+def _message(message: ChatMessage, *, knows_calls: bool) -> dict[str, Any]:
+    content = _text(message.content)
+    if isinstance(message, SystemMessage):
+        return _named({"role": "system", "content": content}, message.name)
+    if isinstance(message, ToolMessage):
+        return {"role": "tool", "content": content, "tool_call_id": message.tool_call_id}
+    result = _named({"role": message.role, "content": content}, message.name)
+    if isinstance(message, AssistantMessage) and message.tool_calls:
+        calls = [
+            {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
+            for call in message.tool_calls
+        ]
+        if knows_calls:
+            result["tool_calls"] = [
+                {"id": own.id, "type": "function", "function": call}
+                for own, call in zip(message.tool_calls, calls, strict=True)
+            ]
+        else:
+            written = [f"{tool_text.BEGIN}\n{json.dumps(c)}\n{tool_text.END}" for c in calls]
+            result["content"] = "\n".join(filter(None, [content, *written]))
+    return result
+
+
+def _named(message: dict[str, Any], name: str | None) -> dict[str, Any]:
+    return message if name is None else {**message, "name": name}
+
+
+def _text(content: Content | None) -> str:
+    if content is None:
+        return ""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _arguments(text: str) -> object:
+    """Templates write arguments as JSON themselves; what is no JSON stays as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,148 @@
+"""Grammars that answers must follow: JSON, a JSON schema, calls of tools.
+
+Written down in the API process, where a bad schema is refused; followed in the engine's. Both need
+llguidance, the `grammar` extra.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from cairn.server.api_error import ApiError
+from cairn.server.schema import ChatRequest, Tool, ToolChoice
+from cairn.server.tools import BEGIN, END
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+# One way to write a value: a model that may add blanks can add them for ever.
+_COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_LARGEST = 256 * 1024  # characters
+
+
+def chat_grammar(body: ChatRequest) -> str | None:
+    """What the request binds its answers to; None for free text."""
+    written, param = _response_grammar(body), "response_format"
+    tools = _tool_grammar(body)
+    if tools is not None:
+        if written is not None:
+            raise ApiError(
+                400,
+                "response_format and tools bind the answer in two ways; give one, or set "
+                "tool_choice to none",
+                param="response_format",
+            )
+        written, param = tools, "tools"
+    if written is None:
+        return None
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(body, name):
+            raise ApiError(
+                400, f"{name} does not go with {param}: the grammar says when it ends", param=name
+            )
+    if len(written) > _LARGEST:
+        raise ApiError(
+            400, f"{param} is {len(written)} characters long, at most {_LARGEST}", param=param
+        )
+    try:
+        problem = _library().validate_grammar(written)
+    except BaseException as error:  # a panic of the library is no Exception
+        if type(error).__name__ != "PanicException":
+            raise
+        problem = str(error)
+    if problem:
+        raise ApiError(400, f"{param} cannot be followed: {problem[:500]}", param=param)
+    return written
+
+
+def _response_grammar(body: ChatRequest) -> str | None:
+    form = body.response_format
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return _json({"type": "object"})
+    if form.json_schema.schema_ is None:
+        raise ApiError(
+            400, "response_format.json_schema.schema is missing", param="response_format"
+        )
+    return _json(form.json_schema.schema_)
+
+
+def _json(schema: dict[str, Any]) -> str:
+    try:
+        written = json.dumps(schema, allow_nan=False)
+        return str(_library().grammar_from_json_schema(written, overrides=_COMPACT))
+    except ValueError as error:
+        raise ApiError(
+            400, f"response_format cannot be followed: {error}", param="response_format"
+        ) from error
+
+
+def _tool_grammar(body: ChatRequest) -> str | None:
+    choice = body.tool_choice
+    if not body.tools:
+        if choice not in (None, "none"):
+            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+        if body.parallel_tool_calls is not None:
+            raise ApiError(400, "parallel_tool_calls needs tools", param="parallel_tool_calls")
+        return None
+    names = [tool.function.name for tool in body.tools]
+    if len(set(names)) < len(names):
+        raise ApiError(400, "tools has two functions of the same name", param="tools")
+    if choice == "none":
+        return None
+    many = body.parallel_tool_calls is not False
+    if isinstance(choice, ToolChoice):
+        chosen = [tool for tool in body.tools if tool.function.name == choice.function.name]
+        if not chosen:
+            raise ApiError(
+                400,
+                f"tool_choice names {choice.function.name!a}; tools has {', '.join(names)}",
+                param="tool_choice",
+            )
+        return _calls(chosen, "start: call")
+    if choice == "required":
+        return _calls(body.tools, 'start: call ("\\n" call)*' if many else "start: call")
+    # Free text, in which a call, once begun, is a whole one.
+    return _calls(body.tools, "start: said* TEXT" if many else "start: said | TEXT", free=True)
+
+
+def _calls(tools: Sequence[Tool], start: str, *, free: bool = False) -> str:
+    """`call` and `said`, a call with text in front of it, are what `start` is made of."""
+    lines = [start, "call: OPENING inner"]
+    if free:
+        lines = [start, "said: opened inner", "TEXT: /(.|\\n)*/"]
+        lines.append(f"opened[lazy]: TEXT {json.dumps(BEGIN)}")
+    else:
+        lines.append(f"OPENING: {json.dumps(BEGIN)}")
+    lines.append("inner: " + " | ".join(f"call_{i}" for i in range(len(tools))))
+    lines += [f"call_{i}: {_call(tool)}" for i, tool in enumerate(tools)]
+    return str(_library().grammar_from_lark("\n".join(lines)))
+
+
+def _call(tool: Tool) -> str:
+    """After the opening tag."""
+    function = tool.function
+    opening = f'\n{{"name": "{function.name}", "arguments": '
+    schema = {**(function.parameters or {"type": "object"}), "x-guidance": _COMPACT}
+    closing = f"}}\n{END}"
+    try:
+        inner = json.dumps(schema, allow_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"tools: {function.name}: {error}", param="tools") from error
+    return f"{json.dumps(opening)} %json {inner} {json.dumps(closing)}"
+
+
+def _library() -> type[LLMatcher]:
+    try:
+        from llguidance import LLMatcher
+    except ModuleNotFoundError as error:
+        raise ApiError(
+            400,
+            "response_format and tools need the package llguidance on the server: "
+            "pip install 'cairn[grammar]'",
+            param="response_format",
+        ) from error
+    return LLMatcher

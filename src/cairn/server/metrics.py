@@ -1,0 +1,147 @@
+"""What Prometheus is told: counted here, or by the engine, whose totals survive its restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from cairn.server.answer import Answer
+from cairn.server.wire import Ended, Piece, Stats
+
+_TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_TBT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_TOTAL = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+# Totals of the engine: name, help, field.
+_COUNTED = (
+    ("cairn_engine_steps", "Steps of the engine.", "steps"),
+    ("cairn_computed_tokens", "Tokens whose KV was computed.", "computed_tokens"),
+    ("cairn_prefix_lookup_tokens", "Prompt tokens looked up in the cache.", "prompt_tokens"),
+    ("cairn_prefix_hit_tokens", "Prompt tokens found in the prefix cache.", "hit_tokens"),
+    ("cairn_evicted_pages", "Cached pages given up for others.", "evicted_pages"),
+    ("cairn_retractions", "Running requests sent back to wait for pages.", "retractions"),
+    ("cairn_aborted_requests", "Choices ended before their time.", "aborted"),
+    ("cairn_read_pages", "Pages that sparse layers read for generated tokens.", "read_pages"),
+    ("cairn_held_pages", "Pages that were there to be read.", "held_pages"),
+)
+_SPLIT = ("scheduler", "model", "text")
+
+
+class HasEnd(Protocol):
+    ended: Ended | None
+
+
+class Metrics(Collector):
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.stats: Stats | None = None
+        self._before: dict[str, float] = {}  # totals of engines that are gone
+        self.ready = Gauge(
+            "cairn_ready", "1 while the engine takes requests.", registry=self.registry
+        )
+        self._lost = Counter(
+            "cairn_engine_lost", "Engines that died or got stuck.", registry=self.registry
+        )
+        self.http = Counter(
+            "cairn_http_requests",
+            "HTTP requests by route and status.",
+            ("path", "status"),
+            registry=self.registry,
+        )
+        self.prompt_tokens = Counter(
+            "cairn_prompt_tokens", "Prompt tokens of answered choices.", registry=self.registry
+        )
+        self.generated_tokens = Counter(
+            "cairn_generated_tokens", "Tokens given to clients.", registry=self.registry
+        )
+        self.finished = Counter(
+            "cairn_choices", "Choices by how they ended.", ("reason",), registry=self.registry
+        )
+        self.ttft = Histogram(
+            "cairn_time_to_first_token_seconds",
+            "From the arrival of a request to its first token.",
+            buckets=_TTFT,
+            registry=self.registry,
+        )
+        self.tbt = Histogram(
+            "cairn_time_between_tokens_seconds",
+            "Between two tokens of a choice.",
+            buckets=_TBT,
+            registry=self.registry,
+        )
+        self.duration = Histogram(
+            "cairn_answer_seconds",
+            "From the arrival of a request to its last token.",
+            buckets=_TOTAL,
+            registry=self.registry,
+        )
+        self.registry.register(self)
+
+    # -- told by the engine's client ----------------------------------------------------------
+
+    def piece_came(self, answer: Answer, index: int, piece: Piece, now: float) -> None:
+        if not piece.token_ids:
+            return
+        self.generated_tokens.inc(len(piece.token_ids))
+        last = answer.last_token.get(index)
+        if last is None:
+            if answer.first_token is None:
+                answer.first_token = now
+            self.ttft.observe(now - answer.arrival)
+        else:
+            self.tbt.observe(now - last)
+        answer.last_token[index] = now
+
+    def engine_lost(self, last: Stats | None) -> None:
+        self.stats = None
+        self._lost.inc()
+        if last is not None:
+            for name, value in _totals(last).items():
+                self._before[name] = self._before.get(name, 0) + value
+
+    def answered(self, answer: Answer, choices: Sequence[HasEnd]) -> None:
+        for choice in choices:
+            reason = "abort" if choice.ended is None else choice.ended.reason
+            self.finished.labels(reason).inc()
+            if choice.ended is not None:
+                self.prompt_tokens.inc(choice.ended.prompt_tokens)
+        if answer.last_token and not answer.open:
+            self.duration.observe(max(answer.last_token.values()) - answer.arrival)
+
+    # -- told to Prometheus -------------------------------------------------------------------
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self.stats
+        totals = {} if stats is None else _totals(stats)
+        for name, text, field in _COUNTED:
+            value = totals.get(field, 0) + self._before.get(field, 0)
+            yield CounterMetricFamily(name, text, value)
+        seconds = CounterMetricFamily(
+            "cairn_step_seconds", "Where the engine's time went.", labels=("part",)
+        )
+        for part in _SPLIT:
+            field = f"{part}_seconds"
+            seconds.add_metric((part,), totals.get(field, 0) + self._before.get(field, 0))
+        yield seconds
+        running, waiting = (0, 0) if stats is None else (stats.running, stats.waiting)
+        yield GaugeMetricFamily("cairn_running_requests", "Choices in the batch.", running)
+        yield GaugeMetricFamily("cairn_waiting_requests", "Choices in the queue.", waiting)
+        pages = GaugeMetricFamily("cairn_pages", "Pages by state.", labels=("group", "state"))
+        for group in [] if stats is None else stats.pages:
+            for state in ("free", "cached", "owned"):
+                pages.add_metric((group.group, state), getattr(group, state))
+        yield pages
+
+    def write(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+def _totals(stats: Stats) -> dict[str, float]:
+    names: Iterable[str] = [field for _, _, field in _COUNTED]
+    split = [f"{part}_seconds" for part in _SPLIT]
+    return {name: getattr(stats, name) for name in [*names, *split]}

@@ -1,0 +1,76 @@
+"""Every option of the server, in one place. `cairn serve` makes its flags from it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from cairn.errors import ConfigError
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    host: str = _option("127.0.0.1", "Address to listen on; 0.0.0.0 for all of the machine's.")
+    port: int = _option(8000, "Port to listen on; 0 takes a free one and prints it.")
+    served_model_name: str | None = _option(
+        None, "The model's name in the API; by default the last part of --model."
+    )
+    api_key: str | None = _option(
+        None, "Clients must send it as a bearer token. By default $CAIRN_API_KEY, or no key."
+    )
+    cors_origin: tuple[str, ...] = _option(
+        (), "A site whose pages may call the API, such as https://example.org; may be repeated."
+    )
+    max_body_mib: float = _option(8.0, "Largest request body.")
+    max_concurrent_requests: int = _option(
+        512, "Choices being answered or waiting at once; more get 429."
+    )
+    request_timeout: float = _option(
+        600.0, "Seconds after which an answer that is not complete is ended with an error."
+    )
+    drain_timeout: float = _option(
+        30.0, "Seconds that answers under way are given to complete when the server is stopped."
+    )
+    engine_timeout: float = _option(
+        120.0,
+        "Seconds of silence after which the engine is taken for stuck, killed and started anew.",
+    )
+    max_restarts: int = _option(
+        3, "Times a lost engine is started anew within ten minutes; 0 leaves it dead."
+    )
+    tokenizer_threads: int = _option(2, "Threads that turn prompts into tokens.")
+    request_log: str = _option(
+        "-", "Where to write one line of JSON per request: a file, - for stderr, or off."
+    )
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("port", 0, 65535),
+            ("max_concurrent_requests", 1, 100_000),
+            ("max_restarts", 0, 1000),
+            ("tokenizer_threads", 1, 64),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+                raise ConfigError(
+                    f"{name} is {value!r}; it must be a whole number from {low} to {high}"
+                )
+        for name in ("max_body_mib", "request_timeout", "drain_timeout", "engine_timeout"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ConfigError(f"{name} is {value!r}; it must be a number above 0")
+        for name in ("host", "request_log"):
+            if not getattr(self, name):
+                raise ConfigError(f"{name} is empty")
+        object.__setattr__(self, "cors_origin", tuple(self.cors_origin))
+        if self.api_key is not None and (not self.api_key or not self.api_key.isascii()):
+            raise ConfigError("api_key must be a non-empty ASCII string")
+
+    @property
+    def max_body_bytes(self) -> int:
+        return int(self.max_body_mib * 2**20)

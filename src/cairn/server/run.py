@@ -1,0 +1,131 @@
+"""Running the server: uvicorn in this process, until a signal or the engine's failure ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from cairn.config import EngineConfig
+from cairn.errors import CairnError, ConfigError
+from cairn.server.app import build_app
+from cairn.server.options import ServeConfig
+from cairn.server.service import Service
+from cairn.server.shell import RequestLog
+
+_BACKLOG = 2048
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_AFTER_DRAIN = 5  # seconds to tell clients that it was not enough
+
+_log = logging.getLogger("cairn.server")
+
+
+def run_server(engine: EngineConfig, serve: ServeConfig) -> None:
+    """Returns after a signal and a clean stop. Raises if the engine cannot be started."""
+    logging.basicConfig(format="cairn: %(message)s", level=logging.INFO, stream=sys.stderr)
+    listening = _listen(serve)
+    log = RequestLog(serve.request_log)
+    asyncio.run(_serve(engine, serve, listening, log))
+
+
+async def _serve(
+    engine: EngineConfig, serve: ServeConfig, listening: socket.socket, log: RequestLog
+) -> None:
+    service = Service(engine, serve)
+    app = build_app(service, serve, log)
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(serve.drain_timeout) + _AFTER_DRAIN,
+    )
+    server = _Server(config, service, serve.drain_timeout)
+    failure: list[CairnError] = []
+    starting = asyncio.create_task(_start(service, server, serve, listening, failure))
+    try:
+        await server.serve([listening])
+    finally:
+        starting.cancel()
+        await service.close()
+    if failure:
+        raise failure[0]
+
+
+async def _start(
+    service: Service,
+    server: uvicorn.Server,
+    serve: ServeConfig,
+    listening: socket.socket,
+    failure: list[CairnError],
+) -> None:
+    try:
+        await service.start()
+    except CairnError as error:
+        failure.append(error)
+        server.should_exit = True
+        return
+    assert service.client.ready is not None
+    for note in service.client.ready.notes:
+        _log.info("%s", note)
+    host, port = listening.getsockname()[:2]
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    address = f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+    print(f"Cairn serves {service.model} at {address}/ (API: {address}/v1)", flush=True)
+    if serve.api_key is None and serve.host not in _LOOPBACK:
+        _log.warning(
+            "anybody who can reach %s may use this server; set --api-key to change that", serve.host
+        )
+
+
+class _Server(uvicorn.Server):
+    """Drains on a signal: no new requests, time for those under way, then errors for the rest."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, drain_timeout: float) -> None:
+        super().__init__(config)
+        self._service = service
+        self._drain_timeout = drain_timeout
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn's own raises the signal again at the end, before the engine is stopped."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._drain, number)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    def _drain(self, number: int) -> None:
+        if not self.should_exit:
+            self._service.drain()
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._drain_timeout, self._service.give_up)
+        self.handle_exit(number, None)
+
+
+def _listen(serve: ServeConfig) -> socket.socket:
+    """Bound before the model is loaded: a taken port is known at once, /health answers early."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            serve.host, serve.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind, proto)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(_BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"host {serve.host}, port {serve.port} cannot be listened on: {error}; choose another "
+            "with --host and --port (0 takes a free port)"
+        ) from error
+    listening.setblocking(False)
+    return listening

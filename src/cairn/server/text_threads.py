@@ -1,0 +1,96 @@
+"""Tokenising in threads: the library lets go of the interpreter while it works.
+
+Short texts have a thread of their own, so that they do not wait for a book to be tokenised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from cairn.errors import RequestError
+from cairn.server.api_error import ApiError
+from cairn.text.tokenizer import Message, Tokenizer
+
+T = TypeVar("T")
+
+_SHORT = 20_000  # characters
+
+
+class TextThreads:
+    def __init__(self, tokenizer: Tokenizer | None, threads: int) -> None:
+        self.tokenizer = tokenizer
+        self._short = ThreadPoolExecutor(1, thread_name_prefix="cairn-short-text")
+        self._long = ThreadPoolExecutor(threads, thread_name_prefix="cairn-text")
+
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
+        tokenizer = self.need("a text prompt")
+        call = partial(tokenizer.encode, text, add_special_tokens=special)
+        return await self._run(call, len(text), param="prompt")
+
+    async def encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None
+    ) -> list[int]:
+        tokenizer = self.need("chat")
+        if tokenizer.template is None:
+            raise ApiError(
+                400,
+                "this model has no chat template; use /v1/completions, or add "
+                "chat_template.jinja to the model's folder",
+                param="messages",
+            )
+        template = tokenizer.template
+
+        def call() -> list[int]:
+            text = template.render(messages, tools=tools)
+            return tokenizer.encode(text, add_special_tokens=False)
+
+        return await self._run(call, _length(messages) + _length(tools), param="messages")
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        return await self._run(partial(self.need("detokenising").decode, ids), len(ids))
+
+    async def decode_each(self, parts: Sequence[Sequence[int]]) -> list[str]:
+        """Texts of the pages of a prompt."""
+        tokenizer = self.need("a page map")
+        length = sum(map(len, parts))
+        return await self._run(lambda: [tokenizer.decode(part) for part in parts], length)
+
+    def need(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ApiError(
+                400,
+                f"{what} needs a tokenizer and this model has no tokenizer.json; add one, or send "
+                "token ids to /v1/completions",
+                param="prompt",
+            )
+        return self.tokenizer
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Other work that takes long: checking a schema."""
+        return await self._run(call, _SHORT + 1)
+
+    async def _run(self, call: Callable[[], T], length: int, *, param: str | None = None) -> T:
+        pool = self._short if length <= _SHORT else self._long
+        try:
+            return await asyncio.get_running_loop().run_in_executor(pool, call)
+        except RequestError as error:
+            raise ApiError(400, str(error), param=param) from error
+
+    def close(self) -> None:
+        for pool in (self._short, self._long):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _length(value: object) -> int:
+    """Characters in a nest of messages, roughly."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_length, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_length, value))
+    return 0

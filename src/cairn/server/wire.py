@@ -1,0 +1,144 @@
+"""What the API process and the engine process say to each other: msgpack over one zmq pair.
+
+Every engine process has a socket of its own, so that nothing a dead one said reaches its heir.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from cairn.engine.logprobs import TokenLogprob
+
+
+class Submit(msgspec.Struct, tag="submit", frozen=True):
+    id: str
+    token_ids: list[int]
+    params: dict[str, Any]  # fields of SamplingParams
+    cache_salt: str | None = None
+    trace: bool = False
+    grammar: str | None = None  # as `server/grammar.py` writes it
+
+
+class Abort(msgspec.Struct, tag="abort", frozen=True):
+    id: str
+
+
+class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
+    pass
+
+
+ToEngine = Submit | Abort | Shutdown
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True):
+    """The model is loaded."""
+
+    context_length: int
+    max_tokens: int  # of a request, prompt and output
+    vocab_size: int
+    page_size: int
+    tokens_per_page: int
+    can_trace: bool
+    sparse_layers: list[int]
+    notes: list[str]
+
+
+class LayerPages(msgspec.Struct, array_like=True, frozen=True):
+    """Pages one token read in one layer; shares are means over heads, and with the window's 1."""
+
+    layer: int
+    pages: list[int]
+    weights: list[float]
+    window: float
+
+
+class TokenReads(msgspec.Struct, array_like=True, frozen=True):
+    """What one token was read from: pages by layer, and the window, which every layer sees."""
+
+    window_page: int  # pages from this one on are the window
+    layers: list[LayerPages]
+
+
+class Ended(msgspec.Struct, array_like=True, frozen=True):
+    """The last word on a choice."""
+
+    reason: str  # stop, length or abort
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    queued_seconds: float
+    prompt_logprobs: list[TokenLogprob | None] | None
+
+
+class Piece(msgspec.Struct, array_like=True, frozen=True):
+    """What a step brought for one choice of a request."""
+
+    id: str
+    choice: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob]
+    reads: list[TokenReads]  # one entry per token, if traced
+    ended: Ended | None
+
+
+class Refused(msgspec.Struct, array_like=True, frozen=True):
+    """A request that does not run; `kind` tells whose fault that is."""
+
+    id: str
+    kind: Literal["request", "full", "engine"]
+    message: str
+
+
+class Pages(msgspec.Struct, array_like=True, frozen=True):
+    group: str
+    total: int
+    free: int
+    cached: int
+    owned: int
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """The engine's totals since it started, and what it holds now."""
+
+    running: int
+    waiting: int
+    pages: list[Pages]
+    steps: int
+    scheduler_seconds: float
+    model_seconds: float
+    text_seconds: float
+    prompt_tokens: int  # looked up in the prefix cache
+    hit_tokens: int
+    computed_tokens: int
+    generated_tokens: int
+    evicted_pages: int
+    retractions: int
+    aborted: int
+    read_pages: int  # pages that generated tokens' rows read in a sparse layer
+    held_pages: int  # pages they had behind them
+
+
+class Report(msgspec.Struct, tag="report", frozen=True):
+    """One message per step, and now and then while idle, which is the engine's sign of life."""
+
+    accepted: list[str]
+    refused: list[Refused]
+    pieces: list[Piece]
+    stats: Stats | None = None
+
+
+class Failed(msgspec.Struct, tag="failed", frozen=True):
+    """The engine's last message: why it ends."""
+
+    message: str
+    usage: bool  # the user's doing: an option or a model that cannot be served
+
+
+FromEngine = Ready | Report | Failed
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

@@ -1,0 +1,87 @@
+"""The examples of docs/serving.md run; the schema holds under a generator of requests."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.server.process import ServerProcess
+
+ROOT = Path(__file__).parents[2]
+BLOCKS = re.findall(r"```sh\n(curl .*?)```", (ROOT / "docs" / "serving.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+@pytest.mark.parametrize("block", BLOCKS)
+def test_the_examples_run(server: ServerProcess, block: str) -> None:
+    command = block.replace("http://127.0.0.1:8000", server.url).replace("smollm2", server.model)
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    if "stream" in block:
+        assert done.stdout.rstrip().endswith("data: [DONE]")
+    elif "metrics" in block:
+        assert "cairn_pages" in done.stdout
+    else:
+        answer = json.loads(done.stdout)
+        if "json_schema" in block:
+            assert set(json.loads(answer["choices"][0]["message"]["content"])) == {"cold", "sure"}
+        if "tools" in block:
+            assert answer["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_there_are_examples_of_every_route(server: ServerProcess) -> None:
+    routes = server.get("/openapi.json").json()["paths"]
+    assert len(BLOCKS) >= 9
+    text = (ROOT / "docs" / "serving.md").read_text()
+    for route in routes:
+        assert route.replace("{name}", "NAME") in text
+
+
+def test_every_flag_is_in_the_help() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "cairn.cli.main", "serve", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    for flag in ("--host", "--port", "--api-key", "--cors-origin", "--max-body-mib", "--page-size"):
+        assert flag in done.stdout
+    assert "--help" in done.stdout
+
+
+@pytest.mark.slow
+def test_schemathesis_finds_no_server_error(model_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("schemathesis")
+    # Answers are as long as the context unless a request says otherwise: a short one is quicker.
+    with ServerProcess(model_folder, tmp_path / "log", "--context-length=64") as server:
+        run_schemathesis(server, tmp_path)
+
+
+def run_schemathesis(server: ServerProcess, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            str(Path(sys.executable).parent / "schemathesis"),
+            "run",
+            f"{server.url}/openapi.json",
+            "--checks=not_a_server_error",
+            "--max-examples=20",
+            "--seed=1",
+            "--request-timeout=60",
+            "--no-color",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=580,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert server.get("/health").status_code == 200
+    server.wait_until_idle()

@@ -1,0 +1,97 @@
+"""What Prometheus is told, the dashboard that shows it, and the load generator."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.process import ServerProcess
+
+ROOT = Path(__file__).parents[2]
+
+
+def read(server: ServerProcess) -> dict[str, float]:
+    answer = server.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    return {
+        sample.name + "".join(f"|{value}" for value in sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+
+
+def test_metrics_count_what_happened(server: ServerProcess) -> None:
+    server.wait_until_idle()
+    before = read(server)
+    body = {"prompt": "m" * 200, "max_tokens": 10, "ignore_eos": True}
+    for _ in range(2):
+        assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
+    steps = before["cairn_engine_steps_total"]
+    while read(server)["cairn_engine_steps_total"] < steps + 20:
+        pass  # the engine reports four times a second
+    server.wait_until_idle()
+    after = read(server)
+    grown = {name: value - before.get(name, 0) for name, value in after.items()}
+    assert grown["cairn_generated_tokens_total"] == 20
+    assert grown["cairn_prompt_tokens_total"] == 400
+    assert grown["cairn_choices_total|length"] == 2
+    assert grown["cairn_time_to_first_token_seconds_count"] == 2
+    assert grown["cairn_time_between_tokens_seconds_count"] == 18
+    assert grown["cairn_answer_seconds_count"] == 2
+    assert grown["cairn_http_requests_total|/v1/completions|200"] == 2
+    assert grown["cairn_prefix_lookup_tokens_total"] >= 400
+    assert grown["cairn_prefix_hit_tokens_total"] >= 190
+    # Rows at 200 and more have 13 pages of 16 behind them: 2 or 3 in the window, 4 selected.
+    assert 0.4 < grown["cairn_read_pages_total"] / grown["cairn_held_pages_total"] < 0.6
+    parts = [after[f"cairn_step_seconds_total|{part}"] for part in ("scheduler", "model", "text")]
+    assert all(seconds > 0 for seconds in parts)
+    states = [after[f"cairn_pages|full|{state}"] for state in ("free", "cached", "owned")]
+    assert states[2] == 0 and states[1] > 0
+    assert after["cairn_ready"] == 1
+    assert after["cairn_running_requests"] == after["cairn_waiting_requests"] == 0
+
+
+def test_the_dashboard_asks_for_what_there_is(server: ServerProcess) -> None:
+    known = set(re.findall(r"^(cairn_\w+)", server.get("/metrics").text, re.MULTILINE))
+    known |= {name.removesuffix("_total") for name in known}
+    dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text())
+    asked = set()
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", ()):
+            asked |= set(re.findall(r"cairn_\w+", target["expr"]))
+    assert len(asked) > 12
+    assert asked <= known, asked - known
+
+
+def test_bench_serve(server: ServerProcess, tmp_path: Path) -> None:
+    for extra in (["--concurrency=4"], ["--rate=50"]):
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "cairn.cli.main", "bench", "serve"),
+                *(f"--url={server.url}/v1", "--requests=8", "--input-len=5", "--output-len=6"),
+                *(f"--plot={tmp_path / 'plot.png'}", f"--output={tmp_path / 'out.json'}"),
+                *("--ignore-eos", *extra),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        record = json.loads((tmp_path / "out.json").read_text())
+        assert record == json.loads(done.stdout.splitlines()[-1])
+        assert record["errors"] == 0 and record["output_tokens"] == 48
+        assert 0 < record["ttft_ms"]["p50"] <= record["answer_ms"]["p50"]
+    assert (tmp_path / "plot.png").stat().st_size > 5000
+    wrong = subprocess.run(
+        [sys.executable, "-m", "cairn.cli.main", "bench", "serve", "--url=http://127.0.0.1:9/v1"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert wrong.returncode == 1 and "does not answer" in wrong.stderr
