@@ -69,6 +69,9 @@ def add_bench(commands: Any) -> None:
         add_flags(parser.add_argument_group("engine"), EngineConfig)
         parser.set_defaults(run=_bench, kind=kind)
     _add_gpu_benches(kinds)
+    from cairn.bench.serve import add_serve_bench
+
+    add_serve_bench(kinds)
 
 
 def _add_gpu_benches(kinds: Any) -> None:
