@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL ?= smollm2
-PROMPT ?= The capital of France is
+PORT ?= 8000
+# Sparse attention beyond the first thousand tokens, so that the page map has something to show.
+FLAGS_smollm2 := --attention-backend hsa --hsa-policy quest --hsa-topk 8 --hsa-window 256 --hsa-dense-below 1024 --request-log off
 
-.PHONY: help run test test-all lint clean
+.PHONY: help run chat test test-all lint clean
 
 help:
-	@echo "make run       set up and talk to a model (MODEL=folder, .gguf, hub id or name)"
-	@echo "make test      set up, lint, type-check and test (under 10 minutes)"
+	@echo "make run       set up and serve a model, with a web page (MODEL=folder, .gguf, hub id or name)"
+	@echo "make chat      set up and talk to a model in the terminal"
+	@echo "make test      set up, lint, type-check and test (under 15 minutes)"
 	@echo "make test-all  the same with the long suites"
 
 $(VENV)/installed: pyproject.toml
@@ -21,12 +24,10 @@ run: $(VENV)/installed
 ifeq ($(MODEL),smollm2)
 	@$(BIN)/cairn pull smollm2 >/dev/null
 endif
-	@if [ -t 0 ]; then \
-		$(BIN)/cairn chat --model "$(MODEL)"; \
-	else \
-		printf '%s' "$(PROMPT)"; \
-		$(BIN)/cairn generate "$(PROMPT)" --model "$(MODEL)" --max-tokens 32; \
-	fi
+	$(BIN)/cairn serve --model "$(MODEL)" --port $(PORT) $(FLAGS_$(MODEL))
+
+chat: $(VENV)/installed
+	@$(BIN)/cairn chat --model "$(MODEL)"
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
