@@ -1,4 +1,4 @@
-"""The examples of docs/serving.md run; the schema holds under a generator of requests."""
+"""Examples of README and docs/serving.md run; the schema holds under a generator of requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import pytest
 from tests.server.process import ServerProcess
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"```sh\n(curl .*?)```", (ROOT / "docs" / "serving.md").read_text(), re.DOTALL)
+TEXTS = [(ROOT / name).read_text() for name in ("README.md", "docs/serving.md")]
+BLOCKS = [block for text in TEXTS for block in re.findall(r"```sh\n(curl .*?)```", text, re.DOTALL)]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
@@ -38,10 +39,9 @@ def test_the_examples_run(server: ServerProcess, block: str) -> None:
 
 def test_there_are_examples_of_every_route(server: ServerProcess) -> None:
     routes = server.get("/openapi.json").json()["paths"]
-    assert len(BLOCKS) >= 9
-    text = (ROOT / "docs" / "serving.md").read_text()
+    assert len(BLOCKS) >= 10
     for route in routes:
-        assert route.replace("{name}", "NAME") in text
+        assert route.replace("{name}", "NAME") in TEXTS[1]
 
 
 def test_every_flag_is_in_the_help() -> None:
