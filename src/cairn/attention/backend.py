@@ -33,7 +33,7 @@ class AttentionShape:
     device: torch.device
     groups: tuple[LayerGroup, ...]
     max_seqs: int = 1
-    """Most sequences of a step."""
+    """Most sequences of a step, rows that are recorded apart counted as such."""
     hides_landmark_rows: bool = False
     """The last row of a page is a landmark row that dense layers do not see."""
 

@@ -16,7 +16,6 @@ POOLINGS: dict[Pooling, int] = {"hils": 0, "last": 1, "box": 2, "mean": 3}
 HILS = tl.constexpr(0)
 LAST = tl.constexpr(1)
 BOX = tl.constexpr(2)
-MEAN = tl.constexpr(3)
 
 
 @triton.jit

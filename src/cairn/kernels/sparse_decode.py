@@ -27,7 +27,6 @@ from cairn.kernels.pdl import pdl_options
 from cairn.kernels.softmax import LOG2E, softmax_result, softmax_step
 from cairn.kernels.top_pages import keep_best
 
-MAX_HEAD = tl.constexpr(0)
 SUM_GROUP = tl.constexpr(1)
 SOFTMAX_HEAD = tl.constexpr(2)
 STRATEGIES = {"head": 0, "group": 1, "softmax_head": 2}

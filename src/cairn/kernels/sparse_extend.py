@@ -232,7 +232,7 @@ def _rank_kernel(
 
 
 @triton.jit
-def _rows_of(block_seq, block_begin, cu_query, BLOCK_M: tl.constexpr, ROWS: tl.constexpr):
+def _rows_of(block_seq, block_begin, cu_query, ROWS: tl.constexpr):
     """Some rows of a block, and which of them are there."""
     block = tl.program_id(1)
     seq = tl.load(block_seq + block)
@@ -254,12 +254,11 @@ def _threshold_kernel(
     KV_HEADS: tl.constexpr,
     TOPK: tl.constexpr,
     GROUP_PAGES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,  # at least groups
 ):
     """The k-th best group maximum: at least k pages are as good, few are better."""
-    row, in_rows = _rows_of(block_seq, block_begin, cu_query, BLOCK_M, ROWS)
+    row, in_rows = _rows_of(block_seq, block_begin, cu_query, ROWS)
     own = row * KV_HEADS + tl.program_id(0)
     limit = tl.load(limits + row, mask=in_rows, other=0)
     group = tl.arange(0, BLOCK)[None, :]
@@ -287,11 +286,10 @@ def _choose_kernel(
     KV_HEADS: tl.constexpr,
     TOPK: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,  # at least capacity
 ):
-    row, in_rows = _rows_of(block_seq, block_begin, cu_query, BLOCK_M, ROWS)
+    row, in_rows = _rows_of(block_seq, block_begin, cu_query, ROWS)
     own = row * KV_HEADS + tl.program_id(0)
     count = tl.load(counts + own, mask=in_rows, other=0)
     column = tl.arange(0, BLOCK)[None, :]
@@ -375,7 +373,7 @@ def select_pages(
     kept_rank, kept_index = floats(rows, kv_heads, capacity), ints(rows, kv_heads, capacity)
     out = ints(rows, kv_heads, topk)
     block_k = triton.next_power_of_2(topk)
-    some = {"KV_HEADS": kv_heads, "TOPK": topk, "BLOCK_M": block_m, "ROWS": _ROWS}
+    some = {"KV_HEADS": kv_heads, "TOPK": topk, "ROWS": _ROWS}
     grid = (kv_heads, len(blocks.seq))
     for collect in (False, True):
         _rank_kernel[grid](
