@@ -39,6 +39,31 @@ def union_rows(shape: SparseShape) -> int:
 
 
 @triton.jit
+def _rows_and_limits(
+    block_seq,
+    block_begin,
+    kv_lens,
+    cu_query,
+    dense_until,
+    WINDOW: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Of this program's block: its sequence, rows of the step, which of them are there, and how
+    many candidates each has."""
+    block = tl.program_id(1)
+    seq = tl.load(block_seq + block)
+    first_row = tl.load(cu_query + seq).to(tl.int32)
+    query_len = tl.load(cu_query + seq + 1).to(tl.int32) - first_row
+    past = tl.load(kv_lens + seq).to(tl.int32) - query_len
+    new = tl.load(block_begin + block) + tl.arange(0, BLOCK_M)
+    in_rows = new < query_len
+    until = tl.load(dense_until + seq).to(tl.int32)
+    limit = tl.where(in_rows, candidate_limit(past + new, WINDOW, PAGE_SIZE, until), 0)
+    return seq, (first_row + new).to(tl.int64), in_rows, limit
+
+
+@triton.jit
 def _normalizer_kernel(
     scoring,  # [rows, HEADS, WIDTH]
     vectors,  # [pages, LANDMARK_HEADS, WIDTH]
@@ -65,19 +90,11 @@ def _normalizer_kernel(
     BLOCK_P: tl.constexpr,
 ):
     head = tl.program_id(0)
-    block = tl.program_id(1)
-    seq = tl.load(block_seq + block)
-    begin = tl.load(block_begin + block)
-    first_row = tl.load(cu_query + seq).to(tl.int32)
-    query_len = tl.load(cu_query + seq + 1).to(tl.int32) - first_row
-    past = tl.load(kv_lens + seq).to(tl.int32) - query_len
+    seq, row, in_rows, limit = _rows_and_limits(
+        block_seq, block_begin, kv_lens, cu_query, dense_until, WINDOW, PAGE_SIZE, BLOCK_M
+    )
     own = head // (HEADS // LANDMARK_HEADS)
-    offs_m = begin + tl.arange(0, BLOCK_M)
     offs_w = tl.arange(0, WIDTH)
-    in_rows = offs_m < query_len
-    row = (first_row + offs_m).to(tl.int64)
-    until = tl.load(dense_until + seq).to(tl.int32)
-    limit = tl.where(in_rows, candidate_limit(past + offs_m, WINDOW, PAGE_SIZE, until), 0)
     q = load_scoring(scoring, row[:, None] * scoring_stride, head, in_rows[:, None], WIDTH, SPLIT)
     most = tl.load(window_lse + row * HEADS + head, mask=in_rows, other=0.0)
     total = tl.full((BLOCK_M,), 1.0, tl.float32)
@@ -143,21 +160,13 @@ def _rank_kernel(
     BLOCK_P: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
-    block = tl.program_id(1)
-    seq = tl.load(block_seq + block)
-    begin = tl.load(block_begin + block)
-    first_row = tl.load(cu_query + seq).to(tl.int32)
-    query_len = tl.load(cu_query + seq + 1).to(tl.int32) - first_row
-    past = tl.load(kv_lens + seq).to(tl.int32) - query_len
+    seq, row, in_rows, limit = _rows_and_limits(
+        block_seq, block_begin, kv_lens, cu_query, dense_until, WINDOW, PAGE_SIZE, BLOCK_M
+    )
     HEADS_OF_KV: tl.constexpr = HEADS // KV_HEADS
     SHARED: tl.constexpr = HEADS // LANDMARK_HEADS
-    offs_m = begin + tl.arange(0, BLOCK_M)
     offs_w = tl.arange(0, WIDTH)
-    in_rows = offs_m < query_len
-    row = (first_row + offs_m).to(tl.int64)
     own = row * KV_HEADS + kv_head
-    until = tl.load(dense_until + seq).to(tl.int32)
-    limit = tl.where(in_rows, candidate_limit(past + offs_m, WINDOW, PAGE_SIZE, until), 0)
     table = candidates + seq.to(tl.int64) * candidate_stride
     last = tl.max(limit)
     count = tl.zeros((BLOCK_M,), tl.int32)
