@@ -112,14 +112,23 @@ class ServerProcess:
         raise AssertionError(f"health did not become {status}: {body}")
 
     def wait_until_idle(self, seconds: float = 30) -> dict[str, Any]:
-        """Ask until nothing runs, waits or is owned; returns the engine's numbers."""
+        """Ask until nothing is open, runs, waits or is owned; returns the engine's numbers.
+
+        The engine reports four times a second: what it said first may be older than the call.
+        """
         deadline = time.monotonic() + seconds
+        seen = 0
         while time.monotonic() < deadline:
-            stats = self.stats()["stats"]
-            idle = stats and not stats["running"] and not stats["waiting"]
+            summary = self.stats()
+            stats = summary["stats"]
+            idle = stats and not (stats["running"] or stats["waiting"] or summary["open_requests"])
             if idle and not any(group[4] for group in stats["pages"]):
+                seen += 1
+            else:
+                seen = 0
+            if seen > 3:
                 return dict(stats)
-            time.sleep(0.05)
+            time.sleep(0.2)
         raise AssertionError(f"the engine is not idle: {stats}")
 
     def log_lines(self) -> list[dict[str, Any]]:

@@ -55,7 +55,7 @@ def test_a_killed_engine_is_told_to_all_and_replaced(fragile: ServerProcess) -> 
             os.kill(first, signal.SIGKILL)
             for last, when in await asyncio.gather(*streams):
                 assert "engine_lost" in last
-                assert when - killed < 2
+                assert when - killed < 10
             answer = await waiting
             assert answer.status_code == 503 and answer.headers["retry-after"]
             health = await client.get("/health")
@@ -139,9 +139,10 @@ async def leave_at_random(
         "ignore_eos": True,
     }
     if stays or not body["stream"]:
-        patience = None if stays else rng.random() * 0.2
+        patience = 120 if stays else rng.random() * 0.2
+        timeout = httpx.Timeout(120, read=patience)
         try:
-            answer = await client.post("/v1/completions", json=body, timeout=patience or 120)
+            answer = await client.post("/v1/completions", json=body, timeout=timeout)
         except httpx.ReadTimeout:
             counts["left"] += 1
             return
@@ -193,12 +194,16 @@ def test_a_thousand_requests_with_clients_that_leave(server: ServerProcess) -> N
 def test_leaving_while_waiting_and_while_prefilling(server: ServerProcess) -> None:
     """Before the first token there is nothing to send: the leaving itself must be seen."""
     aborted = server.wait_until_idle()["aborted"]
+    patience = httpx.Timeout(60, read=0.3)
     for body in ({**LONG, "stream": True}, {**LONG, "prompt": "y" * 1000}):
         with (
             pytest.raises(httpx.ReadTimeout),
-            httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=0.3),
+            httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=patience),
         ):
             raise httpx.ReadTimeout("enough")  # the stream has begun; the other one has not
+    deadline = time.monotonic() + 30
+    while server.stats()["stats"]["aborted"] - aborted < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
     stats = server.wait_until_idle()
     assert stats["aborted"] - aborted == 2
     assert stats["generated_tokens"] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import random
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from cairn import LLM
 from tests.server.process import ServerProcess
@@ -98,11 +100,11 @@ def _spelling() -> dict[str, int]:
     return alphabet
 
 
-async def gaps_while(server: ServerProcess, disturb: Any) -> float:
-    """The longest wait between two tokens of a stream while something else is going on."""
+async def beside(server: ServerProcess, disturb: Any) -> tuple[int, float]:
+    """Tokens of a stream that came while something else was going on, and the longest wait."""
     body = {"prompt": "tick", "max_tokens": 3500, "ignore_eos": True, "stream": True}
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
-        worst = 0.0
+        tokens, worst = 0, 0.0
         async with client.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.aiter_lines()
             for _ in range(20):
@@ -110,24 +112,46 @@ async def gaps_while(server: ServerProcess, disturb: Any) -> float:
             task = asyncio.create_task(disturb(client))
             last = time.perf_counter()
             while not task.done():
-                await anext(lines)
+                tokens += bool(await anext(lines))
                 now = time.perf_counter()
                 worst, last = max(worst, now - last), now
             await task
-    return worst
+    return tokens, worst
 
 
 def test_a_long_prompt_being_tokenised_holds_up_nobody(server: ServerProcess) -> None:
+    tokens, _ = asyncio.run(beside(server, tokenise_much))
+    assert tokens > 10
+
+
+@pytest.mark.slow
+def test_how_long_others_wait_for_tokenising_and_for_large_bodies(server: ServerProcess) -> None:
+    """Times, which a loaded machine stretches: the shortest of a few tries counts."""
+    waits = [asyncio.run(beside(server, tokenise_much))[1] for _ in range(3)]
+    assert min(waits) < 0.1, waits
+    large_bodies()
+    waits = [asyncio.run(beside(server, send_large_bodies))[1] for _ in range(3)]
+    assert min(waits) < 0.2, waits
+
+
+async def tokenise_much(client: httpx.AsyncClient) -> None:
     text = "the cairn " * 10_000  # 100,000 tokens here
+    answer = await client.post("/tokenize", json={"prompt": text})
+    assert answer.status_code == 200
+    refused = await client.post("/v1/completions", json={"prompt": text})
+    assert refused.status_code == 400
 
-    async def disturb(client: httpx.AsyncClient) -> None:
-        answer = await client.post("/tokenize", json={"prompt": text})
-        assert answer.status_code == 200
-        refused = await client.post("/v1/completions", json={"prompt": text})
-        assert refused.status_code == 400
 
-    worst = min(asyncio.run(gaps_while(server, disturb)) for _ in range(3))
-    assert worst < 0.1, f"{worst * 1000:.0f} ms"
+@functools.cache
+def large_bodies() -> list[bytes]:
+    return [body for body in bodies() if len(body) > 1_000_000]
+
+
+async def send_large_bodies(client: httpx.AsyncClient) -> None:
+    for body in large_bodies():
+        headers = {"content-type": "application/json"}
+        answer = await client.post("/v1/completions", content=body, headers=headers)
+        assert 400 <= answer.status_code < 500
 
 
 def bodies() -> Iterator[bytes]:
@@ -190,26 +214,18 @@ def test_fuzzed_bodies_get_4xx_and_disturb_nobody(server: ServerProcess) -> None
                     assert answer.json()["error"]["message"]
                 seen[answer.status_code] = seen.get(answer.status_code, 0) + 1
 
-    huge = [body for body in bodies() if len(body) > 1_000_000]
-
-    async def large(client: httpx.AsyncClient) -> None:
-        for body in huge:
-            headers = {"content-type": "application/json"}
-            answer = await client.post("/v1/completions", content=body, headers=headers)
-            assert 400 <= answer.status_code < 500
-
     async def main() -> None:
         body = {"prompt": "calm", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             before = (await client.post("/v1/completions", json=body)).json()
-            beside = asyncio.create_task(client.post("/v1/completions", json=body))
+            neighbour = asyncio.create_task(client.post("/v1/completions", json=body))
             await disturb(client)
-            assert (await beside).json()["choices"][0]["text"] == before["choices"][0]["text"]
+            assert (await neighbour).json()["choices"][0]["text"] == before["choices"][0]["text"]
 
     asyncio.run(main())
     assert seen[400] > 150 and seen[413] >= 2
-    worst = min(asyncio.run(gaps_while(server, large)) for _ in range(2))
-    assert worst < 0.2, f"{worst * 1000:.0f} ms"
+    tokens, _ = asyncio.run(beside(server, send_large_bodies))
+    assert tokens > 10
     assert server.get("/health").status_code == 200
     assert not [line for line in server.errors if "Traceback" in line]
     server.wait_until_idle()

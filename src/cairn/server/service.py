@@ -105,6 +105,7 @@ class Service:
             "model": self.model,
             "time": time.time(),
             "restarts": self.client.restarts,
+            "open_requests": self.client.num_open,
             "engine": None if ready is None else msgspec.to_builtins(ready),
             "stats": None if stats is None else msgspec.to_builtins(stats),
         }
