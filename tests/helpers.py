@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,27 +87,38 @@ def write_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
     return folder
 
 
-def poison_free_memory(engine: Engine) -> None:
-    """NaN in every slot nobody owns, now and whenever a page is freed; in landmarks too."""
-    pool = engine._runner._pool
+def poison_free_memory(
+    engine: Engine, when: Callable[[Callable[[], None]], object] = lambda poison: poison()
+) -> None:
+    """NaN in every slot nobody owns, now and whenever a page is freed; in landmarks too, and in
+    host memory. `when` says when freed memory may be written to."""
+    pool, cache = engine._runner._pool, engine.scheduler.cache
     landmarks = getattr(engine._runner._backend, "_landmarks", None)
+    by_page_id: list[torch.Tensor] = []  # of sparse layers
     sparse_group = -1
     if landmarks is not None:
         sparse_group = pool.group_of[landmarks.shape.layers[0]]
-        for tensor in (*landmarks.vectors.values(), *landmarks.biases.values()):
-            tensor.fill_(float("nan"))
-    for tensor in pool.layers.values():
+        of = cache.groups[sparse_group].copy_of
+        sparse_group = sparse_group if of is None else of
+        by_page_id += [*landmarks.vectors.values(), *landmarks.biases.values()]
+    if engine._runner.tier is not None:
+        by_page_id += engine._runner.tier._host.layers.values()
+    for tensor in (*pool.layers.values(), *by_page_id):
         tensor.fill_(float("nan"))
-    for g, allocator in enumerate(engine.scheduler.cache.allocators):
+    for g, allocator in enumerate(cache.allocators):
         random.Random(g).shuffle(allocator._free)  # pages lie anywhere
 
-        def poison(page: int, group: int = g) -> None:
+        def poison(page: int, group: int) -> None:
             pool.fill_page(group, page, float("nan"))
-            if landmarks is not None and group == sparse_group:
-                for tensor in (*landmarks.vectors.values(), *landmarks.biases.values()):
+            if group == sparse_group:
+                for tensor in by_page_id:
                     tensor[page] = float("nan")
 
-        allocator._on_free = poison
+        def freed(page: int, group: int = g) -> None:
+            cache._freed(group, page)
+            when(partial(poison, page, group))
+
+        allocator._on_free = freed
 
 
 def tokens_of(length: int, seed: int = 0, vocab: int = 61) -> list[int]:

@@ -91,6 +91,14 @@ class EngineConfig:
         None, "hsa: weigh pages by landmark score or by exact lse.", FUSIONS
     )
     hsa_dense_below: int | None = _option(None, "hsa: rows below this position see everything.")
+    enable_hisparse: bool = _option(
+        False, "Keep the KV of sparse layers in host memory, and on the device what is read."
+    )
+    hisparse_config: str | None = _option(
+        None,
+        "JSON for enable_hisparse: top_k, device_buffer_size, host_to_device_ratio, host_gib, "
+        "swap_in_block_size, async_backup.",
+    )
     seed: int = _option(0, "Seeds dummy weights and the requests that bring no seed.")
 
     def __post_init__(self) -> None:
@@ -134,9 +142,10 @@ class EngineConfig:
             "attention_backend",
             "hsa_policy",
             "hsa_layers",
+            "hisparse_config",
         ):
             value = getattr(self, name)
-            optional = name == "attention_backend" or name.startswith("hsa_")
+            optional = name not in ("model", "ignore_config_fields")
             if not isinstance(value, str) and not (value is None and optional):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be a string")
         share = self.mem_fraction_static

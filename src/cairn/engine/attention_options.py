@@ -12,7 +12,7 @@ from cairn.sparsity.config import SparseConfig
 from cairn.sparsity.policy import Fusion, Policy, PolicyShape, Strategy
 from cairn.sparsity.registry import make_policy, policy_class
 
-_PAGE_SIZE = 64
+DEFAULT_PAGE_SIZE = 64
 _POLICY, _TOPK, _WINDOW, _SINKS = "quest", 32, 512, 1
 """For models that were not trained with sparse attention."""
 
@@ -35,7 +35,7 @@ def plan_attention(config: EngineConfig, spec: ModelSpec) -> AttentionPlan:
     names = [name.strip() for name in given.split(",")]
     if spec.sparsity is not None:
         return _native(config, spec, spec.sparsity, names)
-    page_size = config.page_size or _PAGE_SIZE
+    page_size = config.page_size or DEFAULT_PAGE_SIZE
     if "hsa" not in names:
         for name in _hsa_options(config):
             raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 
@@ -13,16 +13,27 @@ from cairn.attention.hsa.backend import HSABackend
 from cairn.attention.hsa.kernel_sparse import KernelSparse
 from cairn.attention.pair_backend import PairBackend
 from cairn.config import EngineConfig
-from cairn.engine.attention_options import plan_attention
+from cairn.engine.attention_options import AttentionPlan, plan_attention
 from cairn.engine.engine import Engine
 from cairn.engine.graphs import most_decode_rows
+from cairn.engine.hisparse_options import (
+    HiSparseOptions,
+    apply_to_attention,
+    check_together,
+    hisparse_options,
+)
+from cairn.engine.pool_sizes import size_pools
 from cairn.engine.runner import Runner
 from cairn.engine.scheduler import Limits, Scheduler
 from cairn.engine.step_time import step_sizes
+from cairn.engine.tier_sizes import TierCosts, TierSizes, size_tier, split_group
 from cairn.errors import ConfigError
 from cairn.memory.cache import PagedCache
+from cairn.memory.copies import PageCopies
 from cairn.memory.geometry import PageGeometry
-from cairn.memory.groups import group_layers, split_budget
+from cairn.memory.groups import group_layers
+from cairn.memory.hisparse import HiSparseCoordinator
+from cairn.memory.host_pool import HostPool
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.landmarks import LandmarkPool, LandmarkShape
 from cairn.models.checkpoint import Checkpoint
@@ -36,11 +47,9 @@ from cairn.models.source import Confirm, ModelSource, find_model
 from cairn.models.spec import ModelSpec
 from cairn.sparsity.config import SparseConfig
 
-_DEFAULT_MEM_FRACTION = 0.85
-_DEFAULT_FREE_SHARE = 0.25
-_FALLBACK_MEMORY = 8 * 2**30  # where the system does not tell what is free
-_CACHE_HEADROOM = 2
-"""Without an explicit budget, room for this many times what running requests can need."""
+_RESERVED_OUTPUT = 1024
+"""Tokens of output that admission counts on where pages live in host memory, which is large enough
+to be generous; who generates more is retracted if it must be, and loses next to nothing."""
 
 
 def locate(
@@ -65,9 +74,26 @@ def build_engine(
     model, notes = load_model(config, source, dtype, device, progress)
     spec = model.spec
     limits = _limits(config, device)
+    options = hisparse_options(config)
+    if options is not None:
+        config = apply_to_attention(config, options, spec)
     attention = plan_attention(config, spec)
     geometry = PageGeometry(attention.page_size, spec.tokens_per_page(attention.page_size))
     groups = group_layers(spec.windows)
+    context = _context_length(config, spec)
+    landmark_shape = _landmark_shape(attention.sparse, dtype)
+    sizes = None
+    if options is not None:
+        check_together(config, options, attention, device)
+        sizes = _size_tier(
+            config, options, attention, spec, limits, geometry, context, dtype, device
+        )
+        groups = sizes.groups
+        limits = replace(
+            limits,
+            max_running_requests=sizes.max_running_requests,
+            reserved_output=_RESERVED_OUTPUT,
+        )
     shape = AttentionShape(
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
@@ -81,26 +107,39 @@ def build_engine(
         hides_landmark_rows=spec.sparsity is not None and spec.sparsity.hides_landmark_rows,
     )
     dense, choice = resolve_backends(attention.dense, shape)
-    context = _context_length(config, spec)
-    landmark_shape = _landmark_shape(attention.sparse, dtype)
-    num_pages = _size_pools(config, spec, limits, shape, landmark_shape, context)
+    if sizes is None:
+        num_pages = size_pools(config, spec, limits, shape, landmark_shape, context)
+    else:
+        num_pages = sizes.num_pages
     pool = KVPool(
-        groups, num_pages, geometry.page_size, spec.num_kv_heads, spec.head_dim, dtype, device
+        groups,
+        num_pages,
+        geometry.page_size,
+        spec.num_kv_heads,
+        spec.head_dim,
+        dtype,
+        device,
+        hot_slots=0 if sizes is None else sizes.hot_slots,
     )
+    tier = copies = None
+    if options is not None and sizes is not None and attention.sparse is not None:
+        tier = _build_tier(options, sizes, attention.sparse, pool, spec.head_dim, dtype)
+        copies = PageCopies(num_pages[sizes.ids], num_pages[-1], tier)
     cache = PagedCache(
         geometry,
         groups,
         num_pages,
         eviction="lfu" if config.eviction == "lfu" else "lru",
         prefix_caching=not config.disable_radix_cache,
+        copies=copies,
     )
     max_pages = geometry.pages(min(context, cache.max_tokens))
     gpu_notes = [choice] if device.type == "cuda" else []
     backends = [kind(shape, pool) for kind in dense]
     backend: AttentionBackend = backends[0] if len(backends) == 1 else PairBackend(*backends)
     if attention.sparse is not None and landmark_shape is not None:
-        group = pool.group_of[attention.sparse.layers[0]]
-        landmarks = LandmarkPool(landmark_shape, num_pages[group], device)
+        ids = pool.group_of[attention.sparse.layers[0]] if sizes is None else sizes.ids
+        landmarks = LandmarkPool(landmark_shape, num_pages[ids], device)
         refused = KernelSparse.refusal(attention.sparse, shape)
         kernels = None
         if refused is None:
@@ -112,6 +151,7 @@ def build_engine(
             landmarks=landmarks,
             dense=backend,
             kernels=kernels,
+            tier=tier,
         )
         if device.type == "cuda" and refused is not None:
             gpu_notes.append(f"hsa runs in plain torch, its kernels cannot: {refused}")
@@ -126,6 +166,7 @@ def build_engine(
         num_slots=limits.max_running_requests,
         max_pages=max_pages,
         device=device,
+        tier=tier,
     )
     if device.type == "cuda" and limits.max_step_seconds is not None and isinstance(model, Module):
         warm_up_products(model, step_sizes(limits.chunked_prefill_size))
@@ -147,8 +188,67 @@ def build_engine(
             *notes,
             *gpu_notes,
             *attention.notes,
+            *((sizes.note,) if sizes is not None else ()),
             *attention.warnings,
         ),
+    )
+
+
+def _size_tier(
+    config: EngineConfig,
+    options: HiSparseOptions,
+    attention: AttentionPlan,
+    spec: ModelSpec,
+    limits: Limits,
+    geometry: PageGeometry,
+    context: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> TierSizes:
+    landmarks = _landmark_shape(attention.sparse, dtype)
+    assert attention.sparse is not None and landmarks is not None
+    groups = split_group(group_layers(spec.windows), attention.sparse)
+    page_bytes = [
+        KVPool.page_bytes(group, geometry.page_size, spec.num_kv_heads, spec.head_dim, dtype)
+        for group in groups
+    ]
+    return size_tier(
+        config,
+        options,
+        attention.sparse,
+        groups,
+        TierCosts(page_bytes, landmarks.page_bytes),
+        geometry,
+        max_running=limits.max_running_requests,
+        chunk=limits.chunked_prefill_size,
+        context=context,
+        device=device,
+    )
+
+
+def _build_tier(
+    options: HiSparseOptions,
+    sizes: TierSizes,
+    sparse: SparseConfig,
+    pool: KVPool,
+    head_dim: int,
+    dtype: torch.dtype,
+) -> HiSparseCoordinator:
+    host = HostPool(
+        sparse.layers,
+        sizes.num_pages[sizes.ids],
+        pool.page_size,
+        pool.kv_heads,
+        head_dim,
+        dtype,
+        pinned=False,
+    )
+    return HiSparseCoordinator(
+        pool,
+        host,
+        num_frames=sizes.num_pages[-1],
+        hot_slots=sizes.hot_slots,
+        asynchronous=options.async_backup,
     )
 
 
@@ -264,79 +364,3 @@ def resolve_dtype(name: str, config: ConfigReader, device: torch.device) -> torc
         raise ConfigError("dtype is 'float64', which Apple GPUs do not have; use float32")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def _size_pools(
-    config: EngineConfig,
-    spec: ModelSpec,
-    limits: Limits,
-    shape: AttentionShape,
-    landmarks: LandmarkShape | None,
-    context: int,
-) -> list[int]:
-    """Pages per layer group."""
-    groups, device, size = shape.groups, shape.device, shape.page_size
-    geometry = PageGeometry(size, spec.tokens_per_page(size))
-    page_bytes = [
-        KVPool.page_bytes(group, size, spec.num_kv_heads, spec.head_dim, shape.dtype)
-        + (landmarks.page_bytes if landmarks and landmarks.layers[0] in group.layers else 0)
-        for group in groups
-    ]
-    chunk = min(limits.chunked_prefill_size, context)
-    wanted = [
-        # What all running requests can hold at once, prefill counted once, twice over for reuse.
-        _CACHE_HEADROOM
-        * (
-            limits.max_running_requests * group.peak_pages(context, 1, geometry)
-            + geometry.pages(chunk)
-        )
-        for group in groups
-    ]
-    budget = _kv_budget(config, device)
-    if budget is None:
-        free = _free_memory(device) * _DEFAULT_FREE_SHARE
-        needed = sum(pages * size for pages, size in zip(wanted, page_bytes, strict=True))
-        budget = int(min(free, needed))
-    pages = split_budget(budget, groups, page_bytes, wanted)
-    for group, count in zip(groups, pages, strict=True):
-        # One request must be able to move on by itself, a page at a time.
-        least = group.peak_pages(min(context, geometry.tokens(max(pages))), 1, geometry)
-        if group.window is not None and count < least:
-            raise ConfigError(
-                f"the KV cache gives group {group.name} {count} pages, its window needs {least}; "
-                "raise kv_cache_gib or mem_fraction_static"
-            )
-    return pages
-
-
-def _kv_budget(config: EngineConfig, device: torch.device) -> int | None:
-    """Bytes for the KV cache, or None to size it by need."""
-    if config.kv_cache_gib is not None:
-        return int(config.kv_cache_gib * 2**30)
-    if device.type != "cuda":
-        if config.mem_fraction_static is not None:
-            raise ConfigError(
-                f"mem_fraction_static is for CUDA and the device is {device.type}; use kv_cache_gib"
-            )
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    share = config.mem_fraction_static or _DEFAULT_MEM_FRACTION
-    return max(0, int(free - total * (1 - share)))
-
-
-def _free_memory(device: torch.device) -> int:
-    """Bytes this process may still take, a container's limit included."""
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
-    free = _FALLBACK_MEMORY
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        free = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, group = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.stat")
-    if limit.exists() and group.exists() and limit.read_text().strip() != "max":
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        stat = dict(line.split() for line in group.read_text().splitlines())
-        # File cache is given back when it is needed.
-        free = min(free, int(limit.read_text()) - used + int(stat.get("inactive_file", 0)))
-    return max(0, free)

@@ -6,7 +6,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cairn.attention.backend import AttentionBackend
 from cairn.engine.logprobs import TokenLogprob
@@ -18,6 +18,7 @@ from cairn.engine.sampling_params import MAX_SEED, SamplingParams
 from cairn.engine.scheduler import Scheduler, attention_pairs
 from cairn.errors import RequestError
 from cairn.memory.cache import GroupUsage
+from cairn.memory.hisparse import TierStats
 from cairn.memory.kv_pool import KVPool
 from cairn.models.spec import ModelSpec
 
@@ -31,6 +32,26 @@ class EngineStats:
     scheduler_seconds: float = 0.0  # planning and committing; part of step_seconds
     computed_tokens: int = 0
     generated_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TierReport:
+    pages: dict[str, int]
+    """Pages of host memory by state: free, filling, backing, clean (on the device too), host_only;
+    backing ones are being copied to the host."""
+    totals: TierStats
+
+    def __str__(self) -> str:
+        totals, pages = self.totals, self.pages
+        hot = totals.hits + totals.misses
+        rate = f"{totals.hits / hot:.1%}" if hot else "-"
+        return (
+            f"host tier: {pages['clean']} pages on both sides, {pages['host_only']} on the host "
+            f"alone, {pages['filling']} filling, {pages['backing']} being copied, "
+            f"{pages['free']} free; reads {totals.resident} resident, {hot} hot ({rate} hits); "
+            f"{totals.bytes_in / 2**20:.1f} MiB in, {totals.bytes_out / 2**20:.1f} MiB out, "
+            f"stalled {totals.stall_seconds:.2f} s"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +160,26 @@ class Engine:
         return self.scheduler.has_work
 
     def usage(self) -> list[GroupUsage]:
+        self.scheduler.cache.poll()
         return self.scheduler.cache.usage()
+
+    def tier(self) -> TierReport | None:
+        """Where pages are and what moved, with a host tier."""
+        if self._runner.tier is None:
+            return None
+        self.scheduler.cache.poll()
+        return TierReport(
+            {state.value: count for state, count in self.scheduler.cache.page_states().items()},
+            replace(self._runner.tier.stats),
+        )
+
+    def close(self) -> None:
+        """Wait for what is under way and let go of host memory."""
+        if self._in_flight is not None:
+            self._runner.finish(self._in_flight)
+            self._in_flight = None
+        if self._runner.tier is not None:
+            self._runner.tier.close()
 
     def wrap_attention(self, wrap: Callable[[AttentionBackend, KVPool], AttentionBackend]) -> None:
         """Put a backend in front of the engine's own, for who wants to watch it."""

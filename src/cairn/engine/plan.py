@@ -6,10 +6,11 @@ join), so it can be compared in a test, logged, or sent to another process.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from cairn.engine.sampling_params import SamplingParams
+from cairn.memory.copies import CopyEdits
 
 PromptScores = Literal["none", "top", "whole"]
 """Log-probabilities of the prompt: none, those of its tokens and the top ones, or all."""
@@ -65,6 +66,8 @@ class StepPlan:
     edits: tuple[TableEdit, ...] = ()
     """Applied before the step's first row is computed."""
     retracted: tuple[str, ...] = ()
+    copies: CopyEdits = field(default_factory=CopyEdits)
+    """Where pages are on the device, from the head of this step on."""
 
     @property
     def num_tokens(self) -> int:

@@ -23,6 +23,7 @@ from cairn.engine.rows import StepRows, build_rows
 from cairn.engine.sampler import Draw, Sampler
 from cairn.kernels.interface import ScoringHeads
 from cairn.memory.geometry import PageGeometry
+from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.memory.kv_pool import KVPool
 from cairn.models.interface import LanguageModel
 from cairn.sparsity.selection import Selection
@@ -124,6 +125,7 @@ class Runner:
         num_slots: int,
         max_pages: int,
         device: torch.device,
+        tier: HiSparseCoordinator | None = None,
     ) -> None:
         self._model = model
         self._pool = pool
@@ -141,6 +143,8 @@ class Runner:
         # The newest token of every slot, and a spare place for rows that are only padding.
         self._newest = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self._graphs: DecodeGraphs | None = None
+        self.tier = tier
+        """Where pages live in host memory."""
 
     @torch.inference_mode()
     def record_graphs(self) -> None:
@@ -278,6 +282,8 @@ class Runner:
         return self._model(token_ids, inputs.positions, inputs.lengths, attend, logit_rows)
 
     def _apply(self, plan: StepPlan) -> None:
+        if self.tier is not None:
+            self.tier.begin_step(plan.copies)
         for admission in plan.admissions:
             self._sampler.admit(admission)
             self._top_logprobs[admission.slot] = admission.params.logprobs

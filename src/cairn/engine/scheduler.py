@@ -22,6 +22,7 @@ from cairn.engine.request import FinishReason, Request, State
 from cairn.engine.step_time import StepTimeModel, round_rows
 from cairn.errors import PageError, QueueFullError
 from cairn.memory.cache import PagedCache, PageKey, SequencePages
+from cairn.memory.copies import CopyEdits
 from cairn.memory.pages import NULL_PAGE
 from cairn.memory.radix import PrefixMatch
 
@@ -36,6 +37,9 @@ class Limits:
     max_running_requests: int
     max_queued_requests: int
     max_step_seconds: float | None = None
+    reserved_output: int = 0
+    """Tokens of each request's output that there is room for when it is admitted, if it may
+    generate as many."""
 
 
 @dataclass(slots=True)
@@ -134,6 +138,7 @@ class Scheduler:
         Strictly oldest first: whoever is retracted to make room has not been planned yet.
         """
         step = _Step()
+        self.cache.poll()
         ready = [request for request in self._running.values() if request.can_advance]
         decoding = sum(request.remaining == 1 for request in ready)
         # Prefill must move on however many requests decode.
@@ -154,6 +159,7 @@ class Scheduler:
             tuple(step.admissions),
             tuple(step.edits),
             tuple(step.retracted),
+            self.cache.take_edits() if step.advances else CopyEdits(),
         )
 
     def undo(self, plan: StepPlan, *, launched: bool = False) -> None:
@@ -161,12 +167,16 @@ class Scheduler:
 
         Their tables and sampling state on the runner's side cannot be trusted any more.
         """
-        planned = {advance.request_id for advance in plan.advances}
+        planned = {advance.slot for advance in plan.advances}
+        planned.update(admission.slot for admission in plan.admissions)
         for request in reversed(list(self._running.values())):
-            if request.id in planned:
+            if request.slot in planned:
+                if launched:
+                    request.computed = 0  # perhaps never written
                 self._retract(request)
+        self.cache.put_back(plan.copies)
         if launched:
-            self.cache.tree.clear()  # what it published was perhaps never written
+            self.cache.clear()  # what it published was perhaps never written
             for advance in plan.advances:
                 if (known := self._requests.get(advance.request_id)) is not None:
                     known.pending -= advance.samples  # a token that will not come
@@ -210,6 +220,8 @@ class Scheduler:
         while (new := self.cache.new_pages(request.pages, tokens)) and (
             new > self.cache.min_available()
         ):
+            if self.cache.reclaim():
+                continue
             victim = next(reversed(self._running.values()))
             self._retract(victim)
             step.retracted.append(victim.id)
@@ -220,14 +232,17 @@ class Scheduler:
     def _admit(self, step: _Step) -> None:
         """Start waiting requests in their order, while slots, rows and pages last.
 
-        A request whose next page a running one is about to publish is passed over until then,
-        instead of computing that page a second time.
+        A request whose next page is about to be published is passed over until then, instead of
+        computing that page a second time.
         """
         if not (self._waiting and self._free_slots and step.budget > 0):
             return
+        while not self._running and self.cache.reclaim():
+            pass  # with nothing else to do, wait for what is about to be cached
         promised = [self._promised_pages(g) for g in range(len(self.cache.groups))]
         pending = {self._pending_page(request) for request in self._running.values()}
         pending.discard(None)
+        pending |= self.cache.arriving()
         for request in list(islice(self._waiting.values(), _MAX_ADMISSIONS)):
             if not self._free_slots or step.budget <= 0:
                 return
@@ -286,15 +301,13 @@ class Scheduler:
         return self.cache.match(request.namespace, request.token_ids)
 
     def _fits(self, request: Request, match: PrefixMatch, promised: list[int]) -> bool:
-        """Room for all the request's known tokens and the next one, beside what others will need.
+        """Room for all the request's known tokens, the next one and what is reserved for more,
+        beside what others will need.
 
         Admitting on less would only lead to retractions.
         """
-        geometry = self.cache.geometry
-        row = match.num_pages * geometry.page_size
-        for g, group in enumerate(self.cache.groups):
-            matched = match.num_pages - group.first_reachable_page(row, geometry.page_size)
-            need = self._peak_pages(request, g) - matched + promised[g]
+        for g in range(len(self.cache.groups)):
+            need = self._peak_pages(request, g) - self.cache.held_by(match, g) + promised[g]
             if need > self.cache.available_after(match, g):
                 return False
         return True
@@ -303,15 +316,19 @@ class Scheduler:
         return sum(self._outstanding_pages(request, group) for request in self._running.values())
 
     def _outstanding_pages(self, request: Request, group: int) -> int:
-        """Pages a running request still needs for the tokens it knows and the next one."""
+        """Pages a running request still needs for what it was admitted for."""
         pages = request.pages
         assert pages is not None
         held = pages.num_pages - pages.live_from[group]
         return max(0, self._peak_pages(request, group) - held)
 
     def _peak_pages(self, request: Request, group: int) -> int:
+        output = min(request.params.max_tokens, self.limits.reserved_output)
+        tokens = max(request.num_tokens + 1, request.prompt_len + output)
         return self.cache.groups[group].peak_pages(
-            request.num_tokens + 1, self.limits.chunked_prefill_size, self.cache.geometry
+            min(tokens, request.max_total_tokens),
+            self.limits.chunked_prefill_size,
+            self.cache.geometry,
         )
 
     def _advance(self, step: _Step, request: Request, tokens: int, *, prefill: bool) -> None:
@@ -381,6 +398,7 @@ class Scheduler:
             request.computed = advance.stop
             request.pending += advance.samples
             self.cache.commit(request.pages, request.token_ids, advance.stop)
+        self.cache.launched()
 
     def commit(self, plan: StepPlan, sampled: Mapping[str, int]) -> list[Request]:
         """Take in a finished step. Returns the requests that got a token or came to their end."""
@@ -390,8 +408,10 @@ class Scheduler:
             request = self._requests.get(advance.request_id)
             if request is None:
                 continue  # ended after the plan was made
-            if request.pages is not None:  # not retracted since: a token may have completed a page
-                self.cache.commit(request.pages, request.token_ids, advance.stop)
+            if request.pages is not None:  # a token that is known now may have completed a page
+                # Retracted and resumed since, it may not be as far as it was.
+                computed = min(advance.stop, request.computed)
+                self.cache.commit(request.pages, request.token_ids, computed)
             if advance.samples:
                 request.pending -= 1
                 self._append(request, sampled[request.id], now)
@@ -443,7 +463,7 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         assert request.pages is not None
-        self.cache.close(request.pages)
+        self.cache.close(request.pages, request.token_ids, request.computed)
         request.pages = None
         del self._running[request.id]
         self._free_slots.append(request.slot)

@@ -8,6 +8,10 @@ owned by a request, and cached. Ownership over one request's rows, by page:
 
 In window groups the left part is given back as soon as no later row can reach it; NULL_PAGE then
 stands in the table, so that page i of every table always holds tokens i * tokens_per_page onwards.
+
+Where a group's pages live in host memory (see `copies`), a page is published, and its place on the
+device given back, only when the host has its bytes. A request that ends before that stays behind,
+its pages with it, until they can be published.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from cairn.errors import PageError
+from cairn.memory.copies import CopyEdits, PageCopies, PageState, Transfer
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.groups import LayerGroup
 from cairn.memory.pages import NULL_PAGE, PageAllocator
@@ -36,6 +41,8 @@ class SequencePages:
     node: Node  # deepest node of the request's pinned path
     published: int  # pages from the start that are in the tree
     publishes: bool  # complete pages enter the tree
+    completed: int  # pages from the start whose rows are all computed
+    reach: int = 0  # the next row to compute; windows may be given up to what it sees
 
     @property
     def num_pages(self) -> int:
@@ -51,6 +58,15 @@ class GroupUsage:
     free: int
     cached: int
     owned: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """A request that has ended, but for pages that cannot be published yet."""
+
+    pages: SequencePages
+    token_ids: Sequence[int]
+    computed: int
 
 
 @dataclass(slots=True)
@@ -70,20 +86,40 @@ class PagedCache:
         *,
         eviction: EvictionPolicy = "lru",
         prefix_caching: bool = True,
+        copies: PageCopies | None = None,
         on_free: Callable[[int, int], None] | None = None,
     ) -> None:
-        """`num_pages[g]` usable pages per group; `on_free(group, page)` as each becomes free."""
+        """`num_pages[g]` usable pages per group; `on_free(group, page)` as each becomes free.
+
+        With `copies`, one group is a copy of another.
+        """
         self.geometry = geometry
         self.groups = tuple(groups)
         self.prefix_caching = prefix_caching
+        self.copies = copies
+        self._on_free = on_free
+        watched = copies is not None or on_free is not None
         self.allocators = [
-            PageAllocator(count, on_free and partial(on_free, g))
+            PageAllocator(count, partial(self._freed, g) if watched else None)
             for g, count in enumerate(num_pages)
         ]
         self.tree = RadixTree(geometry, self.groups, self.allocators, eviction)
         self.stats = CacheStats()
         self._windowed = [g for g, group in enumerate(self.groups) if group.window is not None]
+        # The group of frames, -1 where there is none, and the group whose pages they hold.
+        self._frames = next((g for g, x in enumerate(self.groups) if x.copy_of is not None), -1)
+        self._ids = self.groups[self._frames].copy_of or 0
         self._sequences: set[SequencePages] = set()
+        self._leaving: list[_Leaving] = []
+
+    def _freed(self, group: int, page: int) -> None:
+        if self.copies is not None:
+            if group == self._frames:
+                self.copies.frame_freed(page)
+            elif group == self._ids:
+                self.copies.page_freed(page)
+        if self._on_free is not None:
+            self._on_free(group, page)
 
     @property
     def max_tokens(self) -> int:
@@ -114,6 +150,21 @@ class PagedCache:
     def reachable_tokens(self, pages: SequencePages) -> int:
         """Tokens the request could hold if it were given all available pages."""
         return self.geometry.tokens(pages.num_pages + self.min_available())
+
+    def reclaim(self) -> bool:
+        """Wait for pages that are about to become available; False if there are none."""
+        if self.copies is None or not (done := self.copies.wait()):
+            return False
+        self._settle(done)
+        for pages in self._sequences:
+            self._slide(pages)
+        return True
+
+    def page_states(self) -> dict[PageState, int]:
+        """Pages that live in host memory, by state; empty if none do."""
+        if self.copies is None:
+            return {}
+        return self.copies.count(self.allocators[self._ids].free_pages)
 
     def usage(self) -> list[GroupUsage]:
         result = []
@@ -147,6 +198,16 @@ class PagedCache:
             return None
         return pages.node, self._page_tokens(tokens, pages.published)
 
+    def arriving(self) -> set[PageKey]:
+        """Pages of requests that have ended, that will be published when the host has them."""
+        keys = (self.pending_page(left.pages, left.token_ids) for left in self._leaving)
+        return {key for key in keys if key is not None}
+
+    def held_by(self, match: PrefixMatch, group: int) -> int:
+        """Pages of the group that a request starting from `match` would not have to be given."""
+        first = self._first_page(group, match)
+        return sum(node.pages[group] != NULL_PAGE for node in match.path[first:])
+
     def available_after(self, match: PrefixMatch, group: int) -> int:
         return self.available_pages(group) - self.tree.evictable_in(match, group)
 
@@ -161,21 +222,52 @@ class PagedCache:
         self.stats.lookup_tokens += lookup_tokens
         self.stats.hit_tokens += self.geometry.tokens(match.num_pages)
         node = self.tree.pin(match)
-        row = match.num_pages * self.geometry.page_size
         tables, generations, live_from = [], [], []
-        for g, group in enumerate(self.groups):
-            first = group.first_reachable_page(row, self.geometry.page_size)
-            table = [NULL_PAGE] * first + [path_node.pages[g] for path_node in match.path[first:]]
-            for page in table[first:]:
-                self.tree.hold_page(g, page)
+        for g in range(len(self.groups)):
+            first = self._first_page(g, match)
+            path = match.path[first:]
+            missing = [node for node in path if node.pages[g] == NULL_PAGE]
+            for held in path:
+                if held.pages[g] != NULL_PAGE:
+                    self.tree.hold_page(g, held.pages[g])
+            for lost in missing:
+                self._fetch(g, lost)
+                self.tree.hold_page(g, lost.pages[g])
+            table = [NULL_PAGE] * first + [held.pages[g] for held in path]
             tables.append(table)
             generations.append([self.allocators[g].generation(page) for page in table])
             live_from.append(first)
         pages = SequencePages(
-            tables, generations, live_from, node, match.num_pages, publish and self.prefix_caching
+            tables,
+            generations,
+            live_from,
+            node,
+            published=match.num_pages,
+            publishes=publish and self.prefix_caching,
+            completed=match.num_pages,
         )
         self._sequences.add(pages)
         return pages
+
+    def _first_page(self, group: int, match: PrefixMatch) -> int:
+        """The first page of a matched prefix that the rows behind it can read."""
+        row = match.num_pages * self.geometry.page_size
+        return self.groups[group].first_reachable_page(row, self.geometry.page_size)
+
+    def _fetch(self, group: int, node: Node) -> None:
+        assert self.copies is not None
+        while not self.allocators[group].free_pages:
+            if self.tree.evictable_pages(group):
+                self._evict(group)
+            elif not self.reclaim():
+                raise PageError(f"no page of group {self.groups[group].name} is left to fetch into")
+        frame = self.allocators[group].allocate()
+        self.tree.attach(node, group, frame)
+        self.copies.fetch(node.pages[self._ids], frame)
+
+    def _evict(self, group: int) -> None:
+        self.tree.evict_one(group)
+        self.stats.evicted_pages += 1
 
     def grow(self, pages: SequencePages, tokens: int) -> int:
         """Give the request pages for `tokens` tokens in every group, or none at all.
@@ -187,12 +279,16 @@ class PagedCache:
             raise PageError(f"{count} pages wanted, {self.min_available()} available")
         for g, allocator in enumerate(self.allocators):
             while allocator.free_pages < count:
-                self.tree.evict_one(g)
-                self.stats.evicted_pages += 1
+                self._evict(g)
             for _ in range(count):
                 page = allocator.allocate()
                 pages.tables[g].append(page)
                 pages.generations[g].append(allocator.generation(page))
+        if self.copies is not None:
+            new = slice(pages.num_pages - count, None)
+            ids, frames = pages.tables[self._ids][new], pages.tables[self._frames][new]
+            for page, frame in zip(ids, frames, strict=True):
+                self.copies.fill(page, frame)
         self.stats.allocated_pages += count * len(self.groups)
         return count
 
@@ -203,13 +299,55 @@ class PagedCache:
         The newest tokens may be unknown; their pages are published by a later call.
         """
         known = min(computed, len(token_ids))
+        pages.reach = max(pages.reach, self.geometry.rows(computed))
+        if self.copies is not None:
+            self._complete(pages, computed)
         if pages.publishes and known >= self.geometry.tokens(pages.published + 1):
             self._publish(pages, token_ids, known)
         if self._windowed:
-            self._slide(pages, computed)
+            self._slide(pages)
 
-    def close(self, pages: SequencePages) -> None:
-        """The request leaves. Published pages stay cached, private ones become free."""
+    def launched(self) -> None:
+        """All commits of a step that has been launched are made."""
+        if self.copies is not None:
+            self.copies.start()
+
+    def poll(self) -> None:
+        """Take in what happened to pages since the last call."""
+        if self.copies is not None:
+            self._settle(self.copies.poll())
+
+    def take_edits(self) -> CopyEdits:
+        """What the next step must be told of pages, besides its tables."""
+        return CopyEdits() if self.copies is None else self.copies.take_edits()
+
+    def put_back(self, edits: CopyEdits) -> None:
+        """What a step was told, and did not carry out."""
+        if self.copies is not None:
+            self.copies.put_back(edits)
+
+    def close(self, pages: SequencePages, token_ids: Sequence[int] = (), computed: int = 0) -> None:
+        """The request leaves. Published pages stay cached, private ones become free.
+
+        The first `computed` tokens are in the cache; pages of them that cannot be published yet
+        will be, where that is only a matter of time.
+        """
+        if self.copies is not None and pages.publishes:
+            known = min(computed, len(token_ids))
+            self._publish(pages, token_ids, known)
+            if pages.published < self.geometry.complete_pages(known):
+                self._leaving.append(_Leaving(pages, tuple(token_ids[:known]), known))
+                return
+        self._close(pages)
+
+    def clear(self) -> None:
+        """Forget all that no request stands on, and what would be published later."""
+        leaving, self._leaving = self._leaving, []
+        for left in leaving:
+            self._close(left.pages)
+        self.tree.clear()
+
+    def _close(self, pages: SequencePages) -> None:
         self._sequences.remove(pages)
         for g, table in enumerate(pages.tables):
             # Deepest page first: on ties of recency the tail is given up before the head.
@@ -217,8 +355,35 @@ class PagedCache:
                 self.tree.release_page(g, page)
         self.tree.unpin(pages.node)
 
+    def _complete(self, pages: SequencePages, computed: int) -> None:
+        """Pages whose last row is computed begin their way to the host."""
+        assert self.copies is not None
+        for index in range(pages.completed, self.geometry.complete_pages(computed)):
+            page, frame = pages.tables[self._ids][index], pages.tables[self._frames][index]
+            self.allocators[self._ids].retain(page)
+            self.allocators[self._frames].retain(frame)
+            self.copies.complete(page, frame)
+            pages.completed = index + 1
+
+    def _settle(self, done: Sequence[Transfer]) -> None:
+        """Copies have arrived: what they held is held no more, who waited for them may leave."""
+        if not done:
+            return
+        for page, frame in done:
+            self.tree.release_page(self._frames, frame)
+            self.tree.release_page(self._ids, page)
+        leaving, self._leaving = self._leaving, []
+        for left in leaving:
+            self._publish(left.pages, left.token_ids, left.computed)
+            if left.pages.published < self.geometry.complete_pages(left.computed):
+                self._leaving.append(left)
+            else:
+                self._close(left.pages)
+
     def _publish(self, pages: SequencePages, token_ids: Sequence[int], computed: int) -> None:
         for index in range(pages.published, self.geometry.complete_pages(computed)):
+            if not self._is_durable(pages, index):
+                return
             key = self._page_tokens(token_ids, index)
             pages.node = self.tree.extend(pages.node, key, [table[index] for table in pages.tables])
             pages.published = index + 1
@@ -227,12 +392,17 @@ class PagedCache:
         step = self.geometry.tokens_per_page
         return tuple(tokens[index * step : (index + 1) * step])
 
-    def _slide(self, pages: SequencePages, computed: int) -> None:
-        next_row = self.geometry.rows(computed)
+    def _is_durable(self, pages: SequencePages, index: int) -> bool:
+        """A page is nowhere but on the device, or the host has its bytes."""
+        return self.copies is None or self.copies.is_durable(pages.tables[self._ids][index])
+
+    def _slide(self, pages: SequencePages) -> None:
         for g in self._windowed:
-            first = self.groups[g].first_reachable_page(next_row, self.geometry.page_size)
+            first = self.groups[g].first_reachable_page(pages.reach, self.geometry.page_size)
             table = pages.tables[g]
             for index in range(pages.live_from[g], min(first, len(table))):
+                if g == self._frames and not self._is_durable(pages, index):
+                    break
                 self.tree.release_page(g, table[index])
                 table[index] = NULL_PAGE
                 pages.generations[g][index] = self.allocators[g].generation(NULL_PAGE)
@@ -244,6 +414,7 @@ class PagedCache:
         """Raise PageError if any rule about pages is broken. Cheap enough to run when idle."""
         problems: list[str] = []
         self.tree.check(problems.append)
+        backing = [] if self.copies is None else self.copies.backing()
         for g, allocator in enumerate(self.allocators):
             expected = [0] * (allocator.num_pages + 1)
             for node in self.tree.nodes():
@@ -253,6 +424,9 @@ class PagedCache:
                     expected[page] += 1
                     if generation != allocator.generation(page):
                         problems.append(f"a table names page {page} of an earlier generation")
+            if g in (self._ids, self._frames):
+                for transfer in backing:
+                    expected[transfer.page if g == self._ids else transfer.frame] += 1
             problems.extend(
                 f"page {page} of group {self.groups[g].name} has {allocator.refcount(page)} "
                 f"references and {expected[page]} holders"
@@ -270,5 +444,16 @@ class PagedCache:
             )
             if cached != self.tree.evictable_pages(g):
                 problems.append("evictable pages are miscounted")
+        if self.copies is not None:
+            of_pages, of_frames = (
+                [allocator.refcount(page) for page in range(allocator.num_pages + 1)]
+                for allocator in (self.allocators[self._ids], self.allocators[self._frames])
+            )
+            self.copies.check(of_pages, of_frames, problems.append)
+            problems.extend(
+                f"page {node.pages[self._ids]} is cached but the host does not have it"
+                for node in self.tree.nodes()
+                if not self.copies.is_durable(node.pages[self._ids])
+            )
         if problems:
             raise PageError("; ".join(problems))

@@ -19,6 +19,9 @@ class LayerGroup:
     layers: tuple[int, ...]
     window: int | None = None
     """Rows a query sees, itself included; None for all of them."""
+    copy_of: int | None = None
+    """The group whose pages these are device copies of, where it lives in host memory. Such a
+    group holds at least what the window reaches; what it has given up can be fetched again."""
 
     def first_reachable_page(self, row: int, page_size: int) -> int:
         """The earliest page that a query at `row` or later can read."""

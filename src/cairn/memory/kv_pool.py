@@ -25,13 +25,18 @@ class KVPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        hot_slots: int = 0,
     ) -> None:
+        """`num_pages[g]` pages of each group behind the null page; a group of device copies has
+        `hot_slots` more behind those, which no page table names."""
         self.page_size = page_size
         self.kv_heads = kv_heads
         self.group_of: dict[int, int] = {}
         self.layers: dict[int, torch.Tensor] = {}
         for g, group in enumerate(groups):
-            shape = (num_pages[g] + 1, 2 * kv_heads, page_size, head_dim)
+            extra = 0 if group.copy_of is None else hot_slots
+            shape = (num_pages[g] + 1 + extra, 2 * kv_heads, page_size, head_dim)
             for layer in group.layers:
                 self.group_of[layer] = g
                 # Kernels of others multiply masked slots by zero: those must hold numbers.

@@ -70,6 +70,8 @@ class RadixTree:
         self._node_of: list[dict[int, Node]] = [{} for _ in groups]
         self._full = [i for i, group in enumerate(groups) if group.window is None]
         self._windowed = [i for i, group in enumerate(groups) if group.window is not None]
+        # Window groups whose pages are nowhere else: a prefix is of no use without them.
+        self._needed = [i for i in self._windowed if groups[i].copy_of is None]
 
     # -- looking up ---------------------------------------------------------------------------
 
@@ -91,11 +93,11 @@ class RadixTree:
     def _usable_pages(self, path: Sequence[Node]) -> int:
         """How much of a path still has every window page that the next row would read."""
         best = len(path)
-        if not self._windowed:
+        if not self._needed:
             return best
         page_size = self._geometry.page_size
         usable = [True] * (len(path) + 1)
-        for g in self._windowed:
+        for g in self._needed:
             held = 0  # consecutive pages present, ending here
             for count, node in enumerate(path, start=1):
                 held = held + 1 if node.pages[g] != NULL_PAGE else 0
@@ -162,19 +164,26 @@ class RadixTree:
         """
         self._tick += 1
         node = parent.children.get(key)
+        new = node is None
         if node is None:
             node = parent.children[key] = Node(key, parent, [NULL_PAGE] * len(pages))
             self.num_nodes += 1
             self._unpinned += 1
             node.hits = 1
         for g, page in enumerate(pages):
-            if node.pages[g] == NULL_PAGE and page != NULL_PAGE:
+            # A device copy belongs to the page it is a copy of, which is the node's own if new.
+            fits = new or self._groups[g].copy_of is None
+            if fits and node.pages[g] == NULL_PAGE and page != NULL_PAGE:
                 self._allocators[g].retain(page)
-                node.pages[g] = page
-                self._node_of[g][page] = node
+                self.attach(node, g, page)
         node.last_use = self._tick
         self._pin_node(node)
         return node
+
+    def attach(self, node: Node, group: int, page: int) -> None:
+        """Give a node a page it does not have; the caller's reference becomes the tree's."""
+        node.pages[group] = page
+        self._node_of[group][page] = node
 
     # -- window pages of requests -------------------------------------------------------------
 

@@ -15,12 +15,14 @@ from cairn.attention.clearing import clear_begun_pages
 from cairn.attention.hsa.kernel_sparse import KernelMetadata, KernelSparse
 from cairn.attention.hsa.metadata import (
     CompletedPages,
+    SparseGroups,
     Tile,
     completed_pages,
     make_tiles,
     traced_tiles,
 )
 from cairn.attention.hsa.torch_sparse import TorchSparse
+from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.landmarks import LandmarkPool
 from cairn.sparsity.config import SparseConfig
@@ -54,17 +56,20 @@ class HSABackend:
         landmarks: LandmarkPool,
         dense: AttentionBackend,
         kernels: KernelSparse | None = None,
+        tier: HiSparseCoordinator | None = None,
     ) -> None:
         self._pool = pool
         self._config = config
         self._landmarks = landmarks
         self._dense = dense
         self.kernels = kernels
-        self._torch = TorchSparse(config, pool, landmarks, shape.scale)
+        self._torch = TorchSparse(config, pool, landmarks, shape.scale, tier)
         self._sparse_layers = frozenset(config.layers)
         dense_layers = pool.layers.keys() - self._sparse_layers
         self._dense_groups = {pool.group_of[layer] for layer in dense_layers}
-        self._group = pool.group_of[config.layers[0]]
+        kv = pool.group_of[config.layers[0]]
+        of = shape.groups[kv].copy_of
+        self._groups = SparseGroups(ids=kv if of is None else of, kv=kv)
         self._wide = torch.promote_types(shape.dtype, torch.float32)
         self.graphs = kernels is not None and (dense.graphs or not self._dense_groups)
 
@@ -86,7 +91,7 @@ class HSABackend:
         seq, place, _ = completed_pages(batch)
         if not len(seq):
             return
-        tables = batch.groups[self._group]
+        tables = batch.groups[self._groups.ids]
         # Where every row is by itself, the kernels seal pages themselves.
         apart = replayed or ((batch.query_lens == 1).all() and not self._in_prompt(batch).any())
         self._landmarks.seal(
@@ -105,10 +110,11 @@ class HSABackend:
         seq, place, rows = completed_pages(batch)
         completed = None
         if len(seq):
-            pages = batch.groups[self._group].host_pages[seq, place].astype(np.int64)
-            completed = CompletedPages(
-                to_device(pages, batch.device), to_device(rows, batch.device)
+            pages, kv_pages = (
+                to_device(batch.groups[g].host_pages[seq, place].astype(np.int64), batch.device)
+                for g in self._groups
             )
+            completed = CompletedPages(pages, kv_pages, to_device(rows, batch.device))
         dense = None
         if self._dense_groups:
             dense = self._dense.prepare(batch, self._dense_groups)
@@ -118,16 +124,16 @@ class HSABackend:
         prompt = prompt_rows = None
         if in_prompt.any():
             taken, of_step = batch.take(np.flatnonzero(in_prompt))
-            prompt = self._dense.prepare(taken, {self._group})
+            prompt = self._dense.prepare(taken, {self._groups.kv})
             prompt_rows = to_device(of_step, batch.device)
         sparse = np.flatnonzero(~in_prompt)
         kernels = None
         if self.kernels is None:
             clear_begun_pages(self._pool, batch)
-            tiles = make_tiles(batch, self._group, self._config, sparse)
+            tiles = make_tiles(batch, self._groups, self._config, sparse)
         else:
             kernels = self.kernels.prepare(batch, sparse, completed)
-            tiles = traced_tiles(batch, self._group, self._config, in_prompt)
+            tiles = traced_tiles(batch, self._groups, self._config, in_prompt)
         return HSAMetadata(dense, prompt, prompt_rows, kernels, tiles, completed)
 
     def begin(self, metadata: HSAMetadata) -> None:
@@ -214,14 +220,14 @@ class HSABackend:
 
     def abandon(self, batch: HostBatch) -> None:
         seq, place, _ = completed_pages(batch)
-        self._landmarks.invalidate(batch.groups[self._group].host_pages[seq, place])
+        self._landmarks.invalidate(batch.groups[self._groups.ids].host_pages[seq, place])
         self._dense.abandon(batch)
 
     def _save_landmarks(
         self, layer: int, completed: CompletedPages, scoring: Scoring | None
     ) -> None:
         # [pages, size, kv_heads, dim]; all rows of a completed page are in the pool by now.
-        keys = self._pool.keys(layer)[completed.pages]
+        keys = self._pool.keys(layer)[completed.kv_pages]
         prior = None if scoring is None else scoring.prior[completed.last_rows]
         vectors, bias = self._config.policy.landmark(keys, prior)
         self._landmarks.save(layer, completed.pages, vectors, bias)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,18 +30,28 @@ class Tile:
     """Blocks of the tile, likewise; every block is within one sequence."""
     rows: torch.Tensor  # [rows] of the step
     limits: torch.Tensor  # [rows] pages before it are candidates
-    window_pages: torch.Tensor  # [blocks, window pages]
+    window_pages: torch.Tensor  # [blocks, window pages] in the pool
     hidden: torch.Tensor  # [blocks, rows of a block, window keys] True where not visible
-    page_table: torch.Tensor  # [seqs, candidate pages]; none where no row has candidates
+    page_table: torch.Tensor  # [seqs, candidate pages] page ids; none where no row has candidates
     generations: torch.Tensor  # [seqs, candidate pages]
-    own_pages: torch.Tensor  # [rows] page that holds the row itself
+    own_pages: torch.Tensor  # [rows] page of the pool that holds the row itself
     traced: torch.Tensor | None  # [n] rows of the tile whose selection is wanted
     traced_rows: tuple[int, ...]  # the same rows, as rows of the step
 
 
+class SparseGroups(NamedTuple):
+    """Layer groups of the sparse layers' tables; they differ where pages live in host memory."""
+
+    ids: int
+    """Its page ids name landmarks and what is selected."""
+    kv: int
+    """Its page ids say where rows are written and windows are read."""
+
+
 @dataclass(frozen=True, slots=True)
 class CompletedPages:
-    pages: torch.Tensor  # [n]
+    pages: torch.Tensor  # [n] to save landmarks under
+    kv_pages: torch.Tensor  # [n] to read keys from
     last_rows: torch.Tensor  # [n] row of the step that completed each
 
 
@@ -75,16 +86,19 @@ def completed_pages(batch: HostBatch) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 def make_tiles(
-    batch: AttentionBatch, group: int, config: SparseConfig, chosen: np.ndarray | None = None
+    batch: AttentionBatch,
+    groups: SparseGroups,
+    config: SparseConfig,
+    chosen: np.ndarray | None = None,
 ) -> tuple[Tile, ...]:
     """Tiles of all rows, or of those of the `chosen` sequences."""
     seqs = np.arange(batch.num_seqs) if chosen is None else chosen
     blocks = [block for s in seqs for block in _blocks(batch, config, int(s))]
-    return tuple(_tile(batch, group, config, run) for run in _runs(batch, blocks))
+    return tuple(_tile(batch, groups, config, run) for run in _runs(batch, blocks))
 
 
 def traced_tiles(
-    batch: AttentionBatch, group: int, config: SparseConfig, excluded: np.ndarray
+    batch: AttentionBatch, groups: SparseGroups, config: SparseConfig, excluded: np.ndarray
 ) -> tuple[Tile, ...]:
     """Tiles of one traced row each, but for those of `excluded` sequences."""
     tiles = []
@@ -95,7 +109,7 @@ def traced_tiles(
         first = int(row - batch.cu_query[s] + batch.kv_lens[s] - batch.query_lens[s])
         start = config.window_start(first, batch.page_size)
         block = _Block(s, first, 1, start, first // batch.page_size + 1 - start)
-        tiles.append(_tile(batch, group, config, [block]))
+        tiles.append(_tile(batch, groups, config, [block]))
     return tuple(tiles)
 
 
@@ -131,9 +145,11 @@ def _runs(batch: AttentionBatch, blocks: list[_Block]) -> Iterator[list[_Block]]
         yield run
 
 
-def _tile(batch: AttentionBatch, g: int, config: SparseConfig, blocks: list[_Block]) -> Tile:
+def _tile(
+    batch: AttentionBatch, groups: SparseGroups, config: SparseConfig, blocks: list[_Block]
+) -> Tile:
     size, device = batch.page_size, batch.device
-    tables = batch.groups[g]
+    tables, pool = batch.groups[groups.ids], batch.groups[groups.kv]
     count, width = blocks[0].shape
     seq = np.array([block.seq for block in blocks])
     start = np.array([block.window_start for block in blocks])
@@ -159,13 +175,13 @@ def _tile(batch: AttentionBatch, g: int, config: SparseConfig, blocks: list[_Blo
         return to_device(array, device)
 
     pages = start[:, None] + np.arange(width)
-    own = tables.host_pages[seq[:, None], cache_rows // size]
+    own = pool.host_pages[seq[:, None], cache_rows // size]
     return Tile(
         seqs=len(owners),
         blocks=len(blocks),
         rows=to(flat_rows),
         limits=to(limits.reshape(-1)),
-        window_pages=to(tables.host_pages[seq[:, None], pages].astype(np.int64)),
+        window_pages=to(pool.host_pages[seq[:, None], pages].astype(np.int64)),
         hidden=to(hidden),
         page_table=to(tables.host_pages[owners, :candidates].astype(np.int64)),
         generations=to(tables.host_generations[owners, :candidates]),

@@ -7,11 +7,13 @@ landmark scores that stand for them, merges the outputs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 
 from cairn.attention.hsa.metadata import Tile
+from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.landmarks import LandmarkPool
 from cairn.sparsity.config import SparseConfig
@@ -27,12 +29,18 @@ class TorchSparse:
     """Attention of one tile of one layer."""
 
     def __init__(
-        self, config: SparseConfig, pool: KVPool, landmarks: LandmarkPool, scale: float
+        self,
+        config: SparseConfig,
+        pool: KVPool,
+        landmarks: LandmarkPool,
+        scale: float,
+        tier: HiSparseCoordinator | None = None,
     ) -> None:
         self._config = config
         self._pool = pool
         self._landmarks = landmarks
         self._scale = scale
+        self._tier = tier
 
     def forward(
         self,
@@ -69,16 +77,18 @@ class TorchSparse:
         per_seq = rows // tile.seqs
         owner = torch.arange(rows, device=index.device) // per_seq
         page_ids = tile.page_table[owner[:, None, None], index.clamp(min=0)]
-        # Empty places read the row's own page, with weight zero: nothing unowned is touched.
-        readable = torch.where(index < 0, tile.own_pages[:, None, None], page_ids)
+        page_ids = torch.where(index < 0, -1, page_ids)
+        lives = tile.generations[owner[:, None, None], index.clamp(min=0)]
         attend = self._pages_by_page if rows // tile.seqs >= _MANY_ROWS else self._pages_by_row
         merged: list[torch.Tensor] = []
         weights: list[torch.Tensor] = []
         window_weight: list[torch.Tensor] = []
         step = max(1, _ELEMENTS // (heads * index.shape[2] * self._pool.page_size))
-        for begin in range(0, rows, step):
-            part = slice(begin, begin + step)
-            page_out, page_lse = attend(layer, query[part], readable[part])
+        for part in self._parts(layer, page_ids, lives, step):
+            # Empty places read the row's own page, with weight zero: nothing unowned is touched.
+            found = self._locate(layer, page_ids[part], lives[part])
+            readable = torch.where(index[part] < 0, tile.own_pages[part, None, None], found)
+            page_out, page_lse = attend(layer, query[part], readable)
             mixed = self._merge(page_out, page_lse, scores[part], out[part], lse[part])
             for collected, value in zip((merged, weights, window_weight), mixed, strict=True):
                 collected.append(value)
@@ -87,13 +97,27 @@ class TorchSparse:
             return out, None
         traced = tile.traced
         return out, Selection(
-            page_ids=torch.where(index < 0, -1, page_ids)[traced],
+            page_ids=page_ids[traced],
             page_index=index[traced],
             scores=scores[traced],
             weights=torch.cat(weights)[traced],
             window_lse=lse[traced],
             window_weight=torch.cat(window_weight)[traced],
         )
+
+    def _parts(
+        self, layer: int, page_ids: torch.Tensor, lives: torch.Tensor, most: int
+    ) -> Iterator[slice]:
+        """Rows to attend to at once."""
+        if self._tier is not None:
+            return self._tier.parts(layer, page_ids, lives, most)
+        return (slice(begin, begin + most) for begin in range(0, len(page_ids), most))
+
+    def _locate(self, layer: int, page_ids: torch.Tensor, lives: torch.Tensor) -> torch.Tensor:
+        """Selected pages in the pool, [rows, kv_heads, k]."""
+        if self._tier is None:
+            return page_ids
+        return self._tier.swap_in_selected_pages(layer, page_ids, lives)
 
     def _window(
         self, layer: int, tile: Tile, query: torch.Tensor

@@ -1,0 +1,132 @@
+"""`--enable-hisparse` and `--hisparse-config`: what is asked for, and what it cannot go with."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from cairn.config import EngineConfig
+from cairn.engine.attention_options import DEFAULT_PAGE_SIZE, AttentionPlan
+from cairn.errors import ConfigError
+from cairn.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HiSparseOptions:
+    top_k: int | None = None
+    """Tokens a query reads outside its window: hsa_topk pages of page_size."""
+    device_buffer_size: int | None = None
+    """Tokens of the hot cache for each running request; twice the selection by default."""
+    host_to_device_ratio: float = 2.0
+    """Host memory for pages, as a multiple of the device's KV cache."""
+    swap_in_block_size: int | None = None
+    """CUDA: threads of a block of the swap-in kernel."""
+    host_gib: float | None = None
+    """Host memory for pages, in place of the ratio."""
+    async_backup: bool = False
+    """Copy pages to the host beside the engine instead of between its steps."""
+
+    def __post_init__(self) -> None:
+        for name in ("top_k", "device_buffer_size"):
+            _check(name, getattr(self, name), int, 1, None)
+        _check("swap_in_block_size", self.swap_in_block_size, int, 1, 1024)
+        _check("host_to_device_ratio", self.host_to_device_ratio, (int, float), 1, None)
+        _check("host_gib", self.host_gib, (int, float), 0, None)
+        if not isinstance(self.async_backup, bool):
+            raise ConfigError(
+                f"hisparse_config: async_backup is {self.async_backup!r}; use true or false"
+            )
+
+
+def _check(name: str, value: Any, kind: Any, low: float, high: float | None) -> None:
+    if value is None:
+        return
+    number = isinstance(value, kind) and not isinstance(value, bool)
+    if not number or value < low or (high is not None and value > high) or value == float("inf"):
+        what = "a whole number" if kind is int else "a number"
+        limit = f"from {low}" if high is None else f"from {low} to {high}"
+        raise ConfigError(f"hisparse_config: {name} is {value!r}; it must be {what} {limit}")
+
+
+def hisparse_options(config: EngineConfig) -> HiSparseOptions | None:
+    """What the two options ask for; None if the tier is off."""
+    if not config.enable_hisparse:
+        if config.hisparse_config is not None:
+            raise ConfigError(
+                "hisparse_config is given but enable_hisparse is not; set it, or leave both out"
+            )
+        return None
+    if config.hisparse_config is None:
+        return HiSparseOptions()
+    try:
+        values = json.loads(config.hisparse_config)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"hisparse_config is not JSON: {error}; write an object such as '{{\"host_gib\": 64}}'"
+        ) from error
+    known = [option.name for option in fields(HiSparseOptions)]
+    if not isinstance(values, dict):
+        raise ConfigError(f"hisparse_config is {values!r}; it must be an object with fields")
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ConfigError(
+            f"hisparse_config has unknown keys {', '.join(unknown)}; known: {', '.join(known)}"
+        )
+    return HiSparseOptions(**values)
+
+
+def apply_to_attention(
+    config: EngineConfig, options: HiSparseOptions, spec: ModelSpec
+) -> EngineConfig:
+    """The options of attention that the tier's options imply."""
+    if config.attention_backend is None and not os.environ.get("ATTN_BACKEND"):
+        config = replace(config, attention_backend="hsa")
+    if options.top_k is None:
+        return config
+    native = None if spec.sparsity is None else spec.sparsity.chunk_size
+    page_size = config.page_size or native or DEFAULT_PAGE_SIZE
+    pages, rest = divmod(options.top_k, page_size)
+    if rest:
+        raise ConfigError(
+            f"hisparse_config: top_k is {options.top_k} tokens and page_size {page_size}; whole "
+            f"pages are selected: use {max(1, pages) * page_size} or {(pages + 1) * page_size}"
+        )
+    if config.hsa_topk not in (None, pages):
+        raise ConfigError(
+            f"hisparse_config: top_k is {options.top_k} tokens, {pages} pages, but hsa_topk is "
+            f"{config.hsa_topk}; they are the same thing, give one"
+        )
+    return replace(config, hsa_topk=pages)
+
+
+def check_together(
+    config: EngineConfig,
+    options: HiSparseOptions,
+    attention: AttentionPlan,
+    device: torch.device,
+) -> None:
+    """Refuse what the tier cannot serve."""
+    if attention.sparse is None:
+        raise ConfigError(
+            f"enable_hisparse needs sparse attention and attention_backend is "
+            f"{config.attention_backend or os.environ.get('ATTN_BACKEND')!r}; use "
+            "attention_backend=hsa, or leave enable_hisparse out"
+        )
+    if attention.sparse.dense_prompt:
+        raise ConfigError(
+            f"attention_backend is {config.attention_backend!r}: a dense prefill reads every page "
+            "on the device, and enable_hisparse moves pages away; use attention_backend=hsa"
+        )
+    if device.type != "cpu":
+        raise ConfigError(
+            f"enable_hisparse runs on a CPU so far and the device is {device.type}; use "
+            "device=cpu, or leave enable_hisparse out"
+        )
+    if options.swap_in_block_size is not None:
+        raise ConfigError(
+            "hisparse_config: swap_in_block_size is for CUDA and the device is cpu; leave it out"
+        )

@@ -1,0 +1,174 @@
+"""Between selection and attention: every page that was selected is made readable on the device.
+
+A selected slice is looked for in three places: the page is resident in a frame; the layer's hot
+cache has the slice; else it is copied from host memory into the hot cache. Hot slots lie behind the
+frames in the same tensor, so that attention reads all of them by one kind of number.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cairn.memory.copies import CopyEdits, Transfer
+from cairn.memory.host_pool import HostPool
+from cairn.memory.hot_cache import HotCache
+from cairn.memory.kv_pool import KVPool
+from cairn.memory.movers import InlineMover, ThreadMover
+
+
+@dataclass(slots=True)
+class TierStats:
+    """Totals since the engine started; reads count slices of (layer, kv head, page)."""
+
+    resident: int = 0  # reads of pages that were in a frame
+    hits: int = 0  # reads of slices that were in the hot cache
+    misses: int = 0  # reads that had to be copied in
+    bytes_in: int = 0  # host to device: misses and fetched pages
+    bytes_out: int = 0  # device to host: backups
+    stall_seconds: float = 0.0  # the engine waited for copies
+
+
+class HiSparseCoordinator:
+    def __init__(
+        self,
+        pool: KVPool,
+        host: HostPool,
+        *,
+        num_frames: int,
+        hot_slots: int,
+        asynchronous: bool,
+    ) -> None:
+        """`pool` has `hot_slots` pages behind its null page and `num_frames` frames."""
+        self._pool = pool
+        self._host = host
+        self._first_hot = num_frames + 1
+        device = next(iter(pool.layers.values())).device
+        num_pages = len(next(iter(host.layers.values())))
+        self._frame_of = torch.zeros(num_pages, dtype=torch.int64, device=device)
+        self._hot = {layer: HotCache(pool.kv_heads, hot_slots, device) for layer in host.layers}
+        self._mover = (ThreadMover if asynchronous else InlineMover)(self._copy_out)
+        self.stats = TierStats()
+
+    # -- at the head of a step ----------------------------------------------------------------
+
+    def begin_step(self, edits: CopyEdits) -> None:
+        """Pages that moved, and pages that come back whole."""
+        if edits.frames:
+            pages, frames = self._index(edits.frames)
+            self._frame_of[pages] = frames
+        if edits.fetches:
+            begin = time.perf_counter()
+            pages, frames = self._index(edits.fetches)
+            for layer, host in self._host.layers.items():
+                device = self._pool.layers[layer]
+                device[frames] = host[pages.cpu()].to(device.device)
+                self.stats.bytes_in += len(pages) * host[0].nbytes
+            self.stats.stall_seconds += time.perf_counter() - begin
+
+    # -- between selection and attention ------------------------------------------------------
+
+    def parts(
+        self, layer: int, pages: torch.Tensor, generations: torch.Tensor, most_rows: int
+    ) -> Iterator[slice]:
+        """Cut rows into runs whose selected pages, [rows, kv_heads, k], fit in the hot cache."""
+        wanted = self._wanted(pages)
+        hot = self._hot[layer]
+        begin = 0
+        while begin < len(pages):
+            count = min(most_rows, len(pages) - begin)
+            part = slice(begin, begin + count)
+            while count > 1 and (
+                hot.distinct(pages[part], generations[part], wanted[part]) > hot.slots
+            ):
+                count = (count + 1) // 2
+                part = slice(begin, begin + count)
+            yield part
+            begin += count
+
+    def swap_in_selected_pages(
+        self, layer: int, pages: torch.Tensor, generations: torch.Tensor
+    ) -> torch.Tensor:
+        """Where attention finds each selected page, [rows, kv_heads, k]; valid until the next call.
+
+        Where pages is -1 the result is the null page.
+        """
+        begin = time.perf_counter()
+        wanted = self._wanted(pages)
+        plan = self._hot[layer].plan(pages, generations, wanted)
+        if len(plan.pages):
+            self._copy_in(layer, plan.heads, plan.pages, plan.into)
+        self.stats.resident += int(((pages >= 0) & ~wanted).sum())
+        self.stats.hits += plan.hits
+        self.stats.misses += len(plan.pages)
+        frames = self._frame_of[pages.clamp(min=0)]
+        found = torch.where(wanted, plan.slots + self._first_hot, frames)
+        self.stats.stall_seconds += time.perf_counter() - begin
+        return found.masked_fill(pages < 0, 0)
+
+    def _wanted(self, pages: torch.Tensor) -> torch.Tensor:
+        """Pages that are not in a frame."""
+        return (pages >= 0) & (self._frame_of[pages.clamp(min=0)] == 0)
+
+    def _copy_in(
+        self, layer: int, heads: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        host, device = self._host.layers[layer], self._pool.layers[layer]
+        kv_heads = self._pool.kv_heads
+        flat_host, flat = host.flatten(0, 1), device.flatten(0, 1)
+        from_, into = pages * 2 * kv_heads + heads, (slots + self._first_hot) * 2 * kv_heads + heads
+        for half in (0, kv_heads):  # keys, values
+            flat[into + half] = flat_host[(from_ + half).cpu()].to(device.device)
+        self.stats.bytes_in += 2 * len(pages) * flat[0].nbytes
+
+    # -- to the host --------------------------------------------------------------------------
+
+    def back_up(self, transfers: Sequence[Transfer]) -> None:
+        self._mover.back_up(transfers)
+        self.stats.bytes_out += len(transfers) * sum(
+            tensor[0].nbytes for tensor in self._host.layers.values()
+        )
+
+    def poll(self) -> list[Transfer]:
+        return self._mover.poll()
+
+    def wait(self) -> list[Transfer]:
+        begin = time.perf_counter()
+        done = self._mover.wait()
+        self.stats.stall_seconds += time.perf_counter() - begin
+        return done
+
+    def _copy_out(self, transfers: Sequence[Transfer]) -> None:
+        pages, frames = self._index(transfers)
+        with torch.inference_mode():
+            for layer, host in self._host.layers.items():
+                host[pages.cpu()] = self._pool.layers[layer][frames].cpu()
+
+    def close(self) -> None:
+        """Wait for copies under way and let go of host memory."""
+        self._mover.close()
+        self._host.layers.clear()
+
+    def _index(self, transfers: Sequence[Transfer]) -> tuple[torch.Tensor, torch.Tensor]:
+        index = torch.tensor(transfers, dtype=torch.int64, device=self._frame_of.device)
+        return index[:, 0], index[:, 1]
+
+    # -- invariants ---------------------------------------------------------------------------
+
+    def check(self, generation: Sequence[int]) -> list[str]:
+        """Slots whose bytes are not those of the page they are tagged with, in its present life."""
+        problems = []
+        kv_heads = self._pool.kv_heads
+        for layer, hot in self._hot.items():
+            host, device = self._host.layers[layer], self._pool.layers[layer]
+            for head, slot, page, life in hot.held():
+                if generation[page] != life:
+                    continue  # nobody asks for it any more
+                for place in (head, head + kv_heads):
+                    there, here = host[page, place], device[self._first_hot + slot, place]
+                    if not torch.equal(there, here.cpu()):
+                        problems.append(f"slot {slot} of layer {layer} is not page {page}")
+        return problems

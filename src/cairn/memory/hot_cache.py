@@ -1,0 +1,107 @@
+"""The hot cache of a layer: slices of pages that are in host memory alone, kept on the device.
+
+A slice is what one kv head reads of a page; each kv head has slots of its own, since each selects
+its own pages. Slots are tagged with page and generation, so that a page id that has begun another
+life is not mistaken for what it was; nothing has to be purged when pages are freed.
+
+This is the planner in plain torch: exact, on any device, the oracle for every kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cairn.errors import PageError
+
+_EMPTY = -1
+_PAGE_BITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class SwapPlan:
+    slots: torch.Tensor  # [rows, kv_heads, k] where each wanted slice is; -1 if it is not wanted
+    heads: torch.Tensor  # [misses] kv head
+    pages: torch.Tensor  # [misses] page to copy
+    into: torch.Tensor  # [misses] slot to copy it to
+    hits: int  # slices that were there; each counts once however many rows read it
+
+
+class HotCache:
+    def __init__(self, kv_heads: int, slots: int, device: torch.device) -> None:
+        self.slots = slots
+        self._tags = torch.full((kv_heads, slots), _EMPTY, dtype=torch.int64, device=device)
+        # Slots are given up in the order of their last use. Of one step, misses count as used
+        # before hits: what was just loaded outlives what nobody asked for, not what was reused.
+        self._used = torch.zeros(kv_heads, slots, dtype=torch.int64, device=device)
+        self._clock = 0
+
+    def distinct(self, pages: torch.Tensor, generations: torch.Tensor, wanted: torch.Tensor) -> int:
+        """Slots that the neediest kv head takes for these pages, all [rows, kv_heads, k]."""
+        tags = _tags(pages, generations)
+        return max(
+            int(torch.unique(tags[:, head][wanted[:, head]]).numel())
+            for head in range(pages.shape[1])
+        )
+
+    def plan(
+        self, pages: torch.Tensor, generations: torch.Tensor, wanted: torch.Tensor
+    ) -> SwapPlan:
+        """Find or make room for slices, all [rows, kv_heads, k]; tags change at once.
+
+        pages and generations in int32 or int64; `wanted` is False where there is no page, or it
+        is read from elsewhere.
+        """
+        self._clock += 2
+        tags = _tags(pages, generations)
+        slots = torch.full_like(tags, -1)
+        heads, missed, into = [], [], []
+        hits = 0
+        for head in range(pages.shape[1]):
+            own, mask = self._tags[head], wanted[:, head]
+            asked, place = torch.unique(tags[:, head][mask], return_inverse=True)  # ascending
+            if not len(asked):
+                continue
+            where = torch.searchsorted(asked, own).clamp(max=len(asked) - 1)
+            held = asked[where] == own  # [slots]
+            found = torch.full_like(asked, -1)
+            found[where[held]] = held.nonzero().squeeze(1)
+            missing = (found < 0).nonzero().squeeze(1)
+            order = self._used[head].argsort(stable=True)
+            victims = order[~held[order]][: len(missing)]
+            if len(victims) < len(missing):
+                raise PageError(
+                    f"{len(asked)} slices of one kv head are asked for at once and the hot cache "
+                    f"has {self.slots}"
+                )
+            found[missing] = victims
+            own[victims] = asked[missing]
+            self._used[head][held] = self._clock + 1
+            self._used[head][victims] = self._clock
+            slots[:, head][mask] = found[place]
+            hits += len(asked) - len(missing)
+            heads.append(torch.full_like(missing, head))
+            missed.append(asked[missing] & (2**_PAGE_BITS - 1))
+            into.append(victims)
+        none = tags.new_empty(0)
+        return SwapPlan(
+            slots,
+            torch.cat([none, *heads]),
+            torch.cat([none, *missed]),
+            torch.cat([none, *into]),
+            hits,
+        )
+
+    def held(self) -> list[tuple[int, int, int, int]]:
+        """(kv head, slot, page, generation) of every slot in use, for checks."""
+        return [
+            (head, slot, tag & (2**_PAGE_BITS - 1), tag >> _PAGE_BITS)
+            for head, tags in enumerate(self._tags.tolist())
+            for slot, tag in enumerate(tags)
+            if tag != _EMPTY
+        ]
+
+
+def _tags(pages: torch.Tensor, generations: torch.Tensor) -> torch.Tensor:
+    return (generations.long() << _PAGE_BITS) | pages.long()
