@@ -254,11 +254,15 @@ class CacheMachine(RuleBasedStateMachine):
             path = [present.get(tuple(tokens[: i * self.step])) for i in range(1, count + 1)]
             if all(path) and all(
                 pages is not None and pages[g] != NULL_PAGE
-                for g, group in enumerate(self.cache.groups)
-                for pages in path[group.first_reachable_page(count * size, size) :]
+                for g in self.usable_groups()
+                for pages in path[self.cache.groups[g].first_reachable_page(count * size, size) :]
             ):
                 best = count
         return best
+
+    def usable_groups(self) -> list[int]:
+        """Groups without whose pages a prefix is of no use."""
+        return list(range(len(self.cache.groups)))
 
     def check_readable(self, sequence: Sequence) -> None:
         """Every computed page the next row can reach holds this sequence's own past."""

@@ -1,0 +1,170 @@
+"""What can be asked of the host tier, what is refused and why, and how memory is divided."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cairn import LLM
+from cairn.config import EngineConfig
+from cairn.engine.hisparse_options import HiSparseOptions, hisparse_options
+from cairn.engine.tier_sizes import TierCosts, TierSizes, size_tier, split_group
+from cairn.errors import ConfigError
+from cairn.memory.geometry import PageGeometry
+from cairn.memory.groups import LayerGroup, group_layers
+from cairn.sparsity.config import SparseConfig
+from cairn.sparsity.policy import PolicyShape
+from cairn.sparsity.registry import make_policy
+from tests.helpers import TINY_HILS, TINY_LLAMA, write_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), TINY_LLAMA)
+
+
+def load(folder: Path, config: dict[str, Any] | str | None = None, **options: Any) -> LLM:
+    text = json.dumps(config) if isinstance(config, dict) else config
+    small = {"kv_cache_gib": 0.01, "max_running_requests": 2, "device": "cpu"}
+    return LLM(folder, **{**small, "enable_hisparse": True, "hisparse_config": text, **options})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{", "hisparse_config is not JSON"),
+        ("[1]", r"hisparse_config is \[1\]; it must be an object"),
+        ({"hot": 1, "a": 2}, "unknown keys a, hot; known: top_k, device_buffer_size"),
+        ({"top_k": 0}, "top_k is 0; it must be a whole number from 1"),
+        ({"top_k": 100}, "top_k is 100 tokens and page_size 64; .* use 64 or 128"),
+        ({"device_buffer_size": 1.5}, "device_buffer_size is 1.5; it must be a whole number"),
+        ({"device_buffer_size": 64}, "a query reads 32 pages of 64; it must be at least 2048"),
+        ({"host_to_device_ratio": 0.5}, "host_to_device_ratio is 0.5; it must be a number from 1"),
+        ({"host_gib": True}, "host_gib is True; it must be a number"),
+        ({"host_gib": 1e6}, "host_gib is 1000000.0 and .* GiB of memory are free"),
+        ({"swap_in_block_size": 2000}, "swap_in_block_size is 2000; .* from 1 to 1024"),
+        ({"swap_in_block_size": 512}, "swap_in_block_size is for CUDA and the device is cpu"),
+        ({"async_backup": 1}, "async_backup is 1; use true or false"),
+    ],
+)
+def test_bad_options_are_named(folder: Path, config: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(folder, config)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention_backend": "torch"}, "attention_backend is 'torch'; use attention_backend=hsa"),
+        ({"attention_backend": "torch,hsa"}, "a dense prefill reads every page"),
+        ({"enable_hisparse": False, "hisparse_config": "{}"}, "enable_hisparse is not; set it"),
+        ({"hsa_topk": 3, "hisparse_config": '{"top_k": 128}'}, "2 pages, but hsa_topk is 3"),
+        ({"kv_cache_gib": 1e-5, "hisparse_config": '{"host_gib": 0.1}'}, "one request needs"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    folder: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(folder, **options)
+
+
+def test_the_environment_names_a_backend_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_BACKEND", "torch")
+    with pytest.raises(ConfigError, match="attention_backend is 'torch'"):
+        load(folder)
+
+
+def test_it_turns_sparse_attention_on_by_itself(folder: Path, tmp_path: Path) -> None:
+    with load(folder, {"top_k": 128}) as llm:
+        notes = "\n".join(llm.engine.notes)
+        assert "top-2 pages of 64" in notes
+        assert "hisparse:" in notes and "resident" in notes
+    with load(write_model(tmp_path / "hils", TINY_HILS)) as llm:
+        assert "pages in host memory" in "\n".join(llm.engine.notes)
+
+
+def test_no_option_means_no_tier() -> None:
+    assert hisparse_options(EngineConfig()) is None
+    assert hisparse_options(EngineConfig(enable_hisparse=True)) == HiSparseOptions()
+
+
+# -- sizes ------------------------------------------------------------------------------------
+
+
+def sparse(layers: tuple[int, ...], **options: Any) -> SparseConfig:
+    policy = make_policy("quest", PolicyShape(4, 2, 8, 1.0))
+    return SparseConfig(
+        policy, layers, topk=4, window=32, strategy="group", fusion="lse", **options
+    )
+
+
+def test_sparse_layers_leave_their_group_and_dense_ones_stay() -> None:
+    groups = group_layers([None, 8, None, None])
+    split = split_group(groups, sparse((0, 3)))
+    assert split == (
+        LayerGroup("full", (2,)),
+        LayerGroup("window-8", (1,), 8),
+        LayerGroup("resident", (0, 3), 32, copy_of=0),
+    )
+    assert split_group(groups, sparse((0, 2, 3), dense_below=100))[-1].window == 100
+
+
+GIB = 2**30
+
+
+def sizes(
+    budget: int, host: int, *, running: int = 8, dense: tuple[int, ...] = (), chunk: int = 256
+) -> TierSizes:
+    """Pages of 16 rows, 1 MiB in each layer; a landmark takes 1 KiB."""
+    layers = tuple(layer for layer in range(4) if layer not in dense)
+    groups = split_group(group_layers([None] * 4), sparse(layers))
+    mib = 2**20
+    return size_tier(
+        EngineConfig(kv_cache_gib=budget * mib / GIB),
+        HiSparseOptions(host_gib=host * mib / GIB),
+        sparse(layers),
+        groups,
+        TierCosts([len(group.layers) * mib for group in groups], 1024),
+        PageGeometry(16, 16),
+        max_running=running,
+        chunk=chunk,
+        context=100_000,
+        device=torch.device("cpu"),
+    )
+
+
+def test_memory_is_divided() -> None:
+    found = sizes(budget=2000, host=4000)
+    ids, frames = found.num_pages
+    assert ids == 1000  # four layers of 1 MiB
+    assert found.max_running_requests == 8 and found.hot_slots == 8 * 2 * 4
+    landmarks = 1000 / 1024
+    assert frames == (2000 - landmarks) // 4 - found.hot_slots
+    assert "max_running_requests" not in found.note
+
+
+def test_dense_layers_are_paid_for_every_host_page() -> None:
+    with_dense = sizes(budget=2000, host=3000, dense=(3,))
+    ids, frames = with_dense.num_pages
+    assert ids == 1000  # three layers each
+    assert 3 * (frames + with_dense.hot_slots) <= 2000 - 1000 - 1
+    with pytest.raises(ConfigError, match="landmarks and dense layers of 1000 pages"):
+        sizes(budget=900, host=3000, dense=(3,))
+
+
+def test_fewer_run_at_once_where_the_hot_cache_would_be_too_small() -> None:
+    found = sizes(budget=300, host=4000)
+    assert 1 <= found.max_running_requests < 8
+    assert f"max_running_requests is {found.max_running_requests}" in found.note
+    frames = found.num_pages[-1]
+    assert 4 * (frames + found.hot_slots) <= 300
+
+
+def test_a_chunk_that_does_not_fit_is_no_reason_to_refuse() -> None:
+    found = sizes(budget=100, host=4000, chunk=8192)
+    assert found.max_running_requests >= 1 and found.num_pages[-1] < 8192 // 16

@@ -1,0 +1,196 @@
+"""The hot cache against a cache that is a list, and against the bytes it should hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cairn.errors import PageError
+from cairn.memory.copies import CopyEdits, Transfer
+from cairn.memory.groups import LayerGroup
+from cairn.memory.hisparse import HiSparseCoordinator
+from cairn.memory.host_pool import HostPool
+from cairn.memory.hot_cache import HotCache
+from cairn.memory.kv_pool import KVPool
+
+CPU = torch.device("cpu")
+
+
+class ListCache:
+    """One kv head's slots, least recently used first."""
+
+    def __init__(self, slots: int) -> None:
+        self.order: list[tuple[int, tuple[int, int] | None]] = [(i, None) for i in range(slots)]
+
+    def read(self, wanted: list[tuple[int, int]]) -> tuple[dict[tuple[int, int], int], int]:
+        """Where each (generation, page) is, and how many were there."""
+        asked = sorted(set(wanted))
+        hits = [entry for entry in self.order if entry[1] in asked]
+        there = [entry[1] for entry in hits]
+        missing = [tag for tag in asked if tag not in there]
+        others = [entry for entry in self.order if entry not in hits]
+        victims, rest = others[: len(missing)], others[len(missing) :]
+        loaded = [(slot, tag) for (slot, _), tag in zip(victims, missing, strict=True)]
+        # Within one step slots keep their numbers' order, however they were used before.
+        self.order = rest + sorted(loaded) + sorted(hits)
+        return {tag: slot for slot, tag in loaded + hits if tag is not None}, len(hits)
+
+
+@given(data=st.data())
+def test_the_planner_is_a_list_ordered_by_last_use(data: st.DataObject) -> None:
+    heads, slots = data.draw(st.integers(1, 3)), data.draw(st.integers(4, 9))
+    cache = HotCache(heads, slots, CPU)
+    models = [ListCache(slots) for _ in range(heads)]
+    for _ in range(data.draw(st.integers(1, 12))):
+        rows, k = data.draw(st.sampled_from([(1, 4), (2, 2), (4, 1)]))
+        shape = (rows, heads, k)
+        count = rows * heads * k
+        numbers = st.lists(st.integers(-1, 12), min_size=count, max_size=count)
+        dtype = data.draw(st.sampled_from([torch.int32, torch.int64]))
+        pages = torch.tensor(data.draw(numbers), dtype=dtype).view(shape)
+        lives = torch.tensor(data.draw(numbers), dtype=dtype).view(shape) % 2 + 1
+        resident = torch.tensor(data.draw(numbers)).view(shape) > 9
+        wanted = (pages >= 0) & ~resident
+        assert cache.distinct(pages, lives, wanted) <= slots
+        plan = cache.plan(pages, lives, wanted)
+        hits = 0
+        for head, model in enumerate(models):
+            places, found = model.read(
+                [
+                    (int(lives[row, head, i]), int(pages[row, head, i]))
+                    for row in range(rows)
+                    for i in range(k)
+                    if wanted[row, head, i]
+                ]
+            )
+            hits += found
+            for row in range(rows):
+                for i in range(k):
+                    tag = int(lives[row, head, i]), int(pages[row, head, i])
+                    slot = places[tag] if wanted[row, head, i] else -1
+                    assert int(plan.slots[row, head, i]) == slot
+        assert plan.hits == hits
+        held = [
+            (head, slot, tag[1], tag[0])
+            for head, model in enumerate(models)
+            for slot, tag in sorted(model.order)
+            if tag is not None
+        ]
+        assert cache.held() == held
+
+
+def test_what_was_just_loaded_outlives_what_nobody_asked_for() -> None:
+    cache = HotCache(1, 3, CPU)
+
+    def read(*pages: int) -> int:
+        index = torch.tensor(pages).view(1, 1, -1)
+        return cache.plan(index, torch.ones_like(index), index >= 0).hits
+
+    assert read(1, 2) == 0
+    assert read(1, 3) == 1  # 2 is the oldest now
+    assert read(1, 4) == 1  # and makes room
+    assert read(3) == 1
+    assert read(2) == 0
+
+
+def test_more_than_fits_is_refused_and_rows_are_cut_so_that_it_does_not_happen() -> None:
+    cache = HotCache(1, 3, CPU)
+    pages = torch.arange(4).view(1, 1, 4)
+    with pytest.raises(PageError, match="4 slices of one kv head"):
+        cache.plan(pages, torch.ones_like(pages), pages >= 0)
+
+
+HEADS, SIZE, DIM = 2, 4, 3
+
+
+def make(pages: int, frames: int, hot: int) -> tuple[HiSparseCoordinator, HostPool, KVPool]:
+    groups = [LayerGroup("full", ()), LayerGroup("resident", (0, 5), 8, copy_of=0)]
+    pool = KVPool(groups, [pages, frames], SIZE, HEADS, DIM, torch.float32, CPU, hot_slots=hot)
+    host = HostPool((0, 5), pages, SIZE, HEADS, DIM, torch.float32, pinned=False)
+    for tensor in (*pool.layers.values(), *host.layers.values()):
+        tensor.fill_(float("nan"))
+    tier = HiSparseCoordinator(pool, host, num_frames=frames, hot_slots=hot, asynchronous=False)
+    return tier, host, pool
+
+
+@given(data=st.data())
+def test_what_is_read_is_what_the_host_has(data: st.DataObject) -> None:
+    tier, host, pool = make(pages=12, frames=3, hot=4)
+    for layer, tensor in host.layers.items():
+        tensor[1:] = torch.randn(tensor[1:].shape) + layer
+    frames = {
+        page: i + 1 for i, page in enumerate(data.draw(st.sets(st.integers(1, 12), max_size=3)))
+    }
+    moves = tuple(Transfer(page, frame) for page, frame in frames.items())
+    tier.begin_step(CopyEdits(moves, moves))
+    for _ in range(data.draw(st.integers(1, 5))):
+        layer = data.draw(st.sampled_from([0, 5]))
+        rows, k = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 4))
+        count = rows * HEADS * k
+        numbers = data.draw(st.lists(st.integers(-1, 12), min_size=count, max_size=count))
+        pages = torch.tensor(numbers).view(rows, HEADS, k)
+        pages[pages == 0] = -1
+        lives = torch.ones_like(pages)
+        covered = 0
+        for part in tier.parts(layer, pages, lives, most_rows=4):
+            assert part.start == covered and part.stop - part.start <= 4
+            covered = part.stop
+            found = tier.swap_in_selected_pages(layer, pages[part], lives[part])
+            for row, head, i in torch.cartesian_prod(
+                torch.arange(len(found)), torch.arange(HEADS), torch.arange(k)
+            ).tolist():
+                page, at = int(pages[part][row, head, i]), int(found[row, head, i])
+                if page < 0:
+                    assert at == 0
+                    continue
+                for place in (head, head + HEADS):
+                    assert torch.equal(
+                        pool.layers[layer][at, place], host.layers[layer][page, place]
+                    )
+        assert covered == rows
+    assert tier.check([1] * 13) == []
+
+
+def test_backups_go_out_and_counters_tell() -> None:
+    tier, host, pool = make(pages=4, frames=2, hot=2)
+    pool.layers[0][1], pool.layers[5][1] = 1.0, 5.0
+    tier.begin_step(CopyEdits((Transfer(3, 1),)))
+    tier.back_up([Transfer(3, 1)])
+    assert tier.poll() == [Transfer(3, 1)] and tier.wait() == []
+    assert (host.layers[0][3] == 1).all() and (host.layers[5][3] == 5).all()
+    size = 2 * HEADS * SIZE * DIM * 4
+    assert tier.stats.bytes_out == 2 * size
+    pages = torch.tensor([[[3], [-1]]])
+    tier.swap_in_selected_pages(0, pages, torch.ones_like(pages))
+    assert (tier.stats.resident, tier.stats.hits, tier.stats.misses) == (1, 0, 0)
+    tier.begin_step(CopyEdits((Transfer(3, 0),)))
+    for _ in range(2):
+        tier.swap_in_selected_pages(0, pages, torch.ones_like(pages))
+    assert (tier.stats.resident, tier.stats.hits, tier.stats.misses) == (1, 1, 1)
+    assert tier.stats.bytes_in == size // HEADS
+    tier.begin_step(CopyEdits((Transfer(3, 2),), (Transfer(3, 2),)))
+    assert (pool.layers[5][2] == 5).all()
+    assert tier.stats.bytes_in == size // HEADS + 2 * size
+
+
+def test_copies_beside_the_engine_are_waited_for_and_their_failures_told() -> None:
+    from cairn.memory.movers import ThreadMover
+
+    seen: list[Transfer] = []
+    mover = ThreadMover(seen.extend)
+    mover.back_up([Transfer(1, 2), Transfer(3, 4)])
+    done = mover.wait()
+    assert done == seen == [Transfer(1, 2), Transfer(3, 4)]
+    assert mover.poll() == []
+    mover.close()
+
+    def fail(_: object) -> None:
+        raise OSError("host memory is gone")
+
+    failing = ThreadMover(fail)
+    failing.back_up([Transfer(1, 2)])
+    with pytest.raises(OSError, match="gone"):
+        failing.wait()
+    failing.close()
