@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -152,3 +153,34 @@ def test_quest_finds_a_passkey_as_well_as_dense_attention(model: str) -> None:
                 assert answer.text is not None
                 found[name] += str(key) in answer.text
     assert found["quest"] >= found["dense"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("radix", [True, False])
+def test_the_host_tier_changes_no_token(model: str, radix: bool) -> None:
+    """A text of many pages, most of them in host memory alone; then a question that shares it."""
+    text = (Path(__file__).parent / "data" / "wikitext2_excerpt.txt").read_text()
+    options: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "attention_backend": "hsa",
+        "hsa_topk": 8,
+        "hsa_window": 256,
+        "max_running_requests": 2,
+        "chunked_prefill_size": 512,
+        "disable_radix_cache": not radix,
+    }
+    tier = {"enable_hisparse": True, "kv_cache_gib": 0.1, "hisparse_config": '{"host_gib": 0.5}'}
+    found = []
+    for extra in ({}, tier):
+        with LLM(model, **options, **extra) as llm:
+            assert llm.tokenizer is not None
+            ids = llm.tokenizer.encode(text)[:3000]
+            prompts = [ids, ids[:2500], [*ids[:2900], *ids[100:200]]]
+            results = llm.generate(prompts, max_tokens=48, ignore_eos=True)
+            again = llm.generate(prompts, max_tokens=48, ignore_eos=True)
+            found.append([result.token_ids for result in (*results, *again)])
+            report = llm.engine.tier()
+    assert report is not None and report.totals.misses > 0
+    assert report.pages["host_only"] > 0 or not radix
+    assert found[0] == found[1]

@@ -170,7 +170,7 @@ class AsyncLLM:
                     self._calls.get()()
                 if self._frontend.engine.has_work and not self._closing:
                     self._frontend.step()
-            self._frontend.abort_all()
+            self._frontend.close()
         except BaseException as error:
             self._failure = error
             for sink in list(self._sinks):

@@ -152,6 +152,11 @@ class Frontend:
         for request_id in list(self._live):
             self.abort(request_id)
 
+    def close(self) -> None:
+        """Abort what runs and free what the engine holds beside its tensors."""
+        self.abort_all()
+        self.engine.close()
+
     def step(self) -> None:
         """One engine step, and the text that comes of it.
 

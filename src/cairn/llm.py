@@ -200,7 +200,7 @@ class LLM:
     def close(self) -> None:
         """Abort what runs and free the model and its memory."""
         if self._frontend is not None:
-            self._frontend.abort_all()
+            self._frontend.close()
             self._frontend = None
 
     def __enter__(self) -> Self:

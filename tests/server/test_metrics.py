@@ -95,3 +95,23 @@ def test_bench_serve(server: ServerProcess, tmp_path: Path) -> None:
         timeout=60,
     )
     assert wrong.returncode == 1 and "does not answer" in wrong.stderr
+
+
+def test_the_host_tier_is_told_too(model_folder: Path, tmp_path: Path) -> None:
+    flags = ("--enable-hisparse", "--page-size=16", "--hsa-topk=2", "--hsa-window=16")
+    sizes = ("--kv-cache-gib=0.001", '--hisparse-config={"host_gib": 0.01}')
+    with ServerProcess(model_folder, tmp_path / "log", *flags, *sizes) as server:
+        body = {"prompt": "m" * 1500, "max_tokens": 100, "ignore_eos": True}
+        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
+        stats = server.wait_until_idle()
+        found = read(server)
+        tier = stats["tier"]
+        places = {"resident": "resident", "hot": "hits", "host": "misses"}
+        for place, name in places.items():
+            assert found[f"cairn_tier_reads_total|{place}"] == tier[name] > 0
+        assert found["cairn_tier_bytes_total|out"] == tier["bytes_out"] > 0
+        assert found["cairn_tier_stall_seconds_total"] > 0
+        states = {name: found[f"cairn_tier_pages|{name}"] for name in tier["pages"]}
+        assert states["host_only"] > 0 and states["backing"] == 0
+        assert sum(states.values()) == stats["pages"][0][1]
+        assert server.get("/stats").json()["engine"]["notes"]

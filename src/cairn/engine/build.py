@@ -182,7 +182,7 @@ def build_engine(
         context_length=context,
         eos_token_ids=source.eos_token_ids(),
         seed=config.seed,
-        can_trace=attention.sparse is not None,
+        sparse=attention.sparse,
         overlap=device.type == "cuda" and not config.disable_overlap_schedule,
         notes=(
             *notes,

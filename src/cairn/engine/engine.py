@@ -21,6 +21,7 @@ from cairn.memory.cache import GroupUsage
 from cairn.memory.hisparse import TierStats
 from cairn.memory.kv_pool import KVPool
 from cairn.models.spec import ModelSpec
+from cairn.sparsity.config import SparseConfig
 
 
 @dataclass(slots=True)
@@ -77,15 +78,15 @@ class Engine:
         context_length: int,
         eos_token_ids: frozenset[int],
         seed: int,
-        can_trace: bool = False,
+        sparse: SparseConfig | None = None,
         overlap: bool = False,
         notes: tuple[str, ...] = (),
     ) -> None:
         self.spec = spec
         self.scheduler = scheduler
         self.stats = EngineStats()
-        self.can_trace = can_trace
-        """Attention is sparse, so that there is something to see."""
+        self.sparse = sparse
+        """How sparse layers attend; None if there are none."""
         self.notes = notes
         """What a user should know about the loaded model."""
         self.context_length = context_length
@@ -99,6 +100,11 @@ class Engine:
         """Launch a step before the tokens of the one before it are known."""
         self._in_flight: InFlight | None = None
         self._last_finish = 0.0
+
+    @property
+    def can_trace(self) -> bool:
+        """Attention is sparse, so that there is something to see."""
+        return self.sparse is not None
 
     # -- requests -----------------------------------------------------------------------------
 

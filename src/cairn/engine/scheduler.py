@@ -171,8 +171,6 @@ class Scheduler:
         planned.update(admission.slot for admission in plan.admissions)
         for request in reversed(list(self._running.values())):
             if request.slot in planned:
-                if launched:
-                    request.computed = 0  # perhaps never written
                 self._retract(request)
         self.cache.put_back(plan.copies)
         if launched:

@@ -6,6 +6,7 @@ completes them, and where steps overlap the device hides the work.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import multiprocessing
@@ -22,7 +23,6 @@ from typing import TYPE_CHECKING, Literal
 import zmq
 
 from cairn.config import EngineConfig
-from cairn.engine.attention_options import plan_attention
 from cairn.engine.request import Request
 from cairn.engine.sampling_params import SamplingParams
 from cairn.errors import CairnError, ConfigError, LoadError, QueueFullError, RequestError
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from cairn.server.matcher import Follower, Matchers
 
 _REPORT_EVERY = 0.25  # seconds between statistics, and between signs of life while idle
+_LOG_EVERY = 60  # seconds between lines about the host tier, while there is work
 _COMPILING_MS = 5  # how often to look whether a grammar is there
 _LINGER_MS = 2000  # for last words
 
@@ -65,8 +66,9 @@ class EngineLoop:
         self._told: dict[str, int] = {}  # traced tokens sent, by engine request id
         self._text_seconds = 0.0
         self._reported = 0.0
+        self._logged = time.monotonic()
         self._stopping = False
-        sparse = plan_attention(frontend.config, self._engine.spec).sparse
+        sparse = self._engine.sparse
         self._reads = PageReads(sparse, self._engine.scheduler.cache.geometry)
         self._sparse_layers = [] if sparse is None else list(sparse.layers)
 
@@ -79,6 +81,7 @@ class EngineLoop:
             if self._engine.has_work:
                 self._step()
             self._report()
+        self._frontend.close()
 
     def _ready(self) -> wire.Ready:
         engine = self._engine
@@ -278,7 +281,19 @@ class EngineLoop:
             aborted=scheduler.stats.aborted,
             read_pages=self._reads.read,
             held_pages=self._reads.held,
+            tier=self._tier(),
         )
+
+    def _tier(self) -> wire.Tier | None:
+        """The host tier's numbers; now and then a line of them for the log."""
+        report = self._engine.tier()
+        if report is None:
+            return None
+        now = time.monotonic()
+        if self._engine.has_work and now - self._logged >= _LOG_EVERY:
+            self._logged = now
+            _log.info("%s", report)
+        return wire.Tier(pages=report.pages, **dataclasses.asdict(report.totals))
 
 
 def run_engine(config: EngineConfig, endpoint: str) -> None:

@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from cairn.server.answer import Answer
-from cairn.server.wire import Ended, Piece, Stats
+from cairn.server.wire import Ended, Piece, Stats, Tier
 
 _TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _TBT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -30,6 +30,22 @@ _COUNTED = (
     ("cairn_held_pages", "Pages that were there to be read.", "held_pages"),
 )
 _SPLIT = ("scheduler", "model", "text")
+# Totals of the host tier: name, help, label, and the field of each of its values.
+_TIER = (
+    (
+        "cairn_tier_reads",
+        "Slices of pages that were selected, by where they were found.",
+        "place",
+        {"resident": "resident", "hot": "hits", "host": "misses"},
+    ),
+    (
+        "cairn_tier_bytes",
+        "Bytes between host and device.",
+        "direction",
+        {"in": "bytes_in", "out": "bytes_out"},
+    ),
+    ("cairn_tier_stall_seconds", "Time spent waiting for copies.", "", {"": "stall_seconds"}),
+)
 
 
 class HasEnd(Protocol):
@@ -136,6 +152,24 @@ class Metrics(Collector):
             for state in ("free", "cached", "owned"):
                 pages.add_metric((group.group, state), getattr(group, state))
         yield pages
+        yield from self._collect_tier(None if stats is None else stats.tier, totals)
+
+    def _collect_tier(self, tier: Tier | None, totals: dict[str, float]) -> Iterator[Metric]:
+        if tier is None:
+            return
+        pages = GaugeMetricFamily(
+            "cairn_tier_pages", "Pages of host memory by state.", labels=("state",)
+        )
+        for state, count in tier.pages.items():
+            pages.add_metric((state,), count)
+        yield pages
+        for name, text, label, fields in _TIER:
+            family = CounterMetricFamily(name, text, labels=(label,) if label else ())
+            for value, field in fields.items():
+                key = f"tier.{field}"
+                total = totals.get(key, 0) + self._before.get(key, 0)
+                family.add_metric((value,) if label else (), total)
+            yield family
 
     def write(self) -> bytes:
         return generate_latest(self.registry)
@@ -144,4 +178,8 @@ class Metrics(Collector):
 def _totals(stats: Stats) -> dict[str, float]:
     names: Iterable[str] = [field for _, _, field in _COUNTED]
     split = [f"{part}_seconds" for part in _SPLIT]
-    return {name: getattr(stats, name) for name in [*names, *split]}
+    totals = {name: getattr(stats, name) for name in [*names, *split]}
+    if stats.tier is not None:
+        moved = [field for *_, fields in _TIER for field in fields.values()]
+        totals |= {f"tier.{field}": getattr(stats.tier, field) for field in moved}
+    return totals

@@ -100,6 +100,18 @@ class Pages(msgspec.Struct, array_like=True, frozen=True):
     owned: int
 
 
+class Tier(msgspec.Struct, frozen=True):
+    """Pages that live in host memory, by state, and what moved; totals since the engine started."""
+
+    pages: dict[str, int]
+    resident: int  # slices of (layer, kv head, page) read where they were
+    hits: int  # read from the hot cache
+    misses: int  # copied from the host first
+    bytes_in: int
+    bytes_out: int
+    stall_seconds: float
+
+
 class Stats(msgspec.Struct, frozen=True):
     """The engine's totals since it started, and what it holds now."""
 
@@ -119,6 +131,7 @@ class Stats(msgspec.Struct, frozen=True):
     aborted: int
     read_pages: int  # pages that generated tokens' rows read in a sparse layer
     held_pages: int  # pages they had behind them
+    tier: Tier | None = None
 
 
 class Report(msgspec.Struct, tag="report", frozen=True):
