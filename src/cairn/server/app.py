@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cairn import __version__
+from cairn.config import EngineConfig
 from cairn.server.api_error import ApiError
 from cairn.server.events import Generated
 from cairn.server.options import ServeConfig
@@ -25,6 +26,7 @@ from cairn.server.record import record_of
 from cairn.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from cairn.server.service import Service
 from cairn.server.shell import RequestLog, Shell
+from cairn.server.worker_info import add_worker_routes
 
 _WEB = resources.files("cairn.server") / "web"
 _BODIES: dict[str, type[BaseModel]] = {
@@ -62,7 +64,9 @@ class _Run(Response):
         await self._generated(scope, receive, send)
 
 
-def build_app(service: Service, serve: ServeConfig, log: RequestLog) -> ASGIApp:
+def build_app(
+    service: Service, engine: EngineConfig, serve: ServeConfig, log: RequestLog
+) -> ASGIApp:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         try:
@@ -81,6 +85,7 @@ def build_app(service: Service, serve: ServeConfig, log: RequestLog) -> ASGIApp:
     _add_errors(app)
     _add_model_routes(app, service)
     _add_state_routes(app, service)
+    add_worker_routes(app, service, engine)
     _add_pages(app)
     app.openapi = _schema(app)  # type: ignore[method-assign]
     outer: ASGIApp = Shell(app, serve, service.metrics, log)

@@ -38,7 +38,7 @@ async def _serve(
     engine: EngineConfig, serve: ServeConfig, listening: socket.socket, log: RequestLog
 ) -> None:
     service = Service(engine, serve)
-    app = build_app(service, serve, log)
+    app = build_app(service, engine, serve, log)
     config = uvicorn.Config(
         app,
         log_level="warning",

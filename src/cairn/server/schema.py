@@ -58,7 +58,31 @@ def _refused(reason: str, *allowed: Any) -> Any:
     return check
 
 
-class Sampling(_Strict):
+class RouterDefaults(_Strict):
+    """What sglang-router writes into every request it forwards, asked for or not."""
+
+    skip_special_tokens: bool | None = Field(None, description="Only true.")
+    no_stop_trim: bool | None = Field(None, description="Only false.")
+    return_hidden_states: bool | None = Field(None, description="Only false.")
+    continue_final_message: bool | None = Field(None, description="Only false.")
+    separate_reasoning: bool | None = Field(None, description="Changes nothing: all is content.")
+    stream_reasoning: bool | None = Field(None, description="Changes nothing: all is content.")
+
+    _skip_special_tokens = field_validator("skip_special_tokens")(
+        _refused("special tokens have no text here", True)
+    )
+    _no_stop_trim = field_validator("no_stop_trim")(
+        _refused("an answer ends before its stop string", False)
+    )
+    _return_hidden_states = field_validator("return_hidden_states")(
+        _refused("this server returns no hidden states", False)
+    )
+    _continue_final_message = field_validator("continue_final_message")(
+        _refused("an answer is always a new message", False)
+    )
+
+
+class Sampling(RouterDefaults):
     """Fields that both kinds of completion have."""
 
     model: Text | None = Field(None, description="This server's model, as /v1/models names it.")

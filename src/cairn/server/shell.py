@@ -35,6 +35,10 @@ _ROUTES = {
     "/health",
     "/metrics",
     "/stats",
+    "/get_model_info",
+    "/model_info",
+    "/get_server_info",
+    "/server_info",
     "/docs",
     "/openapi.json",
 }

@@ -1,0 +1,50 @@
+"""The text a request is routed by: what its prompt begins with, as far as the ingress can tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+_GENERATING = ("/v1/chat/completions", "/v1/completions")
+
+
+class _Body(msgspec.Struct):
+    """The fields that matter here; the replica checks them all."""
+
+    messages: Any = None
+    prompt: Any = None
+    cache_salt: Any = None
+
+
+def routing_text(path: str, body: bytes) -> str:
+    """Empty where there is nothing to go by; what is wrong with such a body the replica says.
+
+    A longer conversation begins with the text of a shorter one, and prompts under different salts,
+    which share no cache, begin differently.
+    """
+    if path not in _GENERATING:
+        return ""
+    try:
+        fields = msgspec.json.decode(body, type=_Body)
+    except msgspec.MsgspecError:
+        return ""
+    text = "".join(map(_message, fields.messages)) if isinstance(fields.messages, list) else ""
+    text = text or _prompt(fields.prompt)
+    return f"{fields.cache_salt}\n{text}" if text else ""
+
+
+def _message(message: Any) -> str:
+    if not isinstance(message, dict):
+        return ""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(str(part.get("text")) for part in content if isinstance(part, dict))
+    return f"{message.get('role')}\n{content}\n"
+
+
+def _prompt(prompt: Any) -> str:
+    """A text, token ids, or the first of several of either."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    return " ".join(map(str, prompt)) if isinstance(prompt, list) else str(prompt or "")
