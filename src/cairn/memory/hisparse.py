@@ -22,7 +22,8 @@ from cairn.memory.movers import InlineMover, ThreadMover
 
 @dataclass(slots=True)
 class TierStats:
-    """Totals since the engine started; reads count slices of (layer, kv head, page)."""
+    """Totals since the engine started. Reads count slices of (layer, kv head, page), each once for
+    all rows that are attended to together."""
 
     resident: int = 0  # reads of pages that were in a frame
     hits: int = 0  # reads of slices that were in the hot cache
@@ -101,7 +102,9 @@ class HiSparseCoordinator:
         plan = self._hot[layer].plan(pages, generations, wanted)
         if len(plan.pages):
             self._copy_in(layer, plan.heads, plan.pages, plan.into)
-        self.stats.resident += int(((pages >= 0) & ~wanted).sum())
+        heads = torch.arange(pages.shape[1], device=pages.device)[:, None]
+        resident = (pages * pages.shape[1] + heads)[(pages >= 0) & ~wanted]
+        self.stats.resident += len(torch.unique(resident))
         self.stats.hits += plan.hits
         self.stats.misses += len(plan.pages)
         frames = self._frame_of[pages.clamp(min=0)]
