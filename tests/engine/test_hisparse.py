@@ -34,10 +34,10 @@ from tests.helpers import (
 )
 
 CASES = sorted(p.parent.name for p in GOLDENS.glob("*/layer_intermediates.safetensors"))
-MACHINE_EXAMPLES = max(20, settings().max_examples // 10)  # each is a whole life of an engine
+MACHINE_EXAMPLES = max(15, settings().max_examples // 12)  # each is a whole life of an engine
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=sorted(MODELS.keys() - {"many"}))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp(request.param), MODELS[request.param][0])
 
@@ -46,7 +46,7 @@ FRAMES = 12
 """Two windows of 20 to 50 rows, a few tails, and a chunk of a page or two."""
 
 
-@pytest.mark.parametrize("chunk", [1, 15, 16, 100])
+@pytest.mark.parametrize("chunk", [7, 16, 100])
 @pytest.mark.parametrize("radix", [True, False])
 def test_tokens_are_the_same_with_the_tier_and_without(
     model: Path, chunk: int, radix: bool

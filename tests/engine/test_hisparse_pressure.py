@@ -215,8 +215,16 @@ def _resident_mib() -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
 
 
+def test_closing_lets_go_of_host_memory(folder: Path) -> None:
+    with tiered(folder, frames=20) as llm:
+        llm.generate(tokens_of(100), max_tokens=5)
+        tier = tier_of(llm.engine)
+        assert tier._host.nbytes > 0
+    assert tier._host.nbytes == 0
+
+
 def test_a_short_soak(folder: Path) -> None:
-    soak(folder, 5)
+    soak(folder, 3)
 
 
 @pytest.mark.slow
