@@ -20,6 +20,7 @@ from cairn.kernels import (
     sampling,
     sparse_decode,
     sparse_extend,
+    swap_in,
 )
 
 BF16, FP32, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
@@ -96,6 +97,15 @@ def main() -> None:
     compile_kernel(sampling._best_kernel, types, constants, num_warps=8)
     types = {"best": FP32, "best_token": I32, "tokens": I64}
     compile_kernel(sampling._pick_kernel, types, {"BLOCKS": 38, "PADDED": 64})
+    names = ("selected", "page_table", "generations", "frame_of", "hot_pages", "hot_lives", "used")
+    names += ("clock", "slot_of", "located", "claims", "missed", "counts", "host", "pool")
+    types = {**dict.fromkeys(names, I32), "totals": I64}
+    sizes = ("total", "room", "num_pages", "table_stride", "first_hot", "first")
+    types |= dict.fromkeys(sizes, "i32")
+    constants = {"KV_HEADS": 8, "TOPK": 32, "SLOTS": 1000, "BLOCK_SLOTS": 1024, "BLOCK": 1024}
+    compile_kernel(swap_in._plan_kernel, types, constants, num_warps=8)
+    constants = {"KV_HEADS": 8, "BLOCK_HEADS": 8, "WORDS": 4096, "PIECE": 1024, "PROGRAMS": 264}
+    compile_kernel(swap_in._copy_kernel, types, constants)
 
 
 def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
@@ -106,12 +116,13 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
     types = dict.fromkeys((*names, "cu_query", "dense_until", "block_seq", "block_begin"), I32)
     types |= dict.fromkeys(("pages", "readers", "counts", "kept_index", "limits", "last_rows"), I32)
     types |= dict.fromkeys(("generations", "sealed", "selected"), I32)
+    types |= dict.fromkeys(("kv_table", "kv_pages", "located"), I32)
     types |= dict.fromkeys(("query", "scoring", "prior", "pool", "vectors", "window_out"), BF16)
     types |= dict.fromkeys(("bias", "scores", "score_lse", "partial", "partial_lse"), FP32)
     types |= dict.fromkeys(
         ("best_rank", "kept_rank", "maxima", "thresholds", "window_lse", "normalizer"), FP32
     )
-    types |= {"launches": I64, "scale": "fp32", "seal": "i32"}
+    types |= {"launches": I64, "scale": "fp32", "seal": "i32", "stage_shift": "i64"}
     types |= dict.fromkeys(("query_stride", "scoring_stride", "prior_stride"), "i32")
     types |= dict.fromkeys(("table_stride", "candidate_stride", "best_stride"), "i32")
     types |= dict.fromkeys(("groups", "capacity"), "i32")
@@ -148,7 +159,10 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
     build(sparse_decode._begin_kernel)
     build(sparse_decode._score_kernel, num_stages=3)
     build(sparse_decode._topk_kernel)
-    build(sparse_decode._pages_kernel, num_stages=2)
+    build(sparse_decode._choose_kernel)
+    for located in (False, True):
+        constants["LOCATED"] = located
+        build(sparse_decode._pages_kernel, num_stages=2)
     build(sparse_extend._normalizer_kernel, num_stages=3)
     for collect in (False, True):
         constants |= {"COLLECT": collect, "BLOCK_P": 128 if native and not collect else 64}
@@ -156,7 +170,9 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
     build(sparse_extend._threshold_kernel)
     build(sparse_extend._choose_kernel, I32)
     constants["ROWS"] = 8
-    build(sparse_extend._attend_kernel, num_stages=3 if dim == 64 else 2)
+    for staged in (False, True):
+        constants["STAGED"] = staged
+        build(sparse_extend._attend_kernel, num_stages=3 if dim == 64 else 2)
     constants["BLOCK_M"] = 8
     build(sparse_extend._union_kernel)
 

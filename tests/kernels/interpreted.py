@@ -29,6 +29,7 @@ from cairn.kernels.sampling import sample, sample_reference
 from cairn.kernels.top_pages import keep_best, keep_best_of_rows
 from cairn.sparsity.selection import top_positions
 from tests.helpers import TINY_HILS, poison_free_memory, tokens_of, write_model
+from tests.kernels import swap_case
 from tests.kernels.sparse_case import CASES, run
 
 CPU = torch.device("cpu")
@@ -214,6 +215,11 @@ def test_sparse_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(
             found.selections[row].weights[..., :k], selection.weights, rtol=0, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("shape", swap_case.SHAPES[:3])
+def test_swap_in(shape: tuple[int, int, int, int]) -> None:
+    swap_case.check(*shape, CPU, torch.float32)
 
 
 @pytest.mark.parametrize("n", [1, 5, 64])

@@ -25,17 +25,18 @@ class ListCache:
         self.order: list[tuple[int, tuple[int, int] | None]] = [(i, None) for i in range(slots)]
 
     def read(self, wanted: list[tuple[int, int]]) -> tuple[dict[tuple[int, int], int], int]:
-        """Where each (generation, page) is, and how many were there."""
-        asked = sorted(set(wanted))
+        """Where each (generation, page) is, and how many reads needed no copy."""
+        asked = list(dict.fromkeys(wanted))
         hits = [entry for entry in self.order if entry[1] in asked]
         there = [entry[1] for entry in hits]
         missing = [tag for tag in asked if tag not in there]
         others = [entry for entry in self.order if entry not in hits]
-        victims, rest = others[: len(missing)], others[len(missing) :]
+        victims, rest = sorted(others[: len(missing)]), others[len(missing) :]
         loaded = [(slot, tag) for (slot, _), tag in zip(victims, missing, strict=True)]
         # Within one step slots keep their numbers' order, however they were used before.
         self.order = rest + sorted(loaded) + sorted(hits)
-        return {tag: slot for slot, tag in loaded + hits if tag is not None}, len(hits)
+        places = {tag: slot for slot, tag in loaded + hits if tag is not None}
+        return places, len(wanted) - len(missing)
 
 
 @given(data=st.data())

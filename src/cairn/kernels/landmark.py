@@ -76,6 +76,7 @@ def pool_page(
 @triton.jit
 def _pool_kernel(
     pages,  # [n]
+    kv_pages,  # [n]
     last_rows,  # [n]
     pool,  # [pages, 2 * KV_HEADS, PAGE_SIZE, DIM]
     prior,  # [rows, HEADS, DIM]
@@ -95,9 +96,10 @@ def _pool_kernel(
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
     page = tl.load(pages + item).to(tl.int64)
+    kv_page = tl.load(kv_pages + item).to(tl.int64)
     row = tl.load(last_rows + item).to(tl.int64)
     pool_page(
-        pool + (page * (2 * KV_HEADS) + kv_head) * (PAGE_SIZE * DIM),
+        pool + (kv_page * (2 * KV_HEADS) + kv_head) * (PAGE_SIZE * DIM),
         prior + row * prior_stride,
         vectors + page * (LANDMARK_HEADS * WIDTH),
         bias + page * LANDMARK_HEADS,
@@ -112,7 +114,8 @@ def _pool_kernel(
 
 
 def pool_landmarks(
-    pages: torch.Tensor,  # [n]
+    pages: torch.Tensor,  # [n] whose landmarks they are
+    kv_pages: torch.Tensor,  # [n] of the pool
     last_rows: torch.Tensor,  # [n] row of the step that completes each
     pool: torch.Tensor,  # [pages, 2 * kv_heads, page_size, dim]
     prior: torch.Tensor,  # [rows, heads, dim]; read for "hils" alone
@@ -126,6 +129,7 @@ def pool_landmarks(
     kv_heads, page_size = pool.shape[1] // 2, pool.shape[2]
     _pool_kernel[(len(pages), kv_heads)](
         pages,
+        kv_pages,
         last_rows,
         pool,
         prior,

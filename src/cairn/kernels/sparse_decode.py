@@ -5,6 +5,9 @@
     2. the best k pages of every chunk of candidates
     3. of those the best k, attention inside them, and one merge: by the program that comes last
 
+Where pages live in host memory, the third launch is cut in two, and what was selected is brought
+in between them (see `swap_in`).
+
 Before the first layer `begin` notes which pages may be candidates. Programs share the work by
 striding over pages, so that the cost follows the lengths that are there, also in a recorded graph.
 
@@ -13,6 +16,7 @@ striding over pages, so that the cost follows the lengths that are there, also i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -216,7 +220,8 @@ def _score_kernel(
     pool,  # [pages, 2 * KV_HEADS, PAGE_SIZE, DIM]
     vectors,  # [pages, LANDMARK_HEADS, WIDTH]
     bias,  # [pages, LANDMARK_HEADS]
-    page_table,
+    page_table,  # page ids, of landmarks
+    kv_table,  # pages of the pool
     kv_lens,
     rows,  # [seqs] row of each sequence's query
     candidates,
@@ -315,7 +320,7 @@ def _score_kernel(
         total = tl.zeros((BLOCK_G,), tl.float32)
         acc = tl.zeros((BLOCK_G, DIM), tl.float32)
         for index in range(limit + part, tl.cdiv(length, PAGE_SIZE), WINDOW_PARTS):
-            page = tl.load(page_table + seq * table_stride + index).to(tl.int64)
+            page = tl.load(kv_table + seq * table_stride + index).to(tl.int64)
             base = pool + (page * (2 * KV_HEADS) + kv_head) * (PAGE_SIZE * DIM)
             there = index * PAGE_SIZE + offs_n < length
             k = tl.load(
@@ -338,9 +343,11 @@ def _score_kernel(
     elif POOLING >= 0:
         kv_head = task - STRIPS * LANDMARK_HEADS - WINDOW_PARTS * KV_HEADS
         if length % PAGE_SIZE == 0:
-            page = tl.load(page_table + seq * table_stride + length // PAGE_SIZE - 1).to(tl.int64)
+            last = seq * table_stride + length // PAGE_SIZE - 1
+            page = tl.load(page_table + last).to(tl.int64)
+            kv_page = tl.load(kv_table + last).to(tl.int64)
             pool_page(
-                pool + (page * (2 * KV_HEADS) + kv_head) * (PAGE_SIZE * DIM),
+                pool + (kv_page * (2 * KV_HEADS) + kv_head) * (PAGE_SIZE * DIM),
                 prior + row * prior_stride,
                 vectors + page * (LANDMARK_HEADS * WIDTH),
                 bias + page * LANDMARK_HEADS,
@@ -430,10 +437,72 @@ def _topk_kernel(
 
 
 @triton.jit
+def _choose(
+    best_rank,
+    best_index,
+    chosen,
+    limit,
+    store,
+    TOPK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BEST: tl.constexpr,
+):
+    """Of what the chunks kept the best: each one's number among them or -1, its place in the
+    sequence, and how many there are. Kept in `chosen` if `store`."""
+    chunks = tl.cdiv(limit, CHUNK)
+    slot = tl.arange(0, BEST)
+    in_chunks = slot < chunks * TOPK
+    kept_index = tl.load(best_index + slot, mask=in_chunks, other=-1)
+    count = tl.sum((kept_index >= 0).to(tl.int32))
+    place = slot
+    if chunks > 1:
+        rank = tl.load(best_rank + slot, mask=in_chunks, other=float("-inf"))
+        keep = keep_best(rank, TOPK)
+        count = tl.sum(keep.to(tl.int32))
+        place = tl.where(keep, tl.cumsum(keep.to(tl.int32), 0) - 1, -1)
+    if store:
+        tl.store(chosen + place, kept_index, mask=(place >= 0) & (place < TOPK))
+        empty = tl.arange(0, BLOCK_K)
+        tl.store(
+            chosen + empty,
+            tl.full((BLOCK_K,), -1, tl.int32),
+            mask=(empty >= count) & (empty < TOPK),
+        )
+    return place, kept_index, count
+
+
+@triton.jit
+def _choose_kernel(
+    kv_lens,
+    best_rank,
+    best_index,
+    selected,
+    best_stride,
+    KV_HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DENSE_BELOW: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BEST: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    seq = tl.program_id(1)
+    length = tl.load(kv_lens + seq).to(tl.int32)
+    limit = candidate_limit(length - 1, WINDOW, PAGE_SIZE, DENSE_BELOW)
+    base = (seq * KV_HEADS + kv_head).to(tl.int64) * best_stride
+    chosen = selected + (seq * KV_HEADS + kv_head) * TOPK
+    _choose(best_rank + base, best_index + base, chosen, limit, True, TOPK, BLOCK_K, CHUNK, BEST)
+
+
+@triton.jit
 def _pages_kernel(
     query,
     pool,
     page_table,
+    located,  # [seqs, KV_HEADS, TOPK] where selected pages are in the pool, if LOCATED
     kv_lens,
     rows,
     scores,
@@ -459,6 +528,7 @@ def _pages_kernel(
     HIDE_LAST: tl.constexpr,
     BY_LSE: tl.constexpr,
     NULL_SPLIT: tl.constexpr,
+    LOCATED: tl.constexpr,  # pages have been chosen and brought in
     TOPK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -482,7 +552,6 @@ def _pages_kernel(
     length = tl.load(kv_lens + seq).to(tl.int32)
     row = tl.load(rows + seq).to(tl.int64)
     limit = candidate_limit(length - 1, WINDOW, PAGE_SIZE, DENSE_BELOW)
-    chunks = tl.cdiv(limit, CHUNK)
     base = (seq * KV_HEADS + kv_head).to(tl.int64) * best_stride
     chosen = selected + (seq * KV_HEADS + kv_head) * TOPK
 
@@ -500,29 +569,31 @@ def _pages_kernel(
     total = tl.zeros((BLOCK_G,), tl.float32)
     acc = tl.zeros((BLOCK_G, DIM), tl.float32)
 
-    # What the chunks kept is short: every program chooses from it for itself.
-    slot = tl.arange(0, BEST)
-    in_chunks = slot < chunks * TOPK
-    kept_index = tl.load(best_index + base + slot, mask=in_chunks, other=-1)
-    count = tl.sum((kept_index >= 0).to(tl.int32))
-    place = slot
-    if chunks > 1:
-        rank = tl.load(best_rank + base + slot, mask=in_chunks, other=float("-inf"))
-        keep = keep_best(rank, TOPK)
-        count = tl.sum(keep.to(tl.int32))
-        place = tl.where(keep, tl.cumsum(keep.to(tl.int32), 0) - 1, -1)
-    if part == 0:
-        tl.store(chosen + place, kept_index, mask=(place >= 0) & (place < TOPK))
-        empty = tl.arange(0, BLOCK_K)
-        tl.store(
-            chosen + empty,
-            tl.full((BLOCK_K,), -1, tl.int32),
-            mask=(empty >= count) & (empty < TOPK),
+    if LOCATED:
+        slot = tl.arange(0, BLOCK_K)
+        kept_index = tl.load(chosen + slot, mask=slot < TOPK, other=-1)
+        place = slot
+        count = tl.sum((kept_index >= 0).to(tl.int32))
+    else:
+        # What the chunks kept is short: every program chooses from it for itself.
+        place, kept_index, count = _choose(
+            best_rank + base,
+            best_index + base,
+            chosen,
+            limit,
+            part == 0,
+            TOPK,
+            BLOCK_K,
+            CHUNK,
+            BEST,
         )
 
     for wanted in range(part, count, PAGE_PARTS):
         index = tl.max(tl.where(place == wanted, kept_index, -1))
-        page = tl.load(page_table + seq * table_stride + index).to(tl.int64)
+        if LOCATED:
+            page = tl.load(located + (seq * KV_HEADS + kv_head) * TOPK + wanted).to(tl.int64)
+        else:
+            page = tl.load(page_table + seq * table_stride + index).to(tl.int64)
         inside = pool + (page * (2 * KV_HEADS) + kv_head) * (PAGE_SIZE * DIM)
         k = tl.load(inside + offs_n[None, :] * DIM + offs_d[:, None])
         v = tl.load(inside + (KV_HEADS * PAGE_SIZE * DIM) + offs_n[:, None] * DIM + offs_d[None, :])
@@ -595,6 +666,8 @@ def sparse_decode(
     out: torch.Tensor,  # [rows, heads, dim], contiguous
     *,
     pooling: Pooling | None,  # None where the caller saves landmarks of completed pages
+    kv_table: torch.Tensor | None = None,  # of the same stride, where pages live in host memory
+    locate: Callable[[torch.Tensor], torch.Tensor] | None = None,  # likewise: brings pages in
 ) -> None:
     seqs = len(kv_lens)
     group = shape.heads // shape.kv_heads
@@ -613,6 +686,7 @@ def sparse_decode(
         vectors,
         vectors if bias is None else bias,
         page_table,
+        page_table if kv_table is None else kv_table,
         kv_lens,
         rows,
         scratch.candidates,
@@ -669,10 +743,31 @@ def sparse_decode(
         num_warps=4,
         **pdl_options(query),
     )
+    best = triton.next_power_of_2(chunks * shape.topk)
+    located = scratch.selected
+    if locate is not None:
+        _choose_kernel[(shape.kv_heads, seqs)](
+            kv_lens,
+            scratch.best_rank,
+            scratch.best_index,
+            scratch.selected,
+            best_stride,
+            KV_HEADS=shape.kv_heads,
+            PAGE_SIZE=shape.page_size,
+            WINDOW=shape.window,
+            DENSE_BELOW=shape.dense_below,
+            TOPK=shape.topk,
+            BLOCK_K=block_k,
+            CHUNK=_CHUNK,
+            BEST=best,
+            num_warps=4,
+        )
+        located = locate(scratch.selected[:seqs])
     _pages_kernel[(shape.page_parts, shape.kv_heads, seqs)](
         query,
         pool,
         page_table,
+        located,
         kv_lens,
         rows,
         scratch.scores,
@@ -694,10 +789,11 @@ def sparse_decode(
         HIDE_LAST=shape.hide_last,
         BY_LSE=shape.by_lse,
         NULL_SPLIT=shape.null_split,
+        LOCATED=locate is not None,
         TOPK=shape.topk,
         BLOCK_K=block_k,
         CHUNK=_CHUNK,
-        BEST=triton.next_power_of_2(chunks * shape.topk),
+        BEST=best,
         WINDOW_PARTS=shape.window_parts,
         PAGE_PARTS=shape.page_parts,
         BLOCK_G=shape.block_g,

@@ -12,6 +12,8 @@ rows complete are in place before. Scores of rows x pages x heads are never in m
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -510,6 +512,7 @@ def _attend_kernel(
     block_seq,
     block_begin,
     pages,
+    kv_pages,  # where they are, if STAGED: a page of the pool, or -1 - a page of the stage
     readers,
     counts,
     window_out,  # [rows, HEADS, DIM]
@@ -518,6 +521,7 @@ def _attend_kernel(
     scale,
     query_stride,
     scoring_stride,
+    stage_shift,  # of the stage behind the pool, in sixteen elements
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -529,6 +533,7 @@ def _attend_kernel(
     HIDE_LAST: tl.constexpr,
     BY_LSE: tl.constexpr,
     NULL_SPLIT: tl.constexpr,
+    STAGED: tl.constexpr,
     UNION: tl.constexpr,
     ROWS: tl.constexpr,  # of a block
     GROUP_PAD: tl.constexpr,  # power of two, at least the heads of a group
@@ -581,7 +586,14 @@ def _attend_kernel(
     for i in range(0, tl.load(counts + block * KV_HEADS + kv_head)):
         page = tl.load(pages + base + i).to(tl.int64)
         bits = tl.load(readers + base + i)
-        inside = pool + (page * (2 * KV_HEADS) + kv_head) * (PAGE_SIZE * DIM)
+        if STAGED:
+            at = tl.load(kv_pages + base + i).to(tl.int64)
+            staged = at < 0
+            at = tl.where(staged, -1 - at, at)
+            shift = tl.where(staged, stage_shift.to(tl.int64), 0) * 16
+            inside = pool + shift + (at * (2 * KV_HEADS) + kv_head) * (PAGE_SIZE * DIM)
+        else:
+            inside = pool + (page * (2 * KV_HEADS) + kv_head) * (PAGE_SIZE * DIM)
         k = tl.load(inside + offs_n[None, :] * DIM + offs_d[:, None])
         v = tl.load(inside + (KV_HEADS * PAGE_SIZE * DIM) + offs_n[:, None] * DIM + offs_d[None, :])
         logits = tl.dot(q, k, input_precision="ieee") * scale
@@ -640,6 +652,9 @@ def attend_selected(
     window_out: torch.Tensor,  # [rows, heads, dim]
     window_lse: torch.Tensor,  # [rows, heads] float32
     out: torch.Tensor,  # [rows, heads, dim]; may be window_out
+    *,
+    stage: torch.Tensor | None = None,  # pages beside the pool, of its shape and type
+    fill_stage: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Attention over window and pages into `out`; returns how many pages each block and kv head
     read, [blocks, kv_heads]."""
@@ -668,6 +683,11 @@ def attend_selected(
         BLOCK_M=blocks.block_m,
         num_warps=4,
     )
+    kv_pages, shift = pages, 0
+    if stage is not None and fill_stage is not None:
+        kv_pages = fill_stage(pages, counts)
+        shift, rest = divmod(stage.data_ptr() - pool.data_ptr(), 16 * pool.element_size())
+        assert rest == 0, "tensors lie on whole cache lines"
     _attend_kernel[grid](
         query,
         scoring,
@@ -678,6 +698,7 @@ def attend_selected(
         blocks.seq,
         blocks.begin,
         pages,
+        kv_pages,
         readers,
         counts,
         window_out,
@@ -686,6 +707,7 @@ def attend_selected(
         shape.scale,
         query.stride(0),
         scoring.stride(0),
+        shift,
         HEADS=heads,
         KV_HEADS=shape.kv_heads,
         DIM=dim,
@@ -697,6 +719,7 @@ def attend_selected(
         HIDE_LAST=shape.hide_last,
         BY_LSE=shape.by_lse,
         NULL_SPLIT=shape.null_split,
+        STAGED=stage is not None,
         UNION=union,
         ROWS=blocks.block_m,
         GROUP_PAD=group_pad,

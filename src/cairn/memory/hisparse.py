@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from cairn.memory.copies import CopyEdits, Transfer
+from cairn.memory.device_swap import DeviceSwap, SwapShape
 from cairn.memory.host_pool import HostPool
 from cairn.memory.hot_cache import HotCache
 from cairn.memory.kv_pool import KVPool
@@ -22,12 +23,11 @@ from cairn.memory.movers import InlineMover, ThreadMover
 
 @dataclass(slots=True)
 class TierStats:
-    """Totals since the engine started. Reads count slices of (layer, kv head, page), each once for
-    all rows that are attended to together."""
+    """Totals since the engine started; reads count slices of (layer, kv head, page)."""
 
     resident: int = 0  # reads of pages that were in a frame
     hits: int = 0  # reads of slices that were in the hot cache
-    misses: int = 0  # reads that had to be copied in
+    misses: int = 0  # slices that had to be copied in
     bytes_in: int = 0  # host to device: misses and fetched pages
     bytes_out: int = 0  # device to host: backups
     stall_seconds: float = 0.0  # the engine waited for copies
@@ -42,6 +42,7 @@ class HiSparseCoordinator:
         num_frames: int,
         hot_slots: int,
         asynchronous: bool,
+        kernels: SwapShape | None = None,
     ) -> None:
         """`pool` has `hot_slots` pages behind its null page and `num_frames` frames."""
         self._pool = pool
@@ -49,26 +50,52 @@ class HiSparseCoordinator:
         self._first_hot = num_frames + 1
         device = next(iter(pool.layers.values())).device
         num_pages = len(next(iter(host.layers.values())))
-        self._frame_of = torch.zeros(num_pages, dtype=torch.int64, device=device)
+        self._frame_of = torch.zeros(num_pages, dtype=torch.int32, device=device)
         self._hot = {layer: HotCache(pool.kv_heads, hot_slots, device) for layer in host.layers}
+        self.swap: DeviceSwap | None = None
+        """Stands in for `swap_in_selected_pages` where attention runs by kernels."""
+        if kernels is not None:
+            self.swap = DeviceSwap(
+                pool,
+                host,
+                self._frame_of,
+                first_hot=self._first_hot,
+                hot_slots=hot_slots,
+                shape=kernels,
+            )
         self._mover = (ThreadMover if asynchronous else InlineMover)(self._copy_out)
-        self.stats = TierStats()
+        self._stats = TierStats()
+
+    @property
+    def stats(self) -> TierStats:
+        """As far as the device has told."""
+        stats = replace(self._stats)
+        if self.swap is not None:
+            resident, hits, misses, staged = self.swap.totals
+            slice_bytes = 2 * next(iter(self._host.layers.values()))[0, 0].nbytes
+            stats.resident += resident
+            stats.hits += hits
+            stats.misses += misses
+            stats.bytes_in += (misses + staged) * slice_bytes
+        return stats
 
     # -- at the head of a step ----------------------------------------------------------------
 
     def begin_step(self, edits: CopyEdits) -> None:
         """Pages that moved, and pages that come back whole."""
+        if self.swap is not None:
+            self.swap.tell_totals()
         if edits.frames:
             pages, frames = self._index(edits.frames)
-            self._frame_of[pages] = frames
+            self._frame_of[pages] = frames.int()
         if edits.fetches:
             begin = time.perf_counter()
             pages, frames = self._index(edits.fetches)
             for layer, host in self._host.layers.items():
                 device = self._pool.layers[layer]
                 device[frames] = host[pages.cpu()].to(device.device)
-                self.stats.bytes_in += len(pages) * host[0].nbytes
-            self.stats.stall_seconds += time.perf_counter() - begin
+                self._stats.bytes_in += len(pages) * host[0].nbytes
+            self._stats.stall_seconds += time.perf_counter() - begin
 
     # -- between selection and attention ------------------------------------------------------
 
@@ -102,14 +129,12 @@ class HiSparseCoordinator:
         plan = self._hot[layer].plan(pages, generations, wanted)
         if len(plan.pages):
             self._copy_in(layer, plan.heads, plan.pages, plan.into)
-        heads = torch.arange(pages.shape[1], device=pages.device)[:, None]
-        resident = (pages * pages.shape[1] + heads)[(pages >= 0) & ~wanted]
-        self.stats.resident += len(torch.unique(resident))
-        self.stats.hits += plan.hits
-        self.stats.misses += len(plan.pages)
+        self._stats.resident += int(((pages >= 0) & ~wanted).sum())
+        self._stats.hits += plan.hits
+        self._stats.misses += len(plan.pages)
         frames = self._frame_of[pages.clamp(min=0)]
-        found = torch.where(wanted, plan.slots + self._first_hot, frames)
-        self.stats.stall_seconds += time.perf_counter() - begin
+        found = torch.where(wanted, plan.slots + self._first_hot, frames.long())
+        self._stats.stall_seconds += time.perf_counter() - begin
         return found.masked_fill(pages < 0, 0)
 
     def _wanted(self, pages: torch.Tensor) -> torch.Tensor:
@@ -125,13 +150,13 @@ class HiSparseCoordinator:
         from_, into = pages * 2 * kv_heads + heads, (slots + self._first_hot) * 2 * kv_heads + heads
         for half in (0, kv_heads):  # keys, values
             flat[into + half] = flat_host[(from_ + half).cpu()].to(device.device)
-        self.stats.bytes_in += 2 * len(pages) * flat[0].nbytes
+        self._stats.bytes_in += 2 * len(pages) * flat[0].nbytes
 
     # -- to the host --------------------------------------------------------------------------
 
     def back_up(self, transfers: Sequence[Transfer]) -> None:
         self._mover.back_up(transfers)
-        self.stats.bytes_out += len(transfers) * sum(
+        self._stats.bytes_out += len(transfers) * sum(
             tensor[0].nbytes for tensor in self._host.layers.values()
         )
 
@@ -141,7 +166,7 @@ class HiSparseCoordinator:
     def wait(self) -> list[Transfer]:
         begin = time.perf_counter()
         done = self._mover.wait()
-        self.stats.stall_seconds += time.perf_counter() - begin
+        self._stats.stall_seconds += time.perf_counter() - begin
         return done
 
     def _copy_out(self, transfers: Sequence[Transfer]) -> None:

@@ -25,7 +25,7 @@ class SwapPlan:
     heads: torch.Tensor  # [misses] kv head
     pages: torch.Tensor  # [misses] page to copy
     into: torch.Tensor  # [misses] slot to copy it to
-    hits: int  # slices that were there; each counts once however many rows read it
+    hits: int  # reads of slices that were there, or were copied in for another row
 
 
 class HotCache:
@@ -68,8 +68,12 @@ class HotCache:
             found = torch.full_like(asked, -1)
             found[where[held]] = held.nonzero().squeeze(1)
             missing = (found < 0).nonzero().squeeze(1)
+            # In the order in which rows ask for them, into slots in ascending order.
+            reads = torch.arange(len(place), device=place.device)
+            first = torch.full_like(asked, len(place)).scatter_reduce(0, place, reads, "amin")
+            missing = missing[first[missing].argsort()]
             order = self._used[head].argsort(stable=True)
-            victims = order[~held[order]][: len(missing)]
+            victims = order[~held[order]][: len(missing)].sort().values
             if len(victims) < len(missing):
                 raise PageError(
                     f"{len(asked)} slices of one kv head are asked for at once and the hot cache "
@@ -80,7 +84,7 @@ class HotCache:
             self._used[head][held] = self._clock + 1
             self._used[head][victims] = self._clock
             slots[:, head][mask] = found[place]
-            hits += len(asked) - len(missing)
+            hits += len(place) - len(missing)
             heads.append(torch.full_like(missing, head))
             missed.append(asked[missing] & (2**_PAGE_BITS - 1))
             into.append(victims)

@@ -67,9 +67,7 @@ class HSABackend:
         self._sparse_layers = frozenset(config.layers)
         dense_layers = pool.layers.keys() - self._sparse_layers
         self._dense_groups = {pool.group_of[layer] for layer in dense_layers}
-        kv = pool.group_of[config.layers[0]]
-        of = shape.groups[kv].copy_of
-        self._groups = SparseGroups(ids=kv if of is None else of, kv=kv)
+        self._groups = SparseGroups.of(config, shape, pool)
         self._wide = torch.promote_types(shape.dtype, torch.float32)
         self.graphs = kernels is not None and (dense.graphs or not self._dense_groups)
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from cairn.attention.backend import AttentionShape, missing_module
 from cairn.attention.batch import AttentionBatch, Scoring, to_device
-from cairn.attention.hsa.metadata import CompletedPages
+from cairn.attention.hsa.metadata import CompletedPages, SparseGroups
 from cairn.kernels.interface import Pooling
+from cairn.memory.device_swap import DeviceSwap
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.landmarks import LandmarkPool
 from cairn.sparsity.config import SparseConfig
@@ -30,6 +32,7 @@ class DecodeRows:
     rows: torch.Tensor  # [n] int32, their rows of the step
     kv_lens: torch.Tensor  # [n] int32
     page_table: torch.Tensor  # [n, pages]
+    kv_table: torch.Tensor  # [n, pages] of the pool
     generations: torch.Tensor  # [n, pages]
     alone: bool
     """They are the whole step: what they complete is sealed on the device."""
@@ -42,7 +45,8 @@ class ChunkRows:
     batch: AttentionBatch
     windows: object  # ExtendBlocks each
     selecting: object
-    reading: object
+    reading: tuple[object, ...]
+    """Together they are all blocks; each reads no more pages than the stage holds."""
     candidates: torch.Tensor  # [seqs, pages] int32
     dense_until: torch.Tensor  # [seqs] int32
     completed: CompletedPages | None
@@ -65,13 +69,15 @@ class KernelSparse:
         pool: KVPool,
         landmarks: LandmarkPool,
         max_pages: int,
+        swap: DeviceSwap | None = None,
     ) -> None:
         from cairn.kernels.sparse_decode import SparseScratch, SparseShape
 
         self._config = config
         self._pool = pool
         self._landmarks = landmarks
-        self._group = pool.group_of[config.layers[0]]
+        self._groups = SparseGroups.of(config, shape, pool)
+        self._swap = swap
         self._pooling = _pooling(config.policy)
         self._shape = SparseShape(
             heads=shape.num_heads,
@@ -140,11 +146,15 @@ class KernelSparse:
         """`chosen`: the sequences that are sparse; `completed`: all pages the step completes."""
         alone = bool((batch.query_lens == 1).all()) and len(chosen) == batch.num_seqs
         if alone:
-            tables = batch.groups[self._group]
+            tables = batch.groups[self._groups.ids]
             assert tables.generations is not None
-            rows = self._every_row[: batch.num_seqs]
             whole = DecodeRows(
-                rows, batch.device_kv_lens, tables.page_table, tables.generations, True
+                self._every_row[: batch.num_seqs],
+                batch.device_kv_lens,
+                tables.page_table,
+                batch.groups[self._groups.kv].page_table,
+                tables.generations,
+                alone=True,
             )
             return KernelMetadata(whole, None)
         single = batch.query_lens[chosen] == 1
@@ -155,13 +165,14 @@ class KernelSparse:
         return KernelMetadata(decode, self._chunk_rows(batch, longer, completed))
 
     def _decode_rows(self, batch: AttentionBatch, seqs: np.ndarray) -> DecodeRows:
-        tables = batch.groups[self._group]
+        tables = batch.groups[self._groups.ids]
         assert tables.generations is not None
         index = to_device(seqs, batch.device)
         return DecodeRows(
             batch.device_cu_query[index],
             batch.device_kv_lens[index],
             tables.page_table[index],
+            batch.groups[self._groups.kv].page_table[index],
             tables.generations[index],
             alone=False,
         )
@@ -172,25 +183,41 @@ class KernelSparse:
         from cairn.kernels.paged_extend import ExtendBlocks
         from cairn.kernels.sparse_extend import SELECT_ROWS, union_rows
 
-        tables = batch.groups[self._group]
+        tables = batch.groups[self._groups.ids]
         assert tables.generations is not None
         valid = self._landmarks.sealed[tables.page_table.long()] == tables.generations
         until = np.full(batch.num_seqs, self._config.dense_below)
         if self._config.dense_prompt:
             until = np.maximum(until, batch.prompt_rows)
 
-        def blocks(rows: int) -> ExtendBlocks:
-            return ExtendBlocks.of(batch.query_lens, seqs, batch.device, rows)
+        def blocks(rows: int, of: np.ndarray = seqs) -> ExtendBlocks:
+            return ExtendBlocks.of(batch.query_lens, of, batch.device, rows)
 
+        rows = union_rows(self._shape)
         return ChunkRows(
             batch,
             blocks(64),
             blocks(SELECT_ROWS),
-            blocks(union_rows(self._shape)),
+            tuple(blocks(rows, of) for of in self._staged_together(batch, seqs)),
             torch.where(valid, tables.page_table, -1),
             to_device(until.astype(np.int32), batch.device),
             completed,
         )
+
+    def _staged_together(self, batch: AttentionBatch, seqs: np.ndarray) -> list[np.ndarray]:
+        """Cut sequences into runs whose pages, all of them selected, would fit in the stage."""
+        if self._swap is None:
+            return [seqs]
+        pages = batch.kv_lens[seqs] // batch.page_size
+        runs: list[list[int]] = [[]]
+        left = room = len(self._swap.stage)
+        for seq, count in zip(seqs, pages, strict=True):
+            if count > left and runs[-1]:
+                runs.append([])
+                left = room
+            runs[-1].append(int(seq))
+            left -= int(count)
+        return [np.array(run, dtype=np.int64) for run in runs]
 
     def begin(self, metadata: KernelMetadata) -> None:
         if metadata.decode is None:
@@ -265,16 +292,28 @@ class KernelSparse:
             decode.rows,
             out,
             pooling=self._pooling if pooled_here else None,
+            kv_table=decode.kv_table,
+            locate=self._locating(layer, decode),
         )
+
+    def _locating(
+        self, layer: int, decode: DecodeRows
+    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        if self._swap is None:
+            return None
+        tables = {"page_table": decode.page_table, "generations": decode.generations}
+        return partial(self._swap.locate, layer, **tables)
 
     def _save_completed(self, layer: int, prior: torch.Tensor, decode: DecodeRows) -> None:
         """Landmarks of a policy without a kernel: of every sequence's last page, and kept on the
         null page where that is not complete, so that nothing depends on lengths."""
         size = self._shape.page_size
         last = ((decode.kv_lens - 1) // size).long()
-        page = decode.page_table.gather(1, last[:, None])[:, 0]
-        page = torch.where(decode.kv_lens % size == 0, page, 0).long()
-        keys = self._pool.keys(layer)[page]
+        page, kv_page = (
+            torch.where(decode.kv_lens % size == 0, table.gather(1, last[:, None])[:, 0], 0).long()
+            for table in (decode.page_table, decode.kv_table)
+        )
+        keys = self._pool.keys(layer)[kv_page]
         landmark = self._config.policy.landmark(keys, prior[decode.rows.long()])
         self._landmarks.save(layer, page, *landmark)
 
@@ -292,10 +331,9 @@ class KernelSparse:
 
         assert isinstance(chunks.windows, ExtendBlocks)
         assert isinstance(chunks.selecting, ExtendBlocks)
-        assert isinstance(chunks.reading, ExtendBlocks)
         pool, batch = self._pool.layers[layer], chunks.batch
         vectors, bias = self._landmarks.vectors[layer], self._landmarks.biases.get(layer)
-        table = batch.groups[self._group].page_table
+        table = batch.groups[self._groups.ids].page_table
         if chunks.completed is not None:
             self._save(layer, prior, chunks.completed)
         if not len(chunks.windows.seq):
@@ -304,7 +342,7 @@ class KernelSparse:
         paged_extend(
             query,
             pool,
-            table,
+            batch.groups[self._groups.kv].page_table,
             batch.device_kv_lens,
             batch.device_cu_query,
             chunks.windows,
@@ -330,21 +368,31 @@ class KernelSparse:
         if self.revise is not None:
             selected = self.revise(selected, chunks)
         self.selected_pages = selected
-        self.pages_read = attend_selected(
-            self._shape,
-            selected,
-            query,
-            mapped,
-            pool,
-            vectors,
-            bias,
-            table,
-            batch.device_cu_query,
-            chunks.reading,
-            out,
-            lse,
-            out,
-        )
+        read = []
+        for blocks in chunks.reading:
+            assert isinstance(blocks, ExtendBlocks)
+            read.append(
+                attend_selected(
+                    self._shape,
+                    selected,
+                    query,
+                    mapped,
+                    pool,
+                    vectors,
+                    bias,
+                    table,
+                    batch.device_cu_query,
+                    blocks,
+                    out,
+                    lse,
+                    out,
+                    stage=None if self._swap is None else self._swap.stage,
+                    fill_stage=None
+                    if self._swap is None
+                    else partial(self._swap.fill_stage, layer),
+                )
+            )
+        self.pages_read = torch.cat(read)
         return selected
 
     def _save(self, layer: int, prior: torch.Tensor, completed: CompletedPages) -> None:
@@ -353,6 +401,7 @@ class KernelSparse:
         if self._pooling is not None:
             pool_landmarks(
                 completed.pages,
+                completed.kv_pages,
                 completed.last_rows,
                 self._pool.layers[layer],
                 prior,
@@ -362,7 +411,7 @@ class KernelSparse:
                 pooling=self._pooling,
             )
             return
-        keys = self._pool.keys(layer)[completed.pages]
+        keys = self._pool.keys(layer)[completed.kv_pages]
         landmark: Landmark = self._config.policy.landmark(keys, prior[completed.last_rows])
         self._landmarks.save(layer, completed.pages, *landmark)
 

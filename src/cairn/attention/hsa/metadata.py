@@ -16,7 +16,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from cairn.attention.backend import AttentionShape
 from cairn.attention.batch import AttentionBatch, HostBatch, to_device
+from cairn.memory.kv_pool import KVPool
 from cairn.sparsity.config import SparseConfig
 
 _TILE_ROWS = 512
@@ -46,6 +48,12 @@ class SparseGroups(NamedTuple):
     """Its page ids name landmarks and what is selected."""
     kv: int
     """Its page ids say where rows are written and windows are read."""
+
+    @classmethod
+    def of(cls, config: SparseConfig, shape: AttentionShape, pool: KVPool) -> SparseGroups:
+        kv = pool.group_of[config.layers[0]]
+        of = shape.groups[kv].copy_of
+        return cls(ids=kv if of is None else of, kv=kv)
 
 
 @dataclass(frozen=True, slots=True)

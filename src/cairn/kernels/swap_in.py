@@ -1,0 +1,326 @@
+"""Swap-in of selected pages: a plan, one program per kv head, and one wide copy of all misses.
+
+The plan is that of `memory.hot_cache.HotCache`, slot for slot. Where a slice may be is looked up
+in a table by page, and believed only if the slot's tag says so; nothing is purged when pages are
+freed. Both launches read their sizes from the device, so that they can be recorded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+_UNCLAIMED = tl.constexpr(0x7FFFFFFF)
+_ENTRIES = 1024  # of the selection, looked at together
+_PIECE = 1024  # words of four bytes that a program of the copy moves at once
+_COPY_PROGRAMS = 264
+
+
+@dataclass(frozen=True, slots=True)
+class HotTables:
+    """The hot cache of one layer."""
+
+    pages: torch.Tensor  # [kv_heads, slots] int32, -1 for none
+    generations: torch.Tensor  # [kv_heads, slots] int32
+    used: torch.Tensor  # [kv_heads, slots] int32
+    clock: torch.Tensor  # [kv_heads] int32
+    slot_of: torch.Tensor  # [kv_heads, pages] int32, where a page was put last
+
+    @classmethod
+    def empty(cls, kv_heads: int, slots: int, num_pages: int, device: torch.device) -> HotTables:
+        def ints(width: int, value: int) -> torch.Tensor:
+            return torch.full((kv_heads, width), value, dtype=torch.int32, device=device)
+
+        clock = torch.zeros(kv_heads, dtype=torch.int32, device=device)
+        return cls(ints(slots, -1), ints(slots, 0), ints(slots, 0), clock, ints(num_pages, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Misses:
+    """Slices to copy."""
+
+    entries: torch.Tensor  # [kv_heads, 3, n] int32 page, generation, where to
+    counts: torch.Tensor  # [kv_heads] int32, how many entries there are
+
+    @classmethod
+    def empty(cls, kv_heads: int, room: int, device: torch.device) -> Misses:
+        entries = torch.zeros(kv_heads, 3, room, dtype=torch.int32, device=device)
+        return cls(entries, torch.zeros(kv_heads, dtype=torch.int32, device=device))
+
+
+@dataclass(frozen=True, slots=True)
+class SwapScratch:
+    """Memory that plan and copy hand on; all layers use the same."""
+
+    located: torch.Tensor  # [seqs, kv_heads, k] int32 page of the pool, 0 for none
+    claims: torch.Tensor  # [kv_heads, pages] int32, which entry will have a page copied
+    misses: Misses
+    totals: torch.Tensor  # [3] int64 reads of resident pages, of hot ones, misses; never reset
+
+    @classmethod
+    def empty(
+        cls, seqs: int, kv_heads: int, topk: int, num_pages: int, device: torch.device
+    ) -> SwapScratch:
+        def ints(*size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=device)
+
+        return cls(
+            ints(seqs, kv_heads, topk),
+            ints(kv_heads, num_pages).fill_(_UNCLAIMED.value),
+            Misses.empty(kv_heads, seqs * topk, device),
+            torch.zeros(3, dtype=torch.int64, device=device),
+        )
+
+
+@triton.jit
+def _entry(
+    start,
+    total,
+    head,
+    selected,
+    page_table,
+    generations,
+    frame_of,
+    table_stride,
+    KV_HEADS: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Entries of the selection from `start` on: number, whether there is one, page, generation and
+    frame; where there is none the null page."""
+    entry = start + tl.arange(0, BLOCK)
+    seq, k = entry // TOPK, entry % TOPK
+    there = entry < total
+    place = tl.load(selected + (seq * KV_HEADS + head) * TOPK + k, mask=there, other=-1)
+    there = place >= 0
+    at = seq * table_stride + place
+    page = tl.load(page_table + at, mask=there, other=0)
+    life = tl.load(generations + at, mask=there, other=0)
+    frame = tl.load(frame_of + page, mask=there, other=0)
+    return entry, there, page, life, frame
+
+
+@triton.jit
+def _find(page, life, wanted, head, hot_pages, hot_lives, slot_of, num_pages, SLOTS: tl.constexpr):
+    """The slot that holds each wanted page, and whether one does."""
+    slot = tl.load(slot_of + head * num_pages + page, mask=wanted, other=0)
+    tag = head * SLOTS + slot
+    held = tl.load(hot_pages + tag, mask=wanted, other=-1) == page
+    held &= tl.load(hot_lives + tag, mask=wanted, other=-1) == life
+    return slot, wanted & held
+
+
+@triton.jit
+def _plan_kernel(
+    selected,  # [seqs, KV_HEADS, TOPK] place in the sequence, -1 for none
+    page_table,  # [seqs, ...] page ids
+    generations,  # [seqs, ...]
+    frame_of,  # [num_pages] frame of a resident page, 0 for none
+    hot_pages,
+    hot_lives,
+    used,
+    clock,
+    slot_of,
+    located,
+    claims,
+    missed,
+    counts,
+    totals,
+    total,  # entries, seqs * TOPK
+    room,  # entries that `missed` has room for
+    num_pages,
+    table_stride,
+    first_hot,  # page of the pool that is slot 0
+    KV_HEADS: tl.constexpr,
+    TOPK: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    head = tl.program_id(0)
+    now = tl.load(clock + head) + 2
+    tl.store(clock + head, now)
+    my_missed = missed + head * (3 * room)
+
+    # Hits are marked as used; of the entries that miss a page, the first claims it.
+    resident = 0
+    reads = 0
+    for start in range(0, total, BLOCK):
+        entry, there, page, life, frame = _entry(
+            start, total, head, selected, page_table, generations, frame_of, table_stride,
+            KV_HEADS, TOPK, BLOCK,
+        )  # fmt: skip
+        wanted = there & (frame == 0)
+        slot, hit = _find(page, life, wanted, head, hot_pages, hot_lives, slot_of, num_pages, SLOTS)
+        tl.store(used + head * SLOTS + slot, tl.full((BLOCK,), 0, tl.int32) + now + 1, mask=hit)
+        tl.atomic_min(claims + head * num_pages + page, entry, mask=wanted & ~hit)
+        resident += tl.sum((there & ~wanted).to(tl.int32))
+        reads += tl.sum(wanted.to(tl.int32))
+    tl.debug_barrier()
+
+    # Claimed pages in the order of their claims.
+    misses = 0
+    for start in range(0, total, BLOCK):
+        entry, there, page, life, frame = _entry(
+            start, total, head, selected, page_table, generations, frame_of, table_stride,
+            KV_HEADS, TOPK, BLOCK,
+        )  # fmt: skip
+        wanted = there & (frame == 0)
+        claim = tl.load(claims + head * num_pages + page, mask=wanted, other=-1)
+        first = wanted & (claim == entry)
+        place = misses + tl.cumsum(first.to(tl.int32), 0) - 1
+        tl.store(my_missed + place, page, mask=first)
+        tl.store(my_missed + room + place, life, mask=first)
+        misses += tl.sum(first.to(tl.int32))
+    tl.store(counts + head, misses)
+    tl.atomic_add(totals, resident)
+    tl.atomic_add(totals + 1, reads - misses)
+    tl.atomic_add(totals + 2, misses)
+    tl.debug_barrier()
+
+    # As many slots as there are misses: those used longest ago, ties to the lower one.
+    if misses > 0:
+        slots = tl.arange(0, BLOCK_SLOTS)
+        age = tl.load(used + head * SLOTS + slots, mask=slots < SLOTS, other=0x7FFFFFFF)
+        low, high = 0, now
+        while low < high:
+            middle = (low + high) // 2
+            enough = tl.sum((age <= middle).to(tl.int32)) >= misses
+            high = tl.where(enough, middle, high)
+            low = tl.where(enough, low, middle + 1)
+        older = age < low
+        same = (age == low).to(tl.int32)
+        spare = misses - tl.sum(older.to(tl.int32))
+        victim = older | ((same > 0) & (tl.cumsum(same, 0) <= spare))
+        place = tl.cumsum(victim.to(tl.int32), 0) - 1
+        page = tl.load(my_missed + place, mask=victim, other=0)
+        life = tl.load(my_missed + room + place, mask=victim, other=0)
+        tl.store(my_missed + 2 * room + place, slots, mask=victim)
+        tl.store(hot_pages + head * SLOTS + slots, page, mask=victim)
+        tl.store(hot_lives + head * SLOTS + slots, life, mask=victim)
+        tl.store(
+            used + head * SLOTS + slots, tl.full((BLOCK_SLOTS,), 0, tl.int32) + now, mask=victim
+        )
+        tl.store(slot_of + head * num_pages + page, slots, mask=victim)
+        tl.store(
+            claims + head * num_pages + page,
+            tl.full((BLOCK_SLOTS,), _UNCLAIMED, tl.int32),
+            mask=victim,
+        )
+        tl.debug_barrier()
+
+    for start in range(0, total, BLOCK):
+        entry, there, page, life, frame = _entry(
+            start, total, head, selected, page_table, generations, frame_of, table_stride,
+            KV_HEADS, TOPK, BLOCK,
+        )  # fmt: skip
+        slot = tl.load(slot_of + head * num_pages + page, mask=there & (frame == 0), other=0)
+        found = tl.where(frame > 0, frame, first_hot + slot)
+        where = (entry // TOPK * KV_HEADS + head) * TOPK + entry % TOPK
+        tl.store(located + where, tl.where(there, found, 0), mask=entry < total)
+
+
+@triton.jit
+def _copy_kernel(
+    host,  # [pages, 2 * KV_HEADS, WORDS] int32, memory of the host that the device can read
+    pool,  # [pages, 2 * KV_HEADS, WORDS] int32
+    missed,
+    counts,
+    room,
+    first,
+    KV_HEADS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    WORDS: tl.constexpr,  # of one kv head's keys, or values, of a page
+    PIECE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    heads = tl.arange(0, BLOCK_HEADS)
+    count = tl.load(counts + heads, mask=heads < KV_HEADS, other=0)
+    end = tl.cumsum(count, 0)
+    PIECES: tl.constexpr = (WORDS + PIECE - 1) // PIECE
+    total = tl.sum(count) * (2 * PIECES)
+    offs = tl.arange(0, PIECE)
+    for task in range(tl.program_id(0), total, PROGRAMS):
+        miss, part = task // (2 * PIECES), task % (2 * PIECES)
+        head = tl.sum((end <= miss).to(tl.int32))
+        begin = tl.sum(tl.where(heads == head, end - count, 0))
+        own = missed + head * (3 * room) + miss - begin
+        page, slot = tl.load(own).to(tl.int64), tl.load(own + 2 * room).to(tl.int64)
+        half, piece = part // PIECES, part % PIECES
+        words = piece * PIECE + offs
+        from_ = (page * (2 * KV_HEADS) + half * KV_HEADS + head) * WORDS + words
+        into = ((first + slot) * (2 * KV_HEADS) + half * KV_HEADS + head) * WORDS + words
+        moved = tl.load(host + from_, mask=words < WORDS, other=0)
+        tl.store(pool + into, moved, mask=words < WORDS)
+
+
+def plan_swap(
+    hot: HotTables,
+    scratch: SwapScratch,
+    selected: torch.Tensor,  # [seqs, kv_heads, k] int32 place in the sequence, -1 for none
+    page_table: torch.Tensor,  # [seqs, pages] int32
+    generations: torch.Tensor,  # [seqs, pages] int32, of the same stride
+    frame_of: torch.Tensor,  # [num_pages] int32
+    first_hot: int,
+) -> None:
+    """Fill `scratch.located` and the list of misses; the hot cache is as if they were copied.
+
+    There must be as many slots as different pages of one kv head.
+    """
+    seqs, kv_heads, topk = selected.shape
+    slots = hot.pages.shape[1]
+    _plan_kernel[(kv_heads,)](
+        selected,
+        page_table,
+        generations,
+        frame_of,
+        hot.pages,
+        hot.generations,
+        hot.used,
+        hot.clock,
+        hot.slot_of,
+        scratch.located,
+        scratch.claims,
+        scratch.misses.entries,
+        scratch.misses.counts,
+        scratch.totals,
+        seqs * topk,
+        scratch.misses.entries.shape[2],
+        hot.slot_of.shape[1],
+        page_table.stride(0),
+        first_hot,
+        KV_HEADS=kv_heads,
+        TOPK=topk,
+        SLOTS=slots,
+        BLOCK_SLOTS=triton.next_power_of_2(slots),
+        BLOCK=min(_ENTRIES, triton.next_power_of_2(seqs * topk)),
+        num_warps=8,
+    )
+
+
+def copy_missed(
+    misses: Misses,
+    host: torch.Tensor,  # [pages, 2 * kv_heads, page_size, dim], readable by the device
+    pool: torch.Tensor,  # [pages, 2 * kv_heads, page_size, dim]
+    first: int,  # page of `pool` that entries count from
+) -> None:
+    kv_heads = pool.shape[1] // 2
+    words = pool.shape[2] * pool.shape[3] * pool.element_size() // 4
+    piece = min(_PIECE, triton.next_power_of_2(words))
+    _copy_kernel[(_COPY_PROGRAMS,)](
+        host.view(torch.int32),
+        pool.view(torch.int32),
+        misses.entries,
+        misses.counts,
+        misses.entries.shape[2],
+        first,
+        KV_HEADS=kv_heads,
+        BLOCK_HEADS=triton.next_power_of_2(kv_heads),
+        WORDS=words,
+        PIECE=piece,
+        PROGRAMS=_COPY_PROGRAMS,
+        num_warps=4,
+    )

@@ -1,0 +1,90 @@
+"""Steps of random selections through the swap-in kernels and through the planner in torch."""
+
+from __future__ import annotations
+
+import torch
+
+from cairn.kernels.swap_in import HotTables, SwapScratch, copy_missed, plan_swap
+from cairn.memory.copies import CopyEdits, Transfer
+from cairn.memory.groups import LayerGroup
+from cairn.memory.hisparse import HiSparseCoordinator
+from cairn.memory.host_pool import HostPool
+from cairn.memory.kv_pool import KVPool
+
+SHAPES = [(2, 1, 3, 12), (1, 4, 2, 8), (3, 5, 7, 40), (8, 16, 32, 600)]
+"""kv heads, sequences, pages each selects, hot slots."""
+
+
+def check(
+    kv_heads: int,
+    seqs: int,
+    topk: int,
+    slots: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    steps: int = 6,
+) -> None:
+    """Same slots, same misses, same bytes as the oracle, step after step; pages change lives and
+    come and go on the device meanwhile."""
+    torch.manual_seed(seqs)
+    width, frames, num_pages, size, dim = 3 * topk + 5, 6, 4 * slots, 4, 6
+    groups = [LayerGroup("full", ()), LayerGroup("resident", (0,), 8, copy_of=0)]
+    cpu = torch.device("cpu")
+    pools = [
+        KVPool(groups, [num_pages, frames], size, kv_heads, dim, dtype, where, hot_slots=slots)
+        for where in (cpu, device)
+    ]
+    host = HostPool((0,), num_pages, size, kv_heads, dim, dtype, pinned=device.type == "cuda")
+    host.layers[0].copy_(torch.randn(host.layers[0].shape))
+    for pool in pools:
+        pool.layers[0].fill_(float("nan"))
+    oracle = HiSparseCoordinator(
+        pools[0], host, num_frames=frames, hot_slots=slots, asynchronous=False
+    )
+    hot = HotTables.empty(kv_heads, slots, num_pages + 1, device)
+    scratch = SwapScratch.empty(seqs + 2, kv_heads, topk, num_pages + 1, device)
+    lives = torch.ones(num_pages + 1, dtype=torch.int32)
+    for step in range(steps):
+        # Sequences share some pages; each selects places in its own table.
+        common = 1 + torch.randperm(num_pages)[: 2 * width]
+        table = common[torch.rand(seqs, 2 * width).argsort(1)[:, :width]].int()
+        selected = torch.rand(seqs, kv_heads, width).argsort(-1)[..., :topk].sort(-1).values.int()
+        selected[torch.rand(selected.shape) < 0.2] = -1
+        lives[torch.randperm(num_pages)[:3] + 1] += 1
+        moved = torch.unique(table)[step : step + frames]
+        edits = tuple(Transfer(int(page), i + 1) for i, page in enumerate(moved))
+        gone = tuple(Transfer(page, 0) for page in range(num_pages + 1))
+        oracle.begin_step(CopyEdits(gone))
+        oracle.begin_step(CopyEdits(edits, edits))
+        rows = torch.arange(seqs)[:, None, None]
+        pages = torch.where(selected < 0, -1, table[rows, selected.clamp(min=0)]).long()
+        found = oracle.swap_in_selected_pages(0, pages, lives[pages.clamp(min=0)])
+        generations = lives[table.long()]
+        plan_swap(
+            hot,
+            scratch,
+            selected.to(device),
+            table.to(device),
+            generations.to(device),
+            oracle._frame_of.to(device),
+            frames + 1,
+        )
+        copy_missed(scratch.misses, host.layers[0], pools[1].layers[0], frames + 1)
+        torch.testing.assert_close(scratch.located[:seqs].cpu().long(), found)
+        held = [
+            (head, slot, int(hot.pages[head, slot]), int(hot.generations[head, slot]))
+            for head in range(kv_heads)
+            for slot in range(slots)
+            if hot.pages[head, slot] >= 0
+        ]
+        assert held == oracle._hot[0].held()
+        assert scratch.totals.tolist() == [
+            oracle.stats.resident,
+            oracle.stats.hits,
+            oracle.stats.misses,
+        ]
+        assert torch.equal(
+            pools[1].layers[0][frames + 1 :].cpu().nan_to_num(7),
+            pools[0].layers[0][frames + 1 :].nan_to_num(7),
+        )
+    assert oracle.stats.misses > 0 and oracle.stats.hits > 0
