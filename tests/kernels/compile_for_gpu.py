@@ -97,15 +97,19 @@ def main() -> None:
     compile_kernel(sampling._best_kernel, types, constants, num_warps=8)
     types = {"best": FP32, "best_token": I32, "tokens": I64}
     compile_kernel(sampling._pick_kernel, types, {"BLOCKS": 38, "PADDED": 64})
-    names = ("selected", "page_table", "generations", "frame_of", "hot_pages", "hot_lives", "used")
-    names += ("clock", "slot_of", "located", "claims", "missed", "counts", "host", "pool")
-    types = {**dict.fromkeys(names, I32), "totals": I64}
+    tables = ("selected", "page_table", "generations", "frame_of", "hot_pages", "hot_lives", "used")
+    lists = ("clock", "slot_of", "located", "claims", "missed", "counts", "host", "pool")
+    types = {**dict.fromkeys((*tables, *lists), I32), "totals": I64}
     sizes = ("total", "room", "num_pages", "table_stride", "first_hot", "first")
     types |= dict.fromkeys(sizes, "i32")
     constants = {"KV_HEADS": 8, "TOPK": 32, "SLOTS": 1000, "BLOCK_SLOTS": 1024, "BLOCK": 1024}
     compile_kernel(swap_in._plan_kernel, types, constants, num_warps=8)
     constants = {"KV_HEADS": 8, "BLOCK_HEADS": 8, "WORDS": 4096, "PIECE": 1024, "PROGRAMS": 264}
     compile_kernel(swap_in._copy_kernel, types, constants)
+    types = {**dict.fromkeys(("source", "target"), I32), "count": "i32"}
+    types |= {"from_pages": I64, "into_pages": I64}
+    constants = {"WORDS": 65536, "PIECE": 1024, "PROGRAMS": 16}
+    compile_kernel(swap_in._pages_kernel, types, constants)
 
 
 def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:

@@ -222,6 +222,10 @@ def test_swap_in(shape: tuple[int, int, int, int]) -> None:
     swap_case.check(*shape, CPU, torch.float32)
 
 
+def test_whole_pages_between_host_and_device() -> None:
+    swap_case.check_pages(CPU, torch.float32)
+
+
 @pytest.mark.parametrize("n", [1, 5, 64])
 def test_best_ranks_are_those_of_the_reference(n: int) -> None:
     torch.manual_seed(n)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cairn.kernels.swap_in import HotTables, SwapScratch, copy_missed, plan_swap
+from cairn.kernels.swap_in import HotTables, SwapScratch, copy_missed, copy_pages, plan_swap
 from cairn.memory.copies import CopyEdits, Transfer
 from cairn.memory.groups import LayerGroup
 from cairn.memory.hisparse import HiSparseCoordinator
@@ -88,3 +88,22 @@ def check(
             pools[0].layers[0][frames + 1 :].nan_to_num(7),
         )
     assert oracle.stats.misses > 0 and oracle.stats.hits > 0
+
+
+def check_pages(device: torch.device, dtype: torch.dtype) -> None:
+    """Whole pages go where they should, both ways, and nowhere else."""
+    torch.manual_seed(0)
+    there = torch.randn(9, 4, 5, 6).to(dtype)
+    here = torch.zeros(6, 4, 5, 6, dtype=dtype, device=device)
+    pages, frames = torch.tensor([7, 2, 5], device=device), torch.tensor([1, 5, 2], device=device)
+    host = there.pin_memory() if device.type == "cuda" else there.clone()
+    copy_pages(host, here, pages, frames)
+    expected = torch.zeros(here.shape, dtype=dtype)
+    expected[[1, 5, 2]] = there[[7, 2, 5]]
+    assert torch.equal(here.cpu(), expected)
+    here += 1
+    copy_pages(here, host, frames, pages, programs=2)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    there[[7, 2, 5]] = here.cpu()[[1, 5, 2]]
+    assert torch.equal(host, there)

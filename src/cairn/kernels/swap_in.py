@@ -257,6 +257,27 @@ def _copy_kernel(
         tl.store(pool + into, moved, mask=words < WORDS)
 
 
+@triton.jit
+def _pages_kernel(
+    source,  # [pages, WORDS] int32
+    target,  # [pages, WORDS] int32
+    from_pages,  # [n]
+    into_pages,  # [n]
+    count,
+    WORDS: tl.constexpr,
+    PIECE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    PIECES: tl.constexpr = (WORDS + PIECE - 1) // PIECE
+    offs = tl.arange(0, PIECE)
+    for task in range(tl.program_id(0), count * PIECES, PROGRAMS):
+        page, piece = task // PIECES, task % PIECES
+        words = piece * PIECE + offs
+        from_ = tl.load(from_pages + page).to(tl.int64) * WORDS + words
+        into = tl.load(into_pages + page).to(tl.int64) * WORDS + words
+        tl.store(target + into, tl.load(source + from_, mask=words < WORDS), mask=words < WORDS)
+
+
 def plan_swap(
     hot: HotTables,
     scratch: SwapScratch,
@@ -322,5 +343,26 @@ def copy_missed(
         WORDS=words,
         PIECE=piece,
         PROGRAMS=_COPY_PROGRAMS,
+        num_warps=4,
+    )
+
+
+def copy_pages(
+    source: torch.Tensor,  # [pages, 2 * kv_heads, page_size, dim]
+    target: torch.Tensor,  # the same; one of them may be memory of the host
+    from_pages: torch.Tensor,  # [n] on the device
+    into_pages: torch.Tensor,  # [n] on the device
+    programs: int = _COPY_PROGRAMS,  # few of them leave room for what runs beside
+) -> None:
+    words = source[0].numel() * source.element_size() // 4
+    _pages_kernel[(programs,)](
+        source.view(torch.int32),
+        target.view(torch.int32),
+        from_pages,
+        into_pages,
+        len(from_pages),
+        WORDS=words,
+        PIECE=min(_PIECE, triton.next_power_of_2(words)),
+        PROGRAMS=programs,
         num_warps=4,
     )

@@ -17,6 +17,8 @@ from cairn.memory.kv_pool import KVPool
 if TYPE_CHECKING:
     from cairn.kernels.swap_in import HotTables
 
+_BACKUP_PROGRAMS = 16  # enough for the link, and attention keeps the rest of the device
+
 
 class SwapShape(NamedTuple):
     max_seqs: int
@@ -86,6 +88,20 @@ class DeviceSwap:
             scratch.misses, self._host.layers[layer], self._pool.layers[layer], self._first_hot
         )
         return scratch.located
+
+    def fetch(self, pages: torch.Tensor, frames: torch.Tensor) -> None:
+        """Whole pages from the host into frames."""
+        from cairn.kernels.swap_in import copy_pages
+
+        for layer, host in self._host.layers.items():
+            copy_pages(host, self._pool.layers[layer], pages, frames)
+
+    def back_up(self, pages: torch.Tensor, frames: torch.Tensor) -> None:
+        """Whole pages from frames to the host."""
+        from cairn.kernels.swap_in import copy_pages
+
+        for layer, host in self._host.layers.items():
+            copy_pages(self._pool.layers[layer], host, frames, pages, programs=_BACKUP_PROGRAMS)
 
     def fill_stage(
         self,

@@ -50,6 +50,7 @@ class HiSparseCoordinator:
         self._first_hot = num_frames + 1
         device = next(iter(pool.layers.values())).device
         num_pages = len(next(iter(host.layers.values())))
+        self._page_bytes = sum(tensor[0].nbytes for tensor in host.layers.values())
         self._frame_of = torch.zeros(num_pages, dtype=torch.int32, device=device)
         self._hot = {layer: HotCache(pool.kv_heads, hot_slots, device) for layer in host.layers}
         self.swap: DeviceSwap | None = None
@@ -91,10 +92,13 @@ class HiSparseCoordinator:
         if edits.fetches:
             begin = time.perf_counter()
             pages, frames = self._index(edits.fetches)
-            for layer, host in self._host.layers.items():
-                device = self._pool.layers[layer]
-                device[frames] = host[pages.cpu()].to(device.device)
-                self._stats.bytes_in += len(pages) * host[0].nbytes
+            if self.swap is not None:
+                self.swap.fetch(pages, frames)
+            else:
+                for layer, host in self._host.layers.items():
+                    device = self._pool.layers[layer]
+                    device[frames] = host[pages.cpu()].to(device.device)
+            self._stats.bytes_in += len(pages) * self._page_bytes
             self._stats.stall_seconds += time.perf_counter() - begin
 
     # -- between selection and attention ------------------------------------------------------
@@ -156,9 +160,7 @@ class HiSparseCoordinator:
 
     def back_up(self, transfers: Sequence[Transfer]) -> None:
         self._mover.back_up(transfers)
-        self._stats.bytes_out += len(transfers) * sum(
-            tensor[0].nbytes for tensor in self._host.layers.values()
-        )
+        self._stats.bytes_out += len(transfers) * self._page_bytes
 
     def poll(self) -> list[Transfer]:
         return self._mover.poll()
@@ -171,6 +173,9 @@ class HiSparseCoordinator:
 
     def _copy_out(self, transfers: Sequence[Transfer]) -> None:
         pages, frames = self._index(transfers)
+        if self.swap is not None:
+            self.swap.back_up(pages, frames)
+            return
         with torch.inference_mode():
             for layer, host in self._host.layers.items():
                 host[pages.cpu()] = self._pool.layers[layer][frames].cpu()
