@@ -2,18 +2,20 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SGLANG := .venv-sglang
 MODEL ?= smollm2
 PORT ?= 8000
 # Sparse attention beyond the first thousand tokens, so that the page map has something to show.
 FLAGS_smollm2 := --attention-backend hsa --hsa-policy quest --hsa-topk 8 --hsa-window 256 --hsa-dense-below 1024 --request-log off
 
-.PHONY: help run chat test test-all lint clean
+.PHONY: help run chat test test-all test-sglang lint clean
 
 help:
 	@echo "make run       set up and serve a model, with a web page (MODEL=folder, .gguf, hub id or name)"
 	@echo "make chat      set up and talk to a model in the terminal"
 	@echo "make test      set up, lint, type-check and test (about nine minutes)"
-	@echo "make test-all  the same with the long suites"
+	@echo "make test-all  the same with the long suites, and make test-sglang"
+	@echo "make test-sglang  set up stock SGLang in an environment of its own, and test the plug-in in it"
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -39,6 +41,17 @@ test: lint
 
 test-all: lint
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest
+	$(MAKE) test-sglang
+
+$(SGLANG)/installed: pyproject.toml tests/sglang/requirements.txt
+	$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip install --quiet --requirement tests/sglang/requirements.txt
+	$(SGLANG)/bin/python -m pip install --quiet --no-deps sglang==0.5.15
+	$(SGLANG)/bin/python -m pip install --quiet --editable .
+	touch $@
+
+test-sglang: $(SGLANG)/installed
+	$(SGLANG)/bin/python -m pytest tests/sglang
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -9,6 +9,7 @@ import platform
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 _PACKAGES = (
@@ -94,3 +95,25 @@ def print_report(report: dict[str, Any], *, as_json: bool) -> None:
     for table in (packages, devices, backends):
         console.print()
         console.print(table)
+
+
+def examine_sglang() -> dict[str, Any]:
+    """The plug-in for SGLang in this environment; each problem is None where there is none."""
+    from cairn.sglang.check import examine as look
+
+    return {
+        finding.what: {"problem": finding.problem, "detail": finding.detail} for finding in look()
+    }
+
+
+def print_sglang(report: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(report, indent=2))
+        return
+    table = Table("part", "state", title="Plug-in for SGLang", title_justify="left")
+    for what, found in report.items():
+        state = found["detail"] or "there"
+        if found["problem"] is not None:
+            state = f"broken: {found['problem']}"
+        table.add_row(what, escape(state))
+    Console().print(table)

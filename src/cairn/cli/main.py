@@ -90,6 +90,11 @@ def _parser() -> argparse.ArgumentParser:
         "doctor", help="versions, devices, and what runs here or why not", allow_abbrev=False
     )
     doctor.add_argument("--json", action="store_true", help="Print JSON.")
+    doctor.add_argument(
+        "--sglang",
+        action="store_true",
+        help="Examine the plug-in for SGLang; fails if it is broken.",
+    )
     doctor.set_defaults(run=_doctor)
     return parser
 
@@ -144,8 +149,12 @@ def _pull(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from cairn.cli.doctor import examine, print_report
+    from cairn.cli.doctor import examine, examine_sglang, print_report, print_sglang
 
+    if arguments.sglang:
+        found = examine_sglang()
+        print_sglang(found, as_json=arguments.json)
+        return _FAILURE if any(part["problem"] for part in found.values()) else 0
     print_report(examine(), as_json=arguments.json)
     return 0
 

@@ -1,0 +1,115 @@
+"""Whether the plug-in is there, in this environment: SGLang itself goes on without it.
+
+`cairn doctor --sglang` prints what is found here, and a test asserts it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from cairn.sglang.hooks import missing_hooks
+from cairn.sglang.plugin import MODELS, NAME
+
+GROUP = "sglang.srt.plugins"
+TESTED = ("0.5.15", "0.5.23")
+_MODEL, _MODEL_TYPES = "HiLSForCausalLM", ("qwen_hils", "olmo_hils")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    what: str
+    problem: str | None
+    detail: str = ""
+
+
+def examine() -> list[Finding]:
+    """Loads SGLang's plug-ins, as its server does, and looks at what they left behind."""
+    try:
+        version = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return [Finding("sglang", "not installed; pip install 'cairn[sglang]'")]
+    known = "tested" if version in TESTED else f"not tested; tested are {', '.join(TESTED)}"
+    findings = [Finding("sglang", None, f"{version}, {known}"), _entry_point()]
+    if findings[-1].problem is not None:
+        return findings
+    try:
+        from sglang.srt.plugins import load_plugins
+
+        load_plugins()
+    except Exception as error:  # whatever SGLang raises here keeps it from serving at all
+        return [*findings, Finding("plug-ins", f"SGLang cannot load them: {error!r}")]
+    return [*findings, *(_look(what, problem) for what, problem in _checks())]
+
+
+def _entry_point() -> Finding:
+    what = f"entry point {GROUP}"
+    found = [point for point in importlib.metadata.entry_points(group=GROUP) if point.name == NAME]
+    if not found:
+        return Finding(what, "none for hsa; reinstall cairn in this environment")
+    from sglang.srt.environ import envs
+
+    chosen = envs.SGLANG_PLUGINS.get()
+    if chosen and NAME not in [name.strip() for name in chosen.split(",")]:
+        return Finding(what, f"SGLANG_PLUGINS is {chosen!r}, which leaves {NAME} out; add it")
+    return Finding(what, None, found[0].value)
+
+
+def _look(what: str, problem: Callable[[], str | None]) -> Finding:
+    try:
+        return Finding(what, problem())
+    except (ImportError, AttributeError) as error:
+        return Finding(what, f"this SGLang is different: {error}")
+
+
+def _checks() -> Iterator[tuple[str, Callable[[], str | None]]]:
+    yield "registration", _registration
+    yield f"--attention-backend {NAME}", _choice
+    yield "backend", _backend
+    yield "model classes", _models
+    yield "model configs", _configs
+    yield "hooks", missing_hooks
+
+
+def _registration() -> str | None:
+    """Once more, so that what SGLang swallowed is seen."""
+    from cairn.sglang.plugin import register
+
+    try:
+        register()
+    except Exception as error:  # the reason is what is wanted, whatever it is
+        return f"it fails: {error!r}"
+    return None
+
+
+def _choice() -> str | None:
+    from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
+
+    return None if NAME in ATTENTION_BACKEND_CHOICES else "the command line does not know it"
+
+
+def _backend() -> str | None:
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    made_by = getattr(ATTENTION_BACKENDS.get(NAME), "__module__", "nobody")
+    return None if made_by == "cairn.sglang.backend" else f"it would be made by {made_by}"
+
+
+def _models() -> str | None:
+    from sglang.srt.models.registry import ModelRegistry
+
+    found = ModelRegistry.models.get(_MODEL)
+    if getattr(found, "__module__", "").startswith(MODELS):
+        return None
+    return f"{_MODEL} would be {found}"
+
+
+def _configs() -> str | None:
+    from transformers import AutoConfig
+
+    for model_type in _MODEL_TYPES:
+        made = type(AutoConfig.for_model(model_type)).__module__
+        if made != "cairn.sglang.hf_config":
+            return f"{model_type} would be read by {made}"
+    return None

@@ -1,0 +1,147 @@
+"""HiLS models in SGLang: Cairn's decoder, with SGLang's logits, over SGLang's pages.
+
+SGLang feeds tokens. The landmark rows that these models need at the end of each page are put in
+between here and left out again before logits are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.model_executor.forward_context import get_attn_backend
+from sglang.srt.runtime_context import get_server_args
+from torch import nn
+
+from cairn.attention.batch import Scoring
+from cairn.errors import ConfigError, LoadError
+from cairn.kernels.interface import ScoringHeads
+from cairn.models.layers import named_slots
+from cairn.models.loader import build_model
+from cairn.sglang.backend import CairnAttnBackend
+from cairn.sglang.hf_config import HiLSConfig
+from cairn.sglang.options import refuse_overrides
+from cairn.sglang.server import refuse_features
+from cairn.sglang.sparse import SparseAttention
+
+
+class HiLSForCausalLM(nn.Module):
+    def __init__(self, config: HiLSConfig, quant_config: Any = None, prefix: str = "") -> None:
+        super().__init__()
+        args = get_server_args()
+        refuse_features(args)
+        refuse_overrides(args.json_model_override_args)
+        if quant_config is not None:
+            raise ConfigError("quantization is set; HiLS models have their weights as they are")
+        decoder = config.decoder()
+        spec = decoder.for_engine()
+        if spec.dynamic_rope_context is not None:
+            raise ConfigError("rope_scaling is dynamic, which hsa in SGLang has not")
+        device = torch.empty(0).device
+        self.cairn = build_model(decoder, torch.get_default_dtype(), device)
+        self.cairn_spec = spec
+        # SGLang finds weights as parameters; these are Cairn's own tensors.
+        self.weights = nn.ParameterList(
+            nn.Parameter(tensor, requires_grad=False) for _, tensor in self.cairn.named_tensors()
+        )
+        self.lm_head = nn.Module()
+        self.logits_processor = LogitsProcessor(config)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: Any,
+        input_embeds: torch.Tensor | None = None,
+    ) -> Any:
+        if input_embeds is not None:
+            raise ConfigError("input_embeds are given; HiLS models take token ids")
+        backend = get_attn_backend()
+        assert isinstance(backend, CairnAttnBackend)
+        step = backend.sparse.step
+        assert step is not None and self.cairn_spec.sparsity is not None
+        ids = step.token_ids(input_ids, self.cairn_spec.sparsity.landmark_id)
+        attend = _Attend(backend.sparse, self.cairn_spec.num_heads)
+        hidden = self.cairn.model(ids, step.positions, step.positions, attend)
+        return self.logits_processor(input_ids, step.of_tokens(hidden), self.lm_head, forward_batch)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        slots = named_slots(self.cairn)
+        tied = "lm_head.weight" if self.cairn.config.tie_embeddings else None
+        missing = set(slots)
+        for name, tensor in weights:
+            if name == tied or name.endswith("rotary_emb.inv_freq"):
+                continue
+            if name not in slots:
+                raise LoadError(
+                    f"tensor {name} is not part of the model as its config describes it"
+                )
+            if tuple(tensor.shape) != slots[name].shape:
+                raise LoadError(
+                    f"tensor {name} has shape {list(tensor.shape)}, the config asks for "
+                    f"{list(slots[name].shape)}"
+                )
+            slots[name].write(tensor)
+            missing.discard(name)
+        if missing:
+            raise LoadError(f"tensors {', '.join(sorted(missing)[:5])} are missing")
+        self.post_load_weights()
+
+    def post_load_weights(self) -> None:
+        """Rows beyond the vocabulary, such as the landmark's, are no tokens."""
+        model = self.cairn
+        tied = model.config.tie_embeddings
+        head = model.model.embed_tokens.weight if tied else model.lm_head.dense()
+        rows = head[: self.cairn_spec.vocab_size]
+        self.lm_head.weight = nn.Parameter(rows, requires_grad=False)
+
+
+class _Attend:
+    """What the decoder's layers call. Not SGLang's attention layers, which cut off rows that are no
+    tokens."""
+
+    def __init__(self, sparse: SparseAttention, heads: int) -> None:
+        self._sparse = sparse
+        self._heads = heads
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key_value: torch.Tensor,
+        scoring: Scoring | None = None,
+    ) -> torch.Tensor:
+        self._sparse.write(layer, key_value)
+        return self._sparse.attend(layer, query, scoring)
+
+    def fused(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        norm: tuple[torch.Tensor, torch.Tensor, float] | None,
+        scoring: ScoringHeads | None = None,
+        *,
+        hils: bool = False,
+    ) -> torch.Tensor:
+        from cairn.kernels.rope_kv import rope_kv
+
+        q_weight, k_weight, eps = (None, None, 0.0) if norm is None else norm
+        query, scored = rope_kv(
+            qkv,
+            *cos_sin,
+            q_weight,
+            k_weight,
+            eps,
+            self._sparse.layer_pool(layer),
+            *self._sparse.places(layer),
+            self._heads,
+            scoring,
+        )
+        return self._sparse.attend(layer, query, Scoring(scored, scored) if hils else None)
+
+
+EntryClass = HiLSForCausalLM

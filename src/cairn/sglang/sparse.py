@@ -1,0 +1,181 @@
+"""Cairn's attention, put together for pages that somebody else hands out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cairn.attention.backend import AttentionShape, backend_class, resolve_backends
+from cairn.attention.batch import Scoring
+from cairn.attention.hsa.backend import HSABackend
+from cairn.attention.hsa.kernel_sparse import KernelSparse
+from cairn.attention.pair_backend import PairBackend
+from cairn.engine.attention_options import AttentionPlan
+from cairn.errors import ConfigError
+from cairn.memory.geometry import PageGeometry
+from cairn.memory.groups import group_layers
+from cairn.memory.kv_pool import KVPool
+from cairn.memory.landmarks import LandmarkPool, LandmarkShape
+from cairn.models.spec import ModelSpec
+from cairn.sglang.recorded import RecordedSteps
+from cairn.sglang.step import PageLives, Step, read_step
+
+
+def make_pool(
+    spec: ModelSpec,
+    geometry: PageGeometry,
+    num_pages: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> KVPool:
+    """All layers have the same page ids, those with a window too."""
+    groups = group_layers(spec.windows)
+    return KVPool(
+        groups,
+        [num_pages] * len(groups),
+        geometry.page_size,
+        spec.num_kv_heads,
+        spec.head_dim,
+        dtype,
+        device,
+    )
+
+
+class SparseAttention:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        plan: AttentionPlan,
+        geometry: PageGeometry,
+        pool: KVPool,
+        *,
+        max_seqs: int,
+        max_tokens: int,
+        interpreted: bool = False,
+    ) -> None:
+        """Steps have at most `max_seqs` sequences, sequences at most `max_tokens` tokens.
+
+        `interpreted` runs the kernels in Triton's interpreter, for tests.
+        """
+        assert plan.sparse is not None
+        self.notes = (*plan.notes, *plan.warnings)
+        self._geometry = geometry
+        self._pool = pool
+        some = next(iter(pool.layers.values()))
+        num_pages, dtype, device = len(some) - 1, some.dtype, some.device
+        self._lives = PageLives(num_pages, device)
+        self._groups = group_layers(spec.windows)
+        native = spec.sparsity
+        self._max_seqs = max_seqs
+        self._max_pages = geometry.pages(max_tokens)
+        shape = AttentionShape(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            scale=spec.scale,
+            page_size=geometry.page_size,
+            dtype=dtype,
+            device=device,
+            groups=self._groups,
+            # In a recorded step the landmark row of a sequence counts as one by itself.
+            max_seqs=max_seqs * (2 if geometry.has_landmark_row else 1),
+            hides_landmark_rows=native is not None and native.hides_landmark_rows,
+        )
+        policy = plan.sparse.policy
+        self.landmarks = LandmarkPool(
+            LandmarkShape(
+                plan.sparse.layers,
+                policy.landmark_heads,
+                policy.landmark_width,
+                policy.has_bias,
+                dtype,
+            ),
+            num_pages,
+            device,
+        )
+        kinds = [backend_class("triton")]
+        if not interpreted:
+            kinds, _ = resolve_backends(plan.dense, shape)
+        backends = [kind(shape, pool) for kind in kinds]
+        self.kernel_refusal = KernelSparse.refusal(plan.sparse, shape)
+        kernels = None
+        if self.kernel_refusal is None or interpreted:
+            kernels = KernelSparse(plan.sparse, shape, pool, self.landmarks, self._max_pages)
+        self._hsa = HSABackend(
+            shape,
+            pool,
+            config=plan.sparse,
+            landmarks=self.landmarks,
+            dense=backends[0] if len(backends) == 1 else PairBackend(*backends),
+            kernels=kernels,
+        )
+        self.step: Step | None = None
+        self._metadata: Any = None
+        self._recorded: RecordedSteps | None = None
+        self._kept: list[Any] = []
+
+    def begin(self, forward_batch: Any, req_to_token: torch.Tensor) -> None:
+        """The host's part of an unrecorded step, and what all its layers share."""
+        step = read_step(
+            forward_batch, req_to_token, self._geometry, self._lives, len(self._groups)
+        )
+        self._hsa.launching(step.batch, replayed=False)
+        self._metadata = self._hsa.prepare(step.batch)
+        self._hsa.begin(self._metadata)
+        self.step = step
+
+    def prepare_recording(self, max_seqs: int) -> None:
+        """Buffers that recorded steps of up to `max_seqs` sequences share."""
+        if not self._hsa.graphs:
+            raise ConfigError(
+                "decode steps cannot be recorded as CUDA graphs here: "
+                f"{self.kernel_refusal or 'the dense layers cannot'}; give --disable-cuda-graph"
+            )
+        if max_seqs > self._max_seqs:
+            raise ConfigError(
+                f"CUDA graphs of {max_seqs} sequences are asked for, and at most {self._max_seqs} "
+                "can run; lower --cuda-graph-max-bs"
+            )
+        self._recorded = RecordedSteps(
+            self._geometry,
+            self._lives,
+            len(self._groups),
+            max_seqs=max_seqs,
+            max_pages=self._max_pages,
+            device=self._lives.counts.device,
+        )
+
+    def begin_recording(self, num_seqs: int) -> None:
+        """The host's part of a step that is about to be recorded."""
+        assert self._recorded is not None
+        self.step = self._recorded.step(num_seqs)
+        self._metadata = self._hsa.prepare(self.step.batch)
+        # A graph that is replayed reads the tensors it was recorded with.
+        self._kept.append(self._metadata)
+
+    def begin_recorded(self, forward_batch: Any, req_to_token: torch.Tensor) -> None:
+        """The device's part, as it is recorded."""
+        assert self._recorded is not None
+        self._recorded.refresh(forward_batch, req_to_token)
+        self._hsa.begin(self._metadata)
+
+    def write(self, layer: int, key_value: torch.Tensor) -> None:
+        """key_value [rows, 2 * kv_heads, head_dim], keys first"""
+        pages, offsets = self.places(layer)
+        self._pool.write(layer, pages, offsets, key_value)
+
+    def places(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the step's rows are written: page and row within it."""
+        assert self.step is not None
+        batch = self.step.batch
+        return batch.groups[self._pool.group_of[layer]].row_pages, batch.row_offsets
+
+    def attend(
+        self, layer: int, query: torch.Tensor, scoring: Scoring | None = None
+    ) -> torch.Tensor:
+        """query [rows, heads, head_dim], whose keys and values have been written, -> the same"""
+        return self._hsa.forward(layer, query, self._metadata, scoring)
+
+    def layer_pool(self, layer: int) -> torch.Tensor:
+        return self._pool.layers[layer]
