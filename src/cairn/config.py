@@ -44,6 +44,10 @@ class EngineConfig:
     quantization: str = _option(
         "none", "CPU: keep weights as int8, a quarter of the bytes.", QUANTIZATIONS
     )
+    tp: int = _option(
+        1,
+        "Ranks that share the model, a GPU each, or processes on a CPU; kv_cache_gib is per rank.",
+    )
     context_length: int | None = _option(
         None, "Most tokens of a request, prompt and output; the model's own limit by default."
     )
@@ -129,6 +133,7 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 self._check_whole(name, low)
         self._check_whole("max_queued_requests", 1)
+        self._check_whole("tp", 1, 64)
         self._check_whole("seed", 0, 2**63 - 1)
         if self.context_length is not None:
             self._check_whole("context_length", 1)

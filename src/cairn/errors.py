@@ -25,3 +25,7 @@ class QueueFullError(CairnError):
 
 class PageError(CairnError):
     """Page bookkeeping was violated. Always a bug, never the user's fault."""
+
+
+class RankError(CairnError):
+    """A rank of several failed or ended: the engine cannot go on, and must be started again."""

@@ -8,8 +8,9 @@ from typing import Any, cast
 import torch
 
 from cairn.config import EngineConfig
-from cairn.engine.build import build_engine, locate
+from cairn.engine.build import build_engine
 from cairn.engine.engine import Progress as StepProgress
+from cairn.engine.load import locate
 from cairn.engine.request import FinishReason, Request
 from cairn.engine.sampling_params import SamplingParams
 from cairn.errors import QueueFullError, RequestError

@@ -75,6 +75,7 @@ def test_a_prompt_longer_than_the_device_is_prefilled(model: Path) -> None:
     with tiered(model, frames=8, max_running_requests=1, chunked_prefill_size=4096) as llm:
         assert llm.generate(prompt, params).token_ids == expected(model, tuple(prompt), params)
         assert llm.engine.max_tokens > 480 > 8 * PAGE
+        assert llm.engine.scheduler.stats.retractions == 0
         check_clean(llm.engine)
 
 

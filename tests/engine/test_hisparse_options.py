@@ -43,7 +43,11 @@ def load(folder: Path, config: dict[str, Any] | str | None = None, **options: An
         ({"top_k": 100}, "top_k is 100 tokens and page_size 64; .* use 64 or 128"),
         ({"device_buffer_size": 1.5}, "device_buffer_size is 1.5; it must be a whole number"),
         ({"device_buffer_size": 64}, "a query reads 32 pages of 64; it must be at least 2048"),
-        ({"host_to_device_ratio": 0.5}, "host_to_device_ratio is 0.5; it must be a number from 1"),
+        ({"host_to_device_ratio": -1}, "host_to_device_ratio is -1; it must be a number from 0"),
+        ('{"host_to_device_ratio": NaN}', "host_to_device_ratio is nan; it must be a number"),
+        ('{"host_gib": Infinity}', "host_gib is inf; it must be a number"),
+        ({"host_gib": 0}, "0.000000 GiB of host memory hold no page"),
+        ({"host_gib": 1, "host_to_device_ratio": 3}, "size the same memory; give one"),
         ({"host_gib": True}, "host_gib is True; it must be a number"),
         ({"host_gib": 1e6}, "host_gib is 1000000.0 and .* GiB of memory are free"),
         ({"swap_in_block_size": 2000}, "swap_in_block_size is 2000; .* from 1 to 1024"),
@@ -60,6 +64,10 @@ def test_bad_options_are_named(folder: Path, config: Any, message: str) -> None:
     ("options", "message"),
     [
         ({"attention_backend": "torch"}, "attention_backend is 'torch'; use attention_backend=hsa"),
+        (
+            {"attention_backend": "torch", "hisparse_config": '{"top_k": 64}'},
+            "attention_backend is 'torch'; use attention_backend=hsa",
+        ),
         ({"attention_backend": "torch,hsa"}, "a dense prefill reads every page"),
         ({"enable_hisparse": False, "hisparse_config": "{}"}, "enable_hisparse is not; set it"),
         ({"hsa_topk": 3, "hisparse_config": '{"top_k": 128}'}, "2 pages, but hsa_topk is 3"),

@@ -154,6 +154,44 @@ def test_a_step_that_fails_loses_no_page_and_no_token(folder: Path, when: str) -
         check_clean(engine)
 
 
+@pytest.mark.parametrize("failing", ["_copy_in", "_copy_out"])
+def test_a_copy_that_is_interrupted_leaves_nothing_wrong_behind(folder: Path, failing: str) -> None:
+    """Ctrl-C in the middle of a step, wherever copies are made."""
+    prompt = tokens_of(250)
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    for when in (1, 2, 5, 9):
+        with tiered(folder, frames=8, hot=4, chunked_prefill_size=32) as llm:
+            tier, calls = tier_of(llm.engine), 0
+            real = getattr(tier, failing)
+
+            def interrupted(*given: Any, real: Any = real, when: int = when) -> None:
+                nonlocal calls
+                calls += 1
+                if calls == when:
+                    raise KeyboardInterrupt
+                real(*given)
+
+            setattr(tier, failing, interrupted)
+            tier._mover._copy = tier._copy_out
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(prompt, params)
+            result = llm.generate(prompt, params)
+            assert result.token_ids == expected(folder, tuple(prompt), params)
+            check_clean(llm.engine)
+
+
+def test_as_many_run_at_once_as_there_are_frames_for(folder: Path) -> None:
+    """Who decodes does not keep a prefill chunk's frames from others."""
+    most = 0
+    with tiered(folder, frames=60, max_running_requests=8, chunked_prefill_size=256) as llm:
+        for seed in range(8):
+            submit(llm.engine, tokens_of(100, seed=seed), 60)
+        while llm.engine.has_work:
+            llm.engine.step()
+            most = max(most, llm.engine.scheduler.num_running)
+        assert most == 8 and llm.engine.scheduler.stats.retractions == 0
+
+
 def test_copies_in_a_thread(folder: Path) -> None:
     prompts = [tokens_of(150, seed=seed) for seed in range(4)]
     params = SamplingParams(max_tokens=30, ignore_eos=True)

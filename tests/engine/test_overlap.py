@@ -3,6 +3,7 @@ are not known yet to anyone, as on a GPU; the order of events is scripted, not l
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +170,29 @@ def test_a_failure_while_two_steps_are_out_loses_no_token(
         drain(llm)
         for prompt, request in zip(prompts, requests, strict=True):
             assert request.output_ids == alone(folder, prompt, PARAMS)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_scores_of_a_prompt_retracted_in_flight_come_once(folder: Path, whole: bool) -> None:
+    prompt = tokens_of(100)
+    scored = SamplingParams(max_tokens=3, ignore_eos=True, prompt_logprobs=1)
+    for steps in range(1, 9):
+        with load(folder, chunked_prefill_size=32) as llm:
+            engine = llm.engine
+            (request,) = engine.make_requests(prompt, scored, whole_scores=whole)
+            engine.submit(request)
+            for _ in range(steps):
+                engine.step()
+            if request.pages is None:
+                break  # it has ended
+            engine.scheduler._retract(request)
+            while engine.has_work:
+                engine.step()
+            engine.step()
+            engine.scheduler.check()
+            if whole:
+                assert sum(map(len, request.distributions)) == len(prompt)
+            else:
+                assert len(request.prompt_logprobs) == len(prompt) - 1
+                assert request.output_ids == alone(folder, prompt, replace(PARAMS, max_tokens=3))
+    assert steps > 3

@@ -66,7 +66,7 @@ def tiered(
             "kv_cache_gib": 1.0,
             "hisparse_config": '{"host_gib": 0.1}',
         }
-        llm = load(folder, **tier, **options)
+        llm = load(folder, **{**tier, **options})
     llm.engine.overlap = overlap
     return llm
 

@@ -4,6 +4,7 @@ interpreter is chosen when a process first imports triton."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,8 @@ from cairn.kernels.rope_kv import rope_kv, rope_kv_reference
 from cairn.kernels.sampling import sample, sample_reference
 from cairn.kernels.top_pages import keep_best, keep_best_of_rows
 from cairn.sparsity.selection import top_positions
+from tests.engine.lanes import tier_of
+from tests.engine.tiered import check_clean, tiered
 from tests.helpers import TINY_HILS, poison_free_memory, tokens_of, write_model
 from tests.kernels import swap_case
 from tests.kernels.sparse_case import CASES, run
@@ -219,7 +222,7 @@ def test_sparse_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("shape", swap_case.SHAPES[:3])
 def test_swap_in(shape: tuple[int, int, int, int]) -> None:
-    swap_case.check(*shape, CPU, torch.float32)
+    swap_case.check(*shape, CPU, torch.float32, steps=3)
 
 
 def test_whole_pages_between_host_and_device() -> None:
@@ -281,3 +284,25 @@ def test_a_whole_engine_on_sparse_kernels(tmp_path: Path, monkeypatch: pytest.Mo
             assert (backend.launches > 0) == (refused is None)
             llm.engine.scheduler.check()
     assert answers[0] == answers[1]
+
+
+def test_a_whole_engine_on_sparse_kernels_with_a_host_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages leave the device, are read through the hot cache, staged for prompts, and fetched."""
+    monkeypatch.setattr(sparse_extend, "_ROWS", 64)
+    config = {**TINY_HILS, "hidden_size": 64, "num_hidden_layers": 1}
+    folder = write_model(tmp_path / "hils", config)
+    prompt = tokens_of(100)
+    with LLM(folder, device="cpu", dtype="float32", kv_cache_gib=0.05) as llm:
+        expected = llm.generate(prompt, max_tokens=6, ignore_eos=True).token_ids
+    monkeypatch.setattr(KernelSparse, "refusal", staticmethod(lambda *_: None))
+    options: dict[str, Any] = {"dtype": "float32", "chunked_prefill_size": 64}
+    with tiered(folder, frames=6, hot=8, pages=20, max_running_requests=1, **options) as llm:
+        for _ in range(2):
+            assert llm.generate(prompt, max_tokens=6, ignore_eos=True).token_ids == expected
+        tier = llm.engine.tier()
+        assert tier is not None and tier.totals.misses > 0 and tier.totals.hits > 0
+        swap = tier_of(llm.engine).swap
+        assert swap is not None and swap.totals[3] > 0
+        check_clean(llm.engine)

@@ -69,9 +69,47 @@ def add_bench(commands: Any) -> None:
         add_flags(parser.add_argument_group("engine"), EngineConfig)
         parser.set_defaults(run=_bench, kind=kind)
     _add_gpu_benches(kinds)
+    _add_replay(kinds)
     from cairn.bench.serve import add_serve_bench
 
     add_serve_bench(kinds)
+
+
+def _add_replay(kinds: Any) -> None:
+    replay = kinds.add_parser(
+        "replay", help="requests of a recorded trace, at their times", allow_abbrev=False
+    )
+    group = replay.add_argument_group("workload")
+    group.add_argument("--trace", required=True, metavar="FILE", help="In Mooncake's format.")
+    group.add_argument("--requests", type=int, default=1000, metavar="N", help="The first N.")
+    group.add_argument(
+        "--time-scale",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="2 takes twice as long as it took, 0 has all come at once.",
+    )
+    group.add_argument("--output", metavar="FILE", help="Write the JSON line to a file too.")
+    add_flags(replay.add_argument_group("engine"), EngineConfig)
+    replay.set_defaults(run=_replay)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from cairn.bench.replay import read_trace, run
+    from cairn.bench.report import show_rows
+    from cairn.llm import LLM
+
+    if arguments.requests < 1:
+        raise ConfigError("--requests must be at least 1")
+    if not 0 <= arguments.time_scale < float("inf"):
+        raise ConfigError("--time-scale must be 0 or more")
+    trace = read_trace(Path(arguments.trace), arguments.requests)
+    options = collect(arguments, EngineConfig)
+    with LLM(**options) as llm:
+        llm.generate([1, 2, 3], max_tokens=8, ignore_eos=True)  # warm up
+        result = run(llm, trace, time_scale=arguments.time_scale)
+    show_rows("replay", [{**result, **options}], arguments.output)
+    return 0
 
 
 def _add_gpu_benches(kinds: Any) -> None:
@@ -209,7 +247,8 @@ def _profile(arguments: argparse.Namespace) -> int:
 def _bench(arguments: argparse.Namespace) -> int:
     from cairn.bench.measure import Measurement, TransformersBaseline, measure_cairn
     from cairn.bench.report import make_record, show
-    from cairn.engine.build import locate, resolve_device, resolve_dtype
+    from cairn.engine.build import resolve_device, resolve_dtype
+    from cairn.engine.load import locate
     from cairn.llm import LLM
 
     if getattr(arguments, "lengths", None) == "seeded":

@@ -5,64 +5,45 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from cairn.attention.backend import AttentionBackend, AttentionShape, resolve_backends
-from cairn.attention.hsa.backend import HSABackend
-from cairn.attention.hsa.kernel_sparse import KernelSparse
-from cairn.attention.pair_backend import PairBackend
 from cairn.config import EngineConfig
 from cairn.engine.attention_options import AttentionPlan, plan_attention
+from cairn.engine.build_runner import attention_shape, build_runner, landmark_shape
 from cairn.engine.engine import Engine
-from cairn.engine.graphs import most_decode_rows
 from cairn.engine.hisparse_options import (
     HiSparseOptions,
     apply_to_attention,
     check_together,
     hisparse_options,
 )
+from cairn.engine.layout import Layout
+from cairn.engine.load import load_model
 from cairn.engine.pool_sizes import size_pools
 from cairn.engine.runner import Runner
 from cairn.engine.scheduler import Limits, Scheduler
-from cairn.engine.step_time import step_sizes
 from cairn.engine.tier_sizes import TierCosts, TierSizes, size_tier, split_group
+from cairn.engine.tp_options import check_tp, rank_device
 from cairn.errors import ConfigError
 from cairn.memory.cache import PagedCache
 from cairn.memory.copies import PageCopies
 from cairn.memory.geometry import PageGeometry
-from cairn.memory.groups import group_layers
-from cairn.memory.hisparse import HiSparseCoordinator
-from cairn.memory.host_pool import HostPool
+from cairn.memory.groups import group_layers, max_tokens
 from cairn.memory.kv_pool import KVPool
-from cairn.memory.landmarks import LandmarkPool, LandmarkShape
-from cairn.models.checkpoint import Checkpoint
 from cairn.models.config_reader import ConfigReader
-from cairn.models.interface import LanguageModel
-from cairn.models.layers import warm_up_products
-from cairn.models.loader import Progress, build_model, fill, fill_dummy, quantize
-from cairn.models.module import Module
-from cairn.models.registry import read_spec
-from cairn.models.source import Confirm, ModelSource, find_model
+from cairn.models.loader import Progress
+from cairn.models.parallel import Alone, Parallel
+from cairn.models.source import ModelSource
 from cairn.models.spec import ModelSpec
-from cairn.sparsity.config import SparseConfig
+
+if TYPE_CHECKING:
+    from cairn.engine.ranks import Ranks
 
 _RESERVED_OUTPUT = 1024
 """Tokens of output that admission counts on where pages live in host memory, which is large enough
 to be generous; who generates more is retracted if it must be, and loses next to nothing."""
-
-
-def locate(
-    config: EngineConfig, confirm: Confirm | None = None, progress: Progress | None = None
-) -> ModelSource:
-    """Find the model, fetching it where that is possible."""
-    ignored = (name.strip() for name in config.ignore_config_fields.split(","))
-    return find_model(
-        config.model,
-        ignored_fields=tuple(name for name in ignored if name),
-        confirm=confirm,
-        progress=progress,
-    )
 
 
 def build_engine(
@@ -71,8 +52,61 @@ def build_engine(
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, source.config, device)
     _check_quantization(config, dtype, device)
-    model, notes = load_model(config, source, dtype, device, progress)
-    spec = model.spec
+    if config.tp == 1:
+        return _build(config, source, dtype, device, progress, None)
+    check_tp(config, source, device)
+    # Here, because an engine on one rank needs nothing of it.
+    from cairn.engine.ranks import Ranks
+
+    ranks = Ranks(config, source, dtype, device.type)
+    with ranks.ended_by_failure():
+        return _build(config, source, dtype, rank_device(device.type, 0), progress, ranks)
+
+
+def _build(
+    config: EngineConfig,
+    source: ModelSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None,
+    ranks: Ranks | None,
+) -> Engine:
+    parallel: Parallel = Alone() if ranks is None else ranks.group
+    model, notes = load_model(config, source, dtype, device, progress, parallel)
+    if ranks is not None:
+        config = ranks.agree_on_budget(config, device)
+    layout = _plan_layout(config, model.spec, dtype, device)
+    attention = plan_attention(layout.config, model.spec)
+    if ranks is None:
+        runner, gpu_notes = build_runner(layout, attention, model, device, parallel)
+    else:
+        runner, gpu_notes = ranks.build_runner(layout, attention, model, device)
+    for warning in attention.warnings:
+        logging.getLogger("cairn").warning(warning)
+    cache = _build_cache(layout, runner)
+    return Engine(
+        model.spec,
+        Scheduler(cache, layout.limits, time.perf_counter),
+        runner,
+        context_length=layout.context,
+        eos_token_ids=source.eos_token_ids(),
+        seed=config.seed,
+        sparse=attention.sparse,
+        overlap=device.type == "cuda" and not config.disable_overlap_schedule,
+        notes=(
+            *notes,
+            *gpu_notes,
+            *(() if ranks is None else (ranks.note,)),
+            *attention.notes,
+            *((layout.tier.note,) if layout.tier is not None else ()),
+            *attention.warnings,
+        ),
+    )
+
+
+def _plan_layout(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> Layout:
     limits = _limits(config, device)
     options = hisparse_options(config)
     if options is not None:
@@ -81,116 +115,48 @@ def build_engine(
     geometry = PageGeometry(attention.page_size, spec.tokens_per_page(attention.page_size))
     groups = group_layers(spec.windows)
     context = _context_length(config, spec)
-    landmark_shape = _landmark_shape(attention.sparse, dtype)
     sizes = None
     if options is not None:
         check_together(config, options, attention, device)
         sizes = _size_tier(
             config, options, attention, spec, limits, geometry, context, dtype, device
         )
-        groups = sizes.groups
+        groups, num_pages = sizes.groups, sizes.num_pages
         limits = replace(
             limits,
             max_running_requests=sizes.max_running_requests,
             reserved_output=_RESERVED_OUTPUT,
         )
-    shape = AttentionShape(
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        scale=spec.scale,
-        page_size=geometry.page_size,
-        dtype=dtype,
-        device=device,
-        groups=groups,
-        max_seqs=most_decode_rows(limits.max_running_requests, spec.sparsity is not None),
-        hides_landmark_rows=spec.sparsity is not None and spec.sparsity.hides_landmark_rows,
-    )
-    dense, choice = resolve_backends(attention.dense, shape)
-    if sizes is None:
-        num_pages = size_pools(config, spec, limits, shape, landmark_shape, context)
     else:
-        num_pages = sizes.num_pages
-    pool = KVPool(
-        groups,
-        num_pages,
-        geometry.page_size,
-        spec.num_kv_heads,
-        spec.head_dim,
-        dtype,
-        device,
-        hot_slots=0 if sizes is None else sizes.hot_slots,
+        shape = attention_shape(spec, limits, geometry, groups, dtype, device)
+        landmarks = landmark_shape(attention.sparse, dtype)
+        num_pages = size_pools(config, spec, limits, shape, landmarks, context)
+    longest = min(context, max_tokens(groups, num_pages, geometry))
+    return Layout(
+        config=config,
+        dtype=dtype,
+        limits=limits,
+        context=context,
+        geometry=geometry,
+        groups=groups,
+        num_pages=tuple(num_pages),
+        max_pages=geometry.pages(longest),
+        tier=sizes,
     )
-    tier = copies = None
-    if options is not None and sizes is not None and attention.sparse is not None:
-        tier = _build_tier(options, sizes, attention.sparse, pool, spec.head_dim, dtype)
-        copies = PageCopies(num_pages[sizes.ids], num_pages[-1], tier)
-    cache = PagedCache(
-        geometry,
-        groups,
-        num_pages,
-        eviction="lfu" if config.eviction == "lfu" else "lru",
-        prefix_caching=not config.disable_radix_cache,
+
+
+def _build_cache(layout: Layout, runner: Runner) -> PagedCache:
+    copies = None
+    if layout.tier is not None and runner.mover is not None:
+        pages, frames = layout.num_pages[layout.tier.ids], layout.num_pages[-1]
+        copies = PageCopies(pages, frames, runner.mover)
+    return PagedCache(
+        layout.geometry,
+        layout.groups,
+        layout.num_pages,
+        eviction="lfu" if layout.config.eviction == "lfu" else "lru",
+        prefix_caching=not layout.config.disable_radix_cache,
         copies=copies,
-    )
-    max_pages = geometry.pages(min(context, cache.max_tokens))
-    gpu_notes = [choice] if device.type == "cuda" else []
-    backends = [kind(shape, pool) for kind in dense]
-    backend: AttentionBackend = backends[0] if len(backends) == 1 else PairBackend(*backends)
-    if attention.sparse is not None and landmark_shape is not None:
-        ids = pool.group_of[attention.sparse.layers[0]] if sizes is None else sizes.ids
-        landmarks = LandmarkPool(landmark_shape, num_pages[ids], device)
-        refused = KernelSparse.refusal(attention.sparse, shape)
-        kernels = None
-        if refused is None:
-            kernels = KernelSparse(attention.sparse, shape, pool, landmarks, max_pages)
-        backend = HSABackend(
-            shape,
-            pool,
-            config=attention.sparse,
-            landmarks=landmarks,
-            dense=backend,
-            kernels=kernels,
-            tier=tier,
-        )
-        if device.type == "cuda" and refused is not None:
-            gpu_notes.append(f"hsa runs in plain torch, its kernels cannot: {refused}")
-    for warning in attention.warnings:
-        logging.getLogger("cairn").warning(warning)
-    runner = Runner(
-        model,
-        pool,
-        backend,
-        geometry,
-        num_groups=len(groups),
-        num_slots=limits.max_running_requests,
-        max_pages=max_pages,
-        device=device,
-        tier=tier,
-    )
-    if device.type == "cuda" and limits.max_step_seconds is not None and isinstance(model, Module):
-        warm_up_products(model, step_sizes(limits.chunked_prefill_size))
-    unrecorded = _not_recorded(config, device, backend)
-    if unrecorded is None:
-        runner.record_graphs()
-    if device.type == "cuda" and unrecorded is not None:
-        gpu_notes.append(f"decode steps are not recorded as CUDA graphs: {unrecorded}")
-    return Engine(
-        spec,
-        Scheduler(cache, limits, time.perf_counter),
-        runner,
-        context_length=context,
-        eos_token_ids=source.eos_token_ids(),
-        seed=config.seed,
-        sparse=attention.sparse,
-        overlap=device.type == "cuda" and not config.disable_overlap_schedule,
-        notes=(
-            *notes,
-            *gpu_notes,
-            *attention.notes,
-            *((sizes.note,) if sizes is not None else ()),
-            *attention.warnings,
-        ),
     )
 
 
@@ -205,7 +171,7 @@ def _size_tier(
     dtype: torch.dtype,
     device: torch.device,
 ) -> TierSizes:
-    landmarks = _landmark_shape(attention.sparse, dtype)
+    landmarks = landmark_shape(attention.sparse, dtype)
     assert attention.sparse is not None and landmarks is not None
     groups = split_group(group_layers(spec.windows), attention.sparse)
     page_bytes = [
@@ -226,48 +192,6 @@ def _size_tier(
     )
 
 
-def _build_tier(
-    options: HiSparseOptions,
-    sizes: TierSizes,
-    sparse: SparseConfig,
-    pool: KVPool,
-    head_dim: int,
-    dtype: torch.dtype,
-) -> HiSparseCoordinator:
-    host = HostPool(
-        sparse.layers,
-        sizes.num_pages[sizes.ids],
-        pool.page_size,
-        pool.kv_heads,
-        head_dim,
-        dtype,
-        pinned=False,
-    )
-    return HiSparseCoordinator(
-        pool,
-        host,
-        num_frames=sizes.num_pages[-1],
-        hot_slots=sizes.hot_slots,
-        asynchronous=options.async_backup,
-    )
-
-
-def _not_recorded(
-    config: EngineConfig, device: torch.device, backend: AttentionBackend
-) -> str | None:
-    """Why decode steps are launched kernel by kernel; None if they are recorded."""
-    if device.type != "cuda":
-        for name in ("disable_cuda_graph", "disable_overlap_schedule"):
-            if getattr(config, name):
-                raise ConfigError(f"{name} is for CUDA and the device is {device.type}")
-        return f"the device is {device.type}"
-    if config.disable_cuda_graph:
-        return "disable_cuda_graph is set"
-    if not backend.graphs:
-        return f"attention backend {backend.name} cannot be recorded"
-    return None
-
-
 def _limits(config: EngineConfig, device: torch.device) -> Limits:
     cuda = device.type == "cuda"
     return Limits(
@@ -275,46 +199,6 @@ def _limits(config: EngineConfig, device: torch.device) -> Limits:
         max_running_requests=config.max_running_requests or (256 if cuda else 64),
         max_queued_requests=config.max_queued_requests,
         max_step_seconds=None if config.max_step_ms is None else config.max_step_ms / 1e3,
-    )
-
-
-def load_model(
-    config: EngineConfig,
-    source: ModelSource,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Progress | None,
-) -> tuple[LanguageModel, tuple[str, ...]]:
-    """The model, and what its user should know about how it was loaded."""
-    if config.model_impl == "transformers":
-        if source.folder is None or config.load_format == "dummy":
-            raise ConfigError(
-                "model_impl=transformers needs a model folder or a hub id, with weights"
-            )
-        from cairn.models.hf_model import load_transformers_model
-
-        return load_transformers_model(source.folder, dtype, device), ()
-    decoder = read_spec(source.config)
-    model = build_model(decoder, dtype, device)
-    if config.load_format == "dummy":
-        fill_dummy(model, config.seed)
-    elif source.gguf is not None:
-        fill(model, source.gguf, source.gguf.path, progress)
-    elif source.folder is not None:
-        fill(model, Checkpoint.open(source.folder), source.folder, progress)
-    else:
-        raise ConfigError(
-            f"model {config.model!r} is a preset, a shape without weights; use load_format=dummy"
-        )
-    return model, (str(quantize(model)),) if config.quantization == "int8" else ()
-
-
-def _landmark_shape(sparse: SparseConfig | None, dtype: torch.dtype) -> LandmarkShape | None:
-    if sparse is None:
-        return None
-    policy = sparse.policy
-    return LandmarkShape(
-        sparse.layers, policy.landmark_heads, policy.landmark_width, policy.has_bias, dtype
     )
 
 

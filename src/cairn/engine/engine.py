@@ -6,7 +6,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cairn.attention.backend import AttentionBackend
 from cairn.engine.logprobs import TokenLogprob
@@ -171,21 +171,27 @@ class Engine:
 
     def tier(self) -> TierReport | None:
         """Where pages are and what moved, with a host tier."""
-        if self._runner.tier is None:
+        totals = self._runner.tier_stats()
+        if totals is None:
             return None
         self.scheduler.cache.poll()
         return TierReport(
             {state.value: count for state, count in self.scheduler.cache.page_states().items()},
-            replace(self._runner.tier.stats),
+            totals,
         )
 
+    def watch(self) -> None:
+        """Raise if a part of the engine that runs in another process has gone."""
+        self._runner.watch()
+
     def close(self) -> None:
-        """Wait for what is under way and let go of host memory."""
-        if self._in_flight is not None:
-            self._runner.finish(self._in_flight)
-            self._in_flight = None
-        if self._runner.tier is not None:
-            self._runner.tier.close()
+        """Wait for what is under way, let go of host memory and end other processes."""
+        step, self._in_flight = self._in_flight, None
+        try:
+            if step is not None:
+                self._runner.finish(step)
+        finally:
+            self._runner.close()
 
     def wrap_attention(self, wrap: Callable[[AttentionBackend, KVPool], AttentionBackend]) -> None:
         """Put a backend in front of the engine's own, for who wants to watch it."""
@@ -208,6 +214,7 @@ class Engine:
         if finished is None:
             if launched is None:
                 self.scheduler.check()
+                self._runner.check()
             self.stats.step_seconds += time.perf_counter() - begin
             return []
         result = self._finish(finished)
@@ -215,7 +222,7 @@ class Engine:
         if self.scheduler.limits.max_step_seconds is not None:
             self._observe(finished.plan, ran - max(planned, self._last_finish))
         self._last_finish = ran
-        self._take_scores(result)
+        self._take_scores(finished.plan, result)
         progress = [
             self._progress(request, result)
             for request in self.scheduler.commit(finished.plan, result.sampled)
@@ -242,7 +249,11 @@ class Engine:
         except BaseException:  # Ctrl-C too: the books must balance whatever happens
             self.scheduler.undo(plan)
             raise
-        self.scheduler.launched(plan)
+        try:
+            self.scheduler.launched(plan)
+        except BaseException:
+            self.scheduler.undo(plan, launched=True)
+            raise
         return launched
 
     def _finish(self, step: InFlight) -> StepResult:
@@ -270,12 +281,15 @@ class Engine:
             rows, pairs = rows + new, pairs + attention_pairs(new, context)
         self.scheduler.step_time.observe(rows, pairs, seconds)
 
-    def _take_scores(self, result: StepResult) -> None:
+    def _take_scores(self, plan: StepPlan, result: StepResult) -> None:
+        attempts = {advance.request_id: advance.attempt for advance in plan.advances}
         for request_id, scores in result.prompt_logprobs.items():
-            if (request := self.scheduler.get(request_id)) is not None:
+            request = self.scheduler.get(request_id)
+            if request is not None and request.retractions == attempts[request_id]:
                 request.prompt_logprobs += scores
         for request_id, distributions in result.distributions.items():
-            if (request := self.scheduler.get(request_id)) is not None:
+            request = self.scheduler.get(request_id)
+            if request is not None and request.retractions == attempts[request_id]:
                 request.distributions.append(distributions)
         for request_id, selections in result.selections.items():
             if (request := self.scheduler.get(request_id)) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -14,6 +15,8 @@ from cairn.engine.attention_options import DEFAULT_PAGE_SIZE, AttentionPlan
 from cairn.errors import ConfigError
 from cairn.models.spec import ModelSpec
 
+_MOST = 2**31 - 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiSparseOptions:
@@ -21,8 +24,8 @@ class HiSparseOptions:
     """Tokens a query reads outside its window: hsa_topk pages of page_size."""
     device_buffer_size: int | None = None
     """Tokens of the hot cache for each running request; twice the selection by default."""
-    host_to_device_ratio: float = 2.0
-    """Host memory for pages, as a multiple of the device's KV cache."""
+    host_to_device_ratio: float | None = None
+    """Host memory for pages, as a multiple of the device's KV cache; 2 by default."""
     swap_in_block_size: int | None = None
     """CUDA: threads of a block of the swap-in kernel."""
     host_gib: float | None = None
@@ -34,7 +37,11 @@ class HiSparseOptions:
         for name in ("top_k", "device_buffer_size"):
             _check(name, getattr(self, name), int, 1, None)
         _check("swap_in_block_size", self.swap_in_block_size, int, 1, 1024)
-        _check("host_to_device_ratio", self.host_to_device_ratio, (int, float), 1, None)
+        if self.host_to_device_ratio is not None and self.host_gib is not None:
+            raise ConfigError(
+                "hisparse_config: host_gib and host_to_device_ratio size the same memory; give one"
+            )
+        _check("host_to_device_ratio", self.host_to_device_ratio, (int, float), 0, 1e6)
         _check("host_gib", self.host_gib, (int, float), 0, None)
         if not isinstance(self.async_backup, bool):
             raise ConfigError(
@@ -45,8 +52,8 @@ class HiSparseOptions:
 def _check(name: str, value: Any, kind: Any, low: float, high: float | None) -> None:
     if value is None:
         return
-    number = isinstance(value, kind) and not isinstance(value, bool)
-    if not number or value < low or (high is not None and value > high) or value == float("inf"):
+    number = isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not low <= value <= (_MOST if high is None else high):
         what = "a whole number" if kind is int else "a number"
         limit = f"from {low}" if high is None else f"from {low} to {high}"
         raise ConfigError(f"hisparse_config: {name} is {value!r}; it must be {what} {limit}")
@@ -85,7 +92,8 @@ def apply_to_attention(
     """The options of attention that the tier's options imply."""
     if config.attention_backend is None and not os.environ.get("ATTN_BACKEND"):
         config = replace(config, attention_backend="hsa")
-    if options.top_k is None:
+    names = (config.attention_backend or os.environ.get("ATTN_BACKEND") or "").split(",")
+    if options.top_k is None or "hsa" not in names:
         return config
     native = None if spec.sparsity is None else spec.sparsity.chunk_size
     page_size = config.page_size or native or DEFAULT_PAGE_SIZE

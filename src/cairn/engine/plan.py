@@ -56,6 +56,8 @@ class Advance(NamedTuple):
     """Report which pages the sampled token was read from."""
     allowed: bytes | None = None
     """Tokens that may be sampled, a bit each, the lowest first; None for all."""
+    attempt: int = 0
+    """How often the request had been retracted before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import torch
 
 from cairn.attention.backend import AttentionShape
 from cairn.config import EngineConfig
+from cairn.engine.container_limit import memory_left
 from cairn.engine.scheduler import Limits
 from cairn.errors import ConfigError
 from cairn.memory.geometry import PageGeometry
@@ -47,7 +48,7 @@ def size_pools(
     budget = kv_budget(config, device)
     if budget is None:
         needed = sum(pages * size for pages, size in zip(wanted, page_bytes, strict=True))
-        budget = min(default_budget(device), needed)
+        budget = min(default_budget(config, device), needed)
     pages = split_budget(budget, groups, page_bytes, wanted)
     for group, count in zip(groups, pages, strict=True):
         # One request must be able to move on by itself, a page at a time.
@@ -67,13 +68,13 @@ def needed_pages(
     return running * group.peak_pages(context, 1, geometry) + geometry.pages(chunk)
 
 
-def default_budget(device: torch.device) -> int:
-    """What the KV cache may take unasked."""
-    return int(free_memory(device) * _DEFAULT_FREE_SHARE)
+def default_budget(config: EngineConfig, device: torch.device) -> int:
+    """What the KV cache of a rank may take unasked."""
+    return int(free_memory(device) / config.tp * _DEFAULT_FREE_SHARE)
 
 
 def kv_budget(config: EngineConfig, device: torch.device) -> int | None:
-    """Bytes for the KV cache, or None to size it by need."""
+    """Bytes for the KV cache of a rank, or None to size it by need."""
     if config.kv_cache_gib is not None:
         return int(config.kv_cache_gib * 2**30)
     if device.type != "cuda":
@@ -96,10 +97,5 @@ def free_memory(device: torch.device) -> int:
     if meminfo.exists():
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         free = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, group = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.stat")
-    if limit.exists() and group.exists() and limit.read_text().strip() != "max":
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        stat = dict(line.split() for line in group.read_text().splitlines())
-        # File cache is given back when it is needed.
-        free = min(free, int(limit.read_text()) - used + int(stat.get("inactive_file", 0)))
-    return max(0, free)
+    left = memory_left()
+    return free if left is None else min(free, left)

@@ -7,8 +7,9 @@ them on the device.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
@@ -22,10 +23,12 @@ from cairn.engine.plan import Advance, StepPlan
 from cairn.engine.rows import StepRows, build_rows
 from cairn.engine.sampler import Draw, Sampler
 from cairn.kernels.interface import ScoringHeads
+from cairn.memory.copies import Mover
 from cairn.memory.geometry import PageGeometry
-from cairn.memory.hisparse import HiSparseCoordinator
+from cairn.memory.hisparse import HiSparseCoordinator, TierStats
 from cairn.memory.kv_pool import KVPool
 from cairn.models.interface import LanguageModel
+from cairn.models.parallel import Alone, Parallel
 from cairn.sparsity.selection import Selection
 
 
@@ -126,12 +129,16 @@ class Runner:
         max_pages: int,
         device: torch.device,
         tier: HiSparseCoordinator | None = None,
+        parallel: Parallel | None = None,
     ) -> None:
+        self._parallel = parallel or Alone()
         self._model = model
         self._pool = pool
         self._backend = backend
         self._geometry = geometry
         self._device = device
+        # Rank 0 chooses tokens for all ranks: none of them can be of another opinion.
+        self._samples = self._parallel.rank == 0
         self._sampler = Sampler(num_slots, model.spec.vocab_size, device)
         # Host mirror of every running request's page tables, kept up to date by plan edits.
         self._tables = np.zeros((num_groups, num_slots, max_pages), dtype=np.int32)
@@ -145,6 +152,32 @@ class Runner:
         self._graphs: DecodeGraphs | None = None
         self.tier = tier
         """Where pages live in host memory."""
+
+    @property
+    def mover(self) -> Mover | None:
+        """Who copies complete pages to host memory."""
+        return self.tier
+
+    def tier_stats(self) -> TierStats | None:
+        return None if self.tier is None else replace(self.tier.stats)
+
+    def watch(self) -> None:
+        """Raise if what other processes do for this runner cannot go on."""
+
+    def check(self) -> None:
+        """Raise if runners that carry out the same plans differ."""
+
+    def fingerprint(self) -> str:
+        """Of all that plans and their tokens decide: the same on every rank, between two steps."""
+        digest = hashlib.blake2b(digest_size=16)
+        for part in (self._tables, self._generations, self._newest.cpu().numpy()):
+            digest.update(part.tobytes())
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Wait for copies under way and let go of host memory."""
+        if self.tier is not None:
+            self.tier.close()
 
     @torch.inference_mode()
     def record_graphs(self) -> None:
@@ -201,7 +234,7 @@ class Runner:
             logits = self._eager(plan, rows, host, logit_rows, sampling, result)
         begin = len(sampling)
         tokens = self._sample(plan, sampling, logits[:begin], result)
-        for s, wanted in scored.items():
+        for s, wanted in scored.items() if self._samples else ():
             self._score(plan, s, logits[begin : begin + len(wanted)], result)
             begin += len(wanted)
         return self._in_flight(plan, sampling, tokens, result)
@@ -267,8 +300,16 @@ class Runner:
         for s in sampling:
             if plan.advances[s].traced:
                 read = self._backend.selections(metadata, int(rows.last_token_rows[s]))
-                result.selections[plan.advances[s].request_id] = read
+                whole = {layer: self._of_all_heads(own) for layer, own in read.items()}
+                result.selections[plan.advances[s].request_id] = whole
         return logits
+
+    def _of_all_heads(self, selection: Selection) -> Selection:
+        """A rank selects for its own heads."""
+        if self._parallel.size == 1:
+            return selection
+        parts = (getattr(selection, part.name) for part in fields(selection))
+        return Selection(*(self._parallel.concat(part, 1) for part in parts))
 
     def _forward(
         self, inputs: StepInputs, metadata: object, logit_rows: torch.Tensor | None
@@ -316,8 +357,12 @@ class Runner:
         if not sampling:
             return torch.empty(0, dtype=torch.int64)
         advances = [plan.advances[s] for s in sampling]
-        draws = [Draw(a.slot, a.stop, a.stop - a.prompt_len, a.allowed) for a in advances]
-        tokens = self._sampler.sample(logits, draws)
+        if self._samples:
+            draws = [Draw(a.slot, a.stop, a.stop - a.prompt_len, a.allowed) for a in advances]
+            tokens = self._sampler.sample(logits, draws)
+        else:
+            tokens = torch.empty(len(advances), dtype=torch.int64, device=self._device)
+        tokens = self._parallel.from_first(tokens)
         slots = to_device(np.array([a.slot for a in advances]), self._device)
         self._newest[slots] = tokens
         wanted = [

@@ -305,7 +305,8 @@ class Scheduler:
         Admitting on less would only lead to retractions.
         """
         for g in range(len(self.cache.groups)):
-            need = self._peak_pages(request, g) - self.cache.held_by(match, g) + promised[g]
+            peak = self._peak_pages(request, g, self.limits.chunked_prefill_size)
+            need = peak - self.cache.held_by(match, g) + promised[g]
             if need > self.cache.available_after(match, g):
                 return False
         return True
@@ -318,16 +319,15 @@ class Scheduler:
         pages = request.pages
         assert pages is not None
         held = pages.num_pages - pages.live_from[group]
-        return max(0, self._peak_pages(request, group) - held)
+        # Who only decodes takes a page at a time.
+        chunk = self.limits.chunked_prefill_size if request.remaining > 1 else 1
+        return max(0, self._peak_pages(request, group, chunk) - held)
 
-    def _peak_pages(self, request: Request, group: int) -> int:
+    def _peak_pages(self, request: Request, group: int, chunk: int) -> int:
         output = min(request.params.max_tokens, self.limits.reserved_output)
         tokens = max(request.num_tokens + 1, request.prompt_len + output)
-        return self.cache.groups[group].peak_pages(
-            min(tokens, request.max_total_tokens),
-            self.limits.chunked_prefill_size,
-            self.cache.geometry,
-        )
+        tokens = min(tokens, request.max_total_tokens)
+        return self.cache.groups[group].peak_pages(tokens, chunk, self.cache.geometry)
 
     def _advance(self, step: _Step, request: Request, tokens: int, *, prefill: bool) -> None:
         geometry = self.cache.geometry
@@ -358,6 +358,7 @@ class Scheduler:
                 next_ids=self._next_ids(request, start, stop),
                 traced=request.traced,
                 allowed=allowed,
+                attempt=request.retractions,
             )
         )
 
@@ -395,6 +396,9 @@ class Scheduler:
             assert request.pages is not None
             request.computed = advance.stop
             request.pending += advance.samples
+        for advance in plan.advances:
+            request = self._requests[advance.request_id]
+            assert request.pages is not None
             self.cache.commit(request.pages, request.token_ids, advance.stop)
         self.cache.launched()
 
@@ -410,6 +414,10 @@ class Scheduler:
                 # Retracted and resumed since, it may not be as far as it was.
                 computed = min(advance.stop, request.computed)
                 self.cache.commit(request.pages, request.token_ids, computed)
+            # The prompt is scored anew by who was retracted meanwhile, and its end comes again.
+            if request.prompt_scores != "none" and advance.attempt != request.retractions:
+                request.pending -= advance.samples
+                continue
             if advance.samples:
                 request.pending -= 1
                 self._append(request, sampled[request.id], now)

@@ -21,6 +21,7 @@ from cairn.memory.groups import LayerGroup
 from cairn.sparsity.config import SparseConfig
 
 _GIB = 2**30
+_RATIO = 2.0  # of host to device memory, where neither is asked for
 _MOST_OF_FREE = 0.8
 """Of the memory that is free, what pages in host memory may take unasked."""
 
@@ -77,10 +78,12 @@ def size_tier(
     assert ids is not None
     budget = kv_budget(config, device)
     if budget is None:
-        budget = default_budget(device)
+        budget = default_budget(config, device)
     frame_bytes = costs.page_bytes[frames]
-    hot = _hot_pages(options, sparse, geometry.page_size)
-    host_bytes = _host_bytes(options, budget, free_memory(device) - budget)
+    hot = min(_hot_pages(options, sparse, geometry.page_size), geometry.pages(context))
+    # Ranks on one machine share its memory.
+    free = free_memory(device) // config.tp - budget
+    host_bytes = _host_bytes(options, config.tp, budget, free)
     host_pages = min(host_bytes // frame_bytes, 2**31 - 1)
     fixed = host_pages * (costs.landmark_bytes + costs.page_bytes[ids])
 
@@ -107,7 +110,13 @@ def size_tier(
         if running:
             break
     least, _ = spent(1, 1)
-    if not running or not host_pages:
+    if not host_pages:
+        raise ConfigError(
+            f"enable_hisparse: {host_bytes / _GIB:.6f} GiB of host memory hold no page, which "
+            f"takes {frame_bytes / _GIB:.6f}; raise host_gib, or free memory that the KV cache "
+            f"({budget / _GIB:.3f} GiB) and others take"
+        )
+    if not running:
         raise ConfigError(
             f"enable_hisparse: the KV cache has {budget / _GIB:.3f} GiB and one request needs "
             f"{least / _GIB:.3f}, of which {fixed / _GIB:.3f} are landmarks and dense layers of "
@@ -121,7 +130,7 @@ def size_tier(
         f"{pages[frames]} resident and {running * hot} hot on the device"
     )
     if running < max_running:
-        note += f"; max_running_requests is {running}: more would share too small a hot cache"
+        note += f"; max_running_requests is {running}: the device has no room for more of them"
     return TierSizes(groups, pages, running * hot, running, note)
 
 
@@ -139,13 +148,15 @@ def _hot_pages(options: HiSparseOptions, sparse: SparseConfig, page_size: int) -
     return pages
 
 
-def _host_bytes(options: HiSparseOptions, budget: int, free: int) -> int:
+def _host_bytes(options: HiSparseOptions, ranks: int, budget: int, free: int) -> int:
+    """For each rank."""
     if options.host_gib is None:
-        return min(int(options.host_to_device_ratio * budget), int(_MOST_OF_FREE * max(0, free)))
-    wanted = int(options.host_gib * _GIB)
+        ratio = _RATIO if options.host_to_device_ratio is None else options.host_to_device_ratio
+        return min(int(ratio * budget), int(_MOST_OF_FREE * max(0, free)))
+    wanted = int(options.host_gib * _GIB / ranks)
     if wanted > free:
         raise ConfigError(
-            f"hisparse_config: host_gib is {options.host_gib} and {free / _GIB:.1f} GiB of memory "
-            "are free beside the KV cache, a container's limit included; lower it"
+            f"hisparse_config: host_gib is {options.host_gib} and {free * ranks / _GIB:.1f} GiB of "
+            "memory are free beside the KV cache, a container's limit included; lower it"
         )
     return wanted

@@ -74,6 +74,11 @@ def compare(shares: torch.Tensor, read: LayerRead, window_start: int) -> Kept:
 def attach(llm: LLM) -> DensePages:
     """Let the engine's attention be watched by a `DensePages`."""
     engine = llm.engine
+    if engine.tier() is not None:
+        raise ConfigError(
+            "enable_hisparse moves pages away, and recall looks at all of them on the device; "
+            "leave it out: what is selected is the same"
+        )
     cache = engine.scheduler.cache
     layers = [layer for g in cache.groups if g.window is None for layer in g.layers]
     watchers: list[DensePages] = []

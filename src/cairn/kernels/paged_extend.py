@@ -95,14 +95,15 @@ def _extend_kernel(
     PAGE_STRIDE: tl.constexpr = 2 * KV_HEADS * PAGE_SIZE * DIM
     VALUES: tl.constexpr = KV_HEADS * PAGE_SIZE * DIM
     table = page_table + seq * table_stride
-    lowest = 0
+    first_seen = 0
     if WINDOW > 0:
-        lowest = tl.maximum(past + begin - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        first_seen = tl.maximum(past + begin - WINDOW + 1, 0)
     if PAGED_WINDOW:
         until = tl.load(dense_until + seq).to(tl.int32)
         first_key = tl.maximum(position - WINDOW + 1, 0) // PAGE_SIZE * PAGE_SIZE
         first_key = tl.where(position < until, 0, first_key)  # [BLOCK_M]
-        lowest = tl.min(first_key) // BLOCK_N * BLOCK_N
+        first_seen = tl.min(first_key)
+    lowest = first_seen // BLOCK_N * BLOCK_N
     end = tl.minimum(past + begin + BLOCK_M, length)
     # Keys before the block's first row are seen by all its rows, unless something hides them.
     clear = (past + begin) // BLOCK_N * BLOCK_N
@@ -139,6 +140,8 @@ def _extend_kernel(
             slot = page * PAGE_STRIDE + kv_head * (PAGE_SIZE * DIM)
             slot = slot + (start % PAGE_SIZE + offs_n) * DIM
         else:
+            # Pages before the window may have been given up.
+            there = there & (n >= first_seen)
             page = tl.load(table + n // PAGE_SIZE, mask=there, other=0).to(tl.int64)
             slot = page * PAGE_STRIDE + kv_head * (PAGE_SIZE * DIM) + (n % PAGE_SIZE) * DIM
         k = tl.load(

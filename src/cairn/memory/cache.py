@@ -23,7 +23,7 @@ from functools import partial
 from cairn.errors import PageError
 from cairn.memory.copies import CopyEdits, PageCopies, PageState, Transfer
 from cairn.memory.geometry import PageGeometry
-from cairn.memory.groups import LayerGroup
+from cairn.memory.groups import LayerGroup, max_tokens
 from cairn.memory.pages import NULL_PAGE, PageAllocator
 from cairn.memory.radix import EvictionPolicy, Node, PageTokens, PrefixMatch, RadixTree
 
@@ -124,15 +124,8 @@ class PagedCache:
     @property
     def max_tokens(self) -> int:
         """The longest request the pools can hold when it has them to itself."""
-        capacity = [
-            allocator.num_pages
-            for group, allocator in zip(self.groups, self.allocators, strict=True)
-            if group.window is None
-        ]
-        if not capacity:
-            # Window layers only: length is bounded by the model, not by memory.
-            return 2**62
-        return self.geometry.tokens(min(capacity))
+        sizes = [allocator.num_pages for allocator in self.allocators]
+        return max_tokens(self.groups, sizes, self.geometry)
 
     # -- room ---------------------------------------------------------------------------------
 
@@ -153,12 +146,17 @@ class PagedCache:
 
     def reclaim(self) -> bool:
         """Wait for pages that are about to become available; False if there are none."""
-        if self.copies is None or not (done := self.copies.wait()):
+        if self.copies is None:
             return False
+        # Pages whose copies arrived since the last commit may still be held for a window.
+        slid = [self._slide(pages) for pages in self._sequences]
+        if any(slid):
+            return True
+        done = self.copies.wait()
         self._settle(done)
         for pages in self._sequences:
             self._slide(pages)
-        return True
+        return bool(done)
 
     def page_states(self) -> dict[PageState, int]:
         """Pages that live in host memory, by state; empty if none do."""
@@ -396,7 +394,9 @@ class PagedCache:
         """A page is nowhere but on the device, or the host has its bytes."""
         return self.copies is None or self.copies.is_durable(pages.tables[self._ids][index])
 
-    def _slide(self, pages: SequencePages) -> None:
+    def _slide(self, pages: SequencePages) -> bool:
+        """Give up what no later row can reach; True if that was anything."""
+        before = sum(pages.live_from)
         for g in self._windowed:
             first = self.groups[g].first_reachable_page(pages.reach, self.geometry.page_size)
             table = pages.tables[g]
@@ -407,6 +407,7 @@ class PagedCache:
                 table[index] = NULL_PAGE
                 pages.generations[g][index] = self.allocators[g].generation(NULL_PAGE)
                 pages.live_from[g] = index + 1
+        return sum(pages.live_from) > before
 
     # -- invariants ---------------------------------------------------------------------------
 

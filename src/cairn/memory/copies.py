@@ -137,8 +137,11 @@ class PageCopies:
         return self._settle(self._mover.poll()) if self._backing else []
 
     def wait(self) -> list[Transfer]:
-        """At least one copy that is done; none if none is under way."""
-        return self._settle(self._mover.wait()) if len(self._backing) > len(self._to_start) else []
+        """At least one copy that is done; none if none is under way, or it failed."""
+        if not self._backing:
+            return []
+        self.start()  # what could not be started when it was to be
+        return self._settle(self._mover.wait())
 
     def frame_freed(self, frame: int) -> None:
         page, self._page_of[frame] = self._page_of[frame], NULL_PAGE
@@ -160,7 +163,8 @@ class PageCopies:
 
     def _settle(self, done: list[Transfer]) -> list[Transfer]:
         for page, frame in done:
-            assert self._backing.pop(page) == frame
+            held = self._backing.pop(page)
+            assert held == frame
             self._durable[page] = True
         self._num_durable += len(done)
         self._num_clean += len(done)  # its frame was held for it

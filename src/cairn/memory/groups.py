@@ -52,6 +52,19 @@ def group_layers(windows: Sequence[int | None]) -> tuple[LayerGroup, ...]:
     )
 
 
+def max_tokens(
+    groups: Sequence[LayerGroup], num_pages: Sequence[int], geometry: PageGeometry
+) -> int:
+    """The longest request the pools can hold when it has them to itself."""
+    capacity = [
+        count for group, count in zip(groups, num_pages, strict=True) if group.window is None
+    ]
+    if not capacity:
+        # Window layers only: length is bounded by the model, not by memory.
+        return 2**62
+    return geometry.tokens(min(capacity))
+
+
 def split_budget(
     budget_bytes: int,
     groups: Sequence[LayerGroup],

@@ -113,8 +113,10 @@ class HiSparseCoordinator:
         while begin < len(pages):
             count = min(most_rows, len(pages) - begin)
             part = slice(begin, begin + count)
-            while count > 1 and (
-                hot.distinct(pages[part], generations[part], wanted[part]) > hot.slots
+            while (
+                count * pages.shape[2] > hot.slots
+                and count > 1
+                and hot.distinct(pages[part], generations[part], wanted[part]) > hot.slots
             ):
                 count = (count + 1) // 2
                 part = slice(begin, begin + count)
@@ -128,17 +130,24 @@ class HiSparseCoordinator:
 
         Where pages is -1 the result is the null page.
         """
-        begin = time.perf_counter()
+        frames = self._frame_of[pages.clamp(min=0)].long()
         wanted = self._wanted(pages)
-        plan = self._hot[layer].plan(pages, generations, wanted)
-        if len(plan.pages):
-            self._copy_in(layer, plan.heads, plan.pages, plan.into)
+        if not wanted.any():
+            self._stats.resident += int((pages >= 0).sum())
+            return frames.masked_fill(pages < 0, 0)
+        try:
+            plan = self._hot[layer].plan(pages, generations, wanted)
+            begin = time.perf_counter()
+            if len(plan.pages):
+                self._copy_in(layer, plan.heads, plan.pages, plan.into)
+            self._stats.stall_seconds += time.perf_counter() - begin
+        except BaseException:  # Ctrl-C too: tags must not name pages that were not copied
+            self._hot[layer].forget()
+            raise
         self._stats.resident += int(((pages >= 0) & ~wanted).sum())
         self._stats.hits += plan.hits
         self._stats.misses += len(plan.pages)
-        frames = self._frame_of[pages.clamp(min=0)]
-        found = torch.where(wanted, plan.slots + self._first_hot, frames.long())
-        self._stats.stall_seconds += time.perf_counter() - begin
+        found = torch.where(wanted, plan.slots + self._first_hot, frames)
         return found.masked_fill(pages < 0, 0)
 
     def _wanted(self, pages: torch.Tensor) -> torch.Tensor:
@@ -159,7 +168,9 @@ class HiSparseCoordinator:
     # -- to the host --------------------------------------------------------------------------
 
     def back_up(self, transfers: Sequence[Transfer]) -> None:
+        begin = time.perf_counter()
         self._mover.back_up(transfers)
+        self._stats.stall_seconds += time.perf_counter() - begin
         self._stats.bytes_out += len(transfers) * self._page_bytes
 
     def poll(self) -> list[Transfer]:

@@ -97,6 +97,10 @@ class HotCache:
             hits,
         )
 
+    def forget(self) -> None:
+        """Nothing is held: a plan was not carried out to its end."""
+        self._tags.fill_(_EMPTY)
+
     def held(self) -> list[tuple[int, int, int, int]]:
         """(kv head, slot, page, generation) of every slot in use, for checks."""
         return [

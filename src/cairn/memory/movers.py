@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from cairn.memory.copies import Transfer
+
+_log = logging.getLogger("cairn.memory")
 
 Copy = Callable[[Sequence[Transfer]], None]
 
@@ -46,20 +49,21 @@ class ThreadMover:
         self._moving[self._thread.submit(self._copy, transfers)] = transfers
 
     def poll(self) -> list[Transfer]:
-        return [
-            transfer
-            for future in [future for future in self._moving if future.done()]
-            for transfer in self._take(future)
-        ]
+        """Copies that failed are tried again, and the log says why."""
+        done: list[Transfer] = []
+        for future in [future for future in self._moving if future.done()]:
+            transfers = self._moving.pop(future)
+            error = future.exception()
+            if error is None:
+                done += transfers
+            else:
+                _log.error("pages could not be copied to host memory: %r", error)
+                self.back_up(transfers)
+        return done
 
     def wait(self) -> list[Transfer]:
         concurrent.futures.wait(self._moving, return_when=concurrent.futures.FIRST_COMPLETED)
         return self.poll()
-
-    def _take(self, future: Future[None]) -> Sequence[Transfer]:
-        transfers = self._moving.pop(future)
-        future.result()  # a copy that failed is not a copy
-        return transfers
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)

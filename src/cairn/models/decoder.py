@@ -1,4 +1,4 @@
-"""A decoder-only transformer over a paged KV cache, built from its spec.
+"""A decoder-only transformer over a paged KV cache, built from its spec, or a rank's part of one.
 
 All rows of a step, of any number of sequences, go through as one flat batch [rows, hidden]. What
 belongs to which sequence is known to attention alone, which is a function handed in.
@@ -19,9 +19,9 @@ Stream = torch.Tensor | None
 """The residual stream before what was `added`; None where that is all of it."""
 
 
-def _norm(dim: int, spec: DecoderSpec, factory: Factory) -> RMSNorm:
+def _norm(dim: int, spec: DecoderSpec, factory: Factory, *, split: bool = False) -> RMSNorm:
     # OLMo rounds after the weight, the others before it.
-    return RMSNorm(dim, spec.norm_eps, factory, round_last=spec.post_norm)
+    return RMSNorm(dim, spec.norm_eps, factory, round_last=spec.post_norm, split=split)
 
 
 class SelfAttention(Module):
@@ -40,15 +40,21 @@ class SelfAttention(Module):
             {"q_proj": query_width, "k_proj": kv_width, "v_proj": kv_width},
             factory,
             bias=own.qkv_bias,
+            split="out",
         )
         self.o_proj = Linear(
-            query_width, {"o_proj": spec.dims.hidden_size}, factory, bias=own.output_bias
+            query_width,
+            {"o_proj": spec.dims.hidden_size},
+            factory,
+            bias=own.output_bias,
+            split="in",
         )
         self._norm_heads = own.qk_norm == "head"
         if own.qk_norm != "none":
             dims = (spec.dims.head_dim,) * 2 if self._norm_heads else self._widths
-            self.q_norm = _norm(dims[0], spec, factory)
-            self.k_norm = _norm(dims[1], spec, factory)
+            split = not self._norm_heads
+            self.q_norm = _norm(dims[0], spec, factory, split=split)
+            self.k_norm = _norm(dims[1], spec, factory, split=split)
         self._has_norm = own.qk_norm != "none"
 
         self._fused = factory.fused
@@ -108,9 +114,10 @@ class MLP(Module):
             {"gate_proj": width, "up_proj": width},
             factory,
             bias=spec.mlp_bias,
+            split="out",
         )
         self.down_proj = Linear(
-            width, {"down_proj": spec.dims.hidden_size}, factory, bias=spec.mlp_bias
+            width, {"down_proj": spec.dims.hidden_size}, factory, bias=spec.mlp_bias, split="in"
         )
 
         self._parallel = factory.parallel
@@ -236,7 +243,8 @@ class CausalLM(Module):
         self.model = Decoder(config, factory)
         if not config.tie_embeddings:
             rows = config.head_rows or config.dims.vocab_size
-            self.lm_head = Linear(config.dims.hidden_size, {"lm_head": rows}, factory)
+            own = {"lm_head": -(-rows // factory.parallel.size)}
+            self.lm_head = Linear(config.dims.hidden_size, own, factory, split="out", total=rows)
 
     @property
     def spec(self) -> ModelSpec:

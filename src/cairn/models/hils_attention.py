@@ -31,19 +31,23 @@ class HiLSAttention(Module):
             # The scoring query's projection reads the same rows, so it is part of the same product.
             parts["lmk_q_proj.0" if rank else "lmk_q_proj"] = rank or width
         self._splits = list(parts.values())
-        self.qkv_proj = Linear(spec.dims.hidden_size, parts, factory)
-        self.o_proj = Linear(width, {"o_proj": spec.dims.hidden_size}, factory)
+        # What is few columns wide is on every rank.
+        self.qkv_proj = Linear(
+            spec.dims.hidden_size, parts, factory, split="out", whole=("lmk_q_proj.0",)
+        )
+        self.o_proj = Linear(width, {"o_proj": spec.dims.hidden_size}, factory, split="in")
         self.q_norm = _norm(own.qk_norm, dim, width, own.hils.norm_eps, factory)
         self.k_norm = _norm(own.qk_norm, dim, kv_width, own.hils.norm_eps, factory)
         if rank is not None:
             self.lmk_q_norm = _norm(self._hils.norm_scoring, dim, width, own.hils.norm_eps, factory)
         self.lmk_q_up: Linear | None = None
         if rank:
-            self.lmk_q_up = Linear(rank, {"lmk_q_proj.1": width}, factory)
+            self.lmk_q_up = Linear(rank, {"lmk_q_proj.1": width}, factory, split="out")
         if self._hils.shared_prior:
-            self.q_c = Parameter((spec.dims.num_heads, dim), factory)
+            self.q_c = Parameter((spec.dims.num_heads, dim), factory, split=True)
         per_head = own.qk_norm == "head" and (rank is None or own.hils.norm_scoring == "head")
         self._fused = factory.fused and per_head and not self._hils.shared_prior
+        self._parallel = factory.parallel
 
     def __call__(
         self,
@@ -59,7 +63,8 @@ class HiLSAttention(Module):
             attended = self._attend_fused(projected, cos_sin, attend)
         else:
             attended = self._attend(projected, cos_sin, attend)
-        return self.o_proj(attended.reshape(x.shape[0], -1), add_to=add_to)
+        out = self.o_proj(attended.reshape(x.shape[0], -1), add_to=add_to)
+        return self._parallel.sum(out)
 
     def _attend_fused(
         self, projected: torch.Tensor, cos_sin: CosSin, attend: Attend
@@ -103,4 +108,6 @@ class HiLSAttention(Module):
 
 
 def _norm(kind: QKNorm, head_dim: int, width: int, eps: float, factory: Factory) -> RMSNorm:
-    return RMSNorm(head_dim if kind == "head" else width, eps, factory, round_last=True)
+    if kind == "head":
+        return RMSNorm(head_dim, eps, factory, round_last=True)
+    return RMSNorm(width, eps, factory, round_last=True, split=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ class Factory:
 
     def products_do_more(self, rows: int) -> bool:
         """Products of so few rows take the norm before and the addition after them along."""
-        return self.fused and rows <= _GEMV_ROWS and isinstance(self.parallel, Alone)
+        return self.fused and rows <= _GEMV_ROWS and self.parallel.size == 1
 
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -40,6 +41,28 @@ class TensorSlot:
     write: Callable[[torch.Tensor], None]
     is_norm: bool = False
 
+    def share(self, dim: int, parallel: Parallel, total: int | None = None) -> TensorSlot:
+        """The same slot for a checkpoint tensor of which it takes this rank's share along `dim`.
+
+        Shares are equal; where `total` is less than all of them, zeros fill the last ones.
+        """
+        if parallel.size == 1:
+            return self
+        part = self.shape[dim]
+        whole = part * parallel.size if total is None else total
+        begin = min(parallel.rank * part, whole)
+        count = min(part, whole - begin)
+
+        def write(tensor: torch.Tensor) -> None:
+            own = tensor.narrow(dim, begin, count)
+            if count < part:
+                padding = list(own.shape)
+                padding[dim] = part - count
+                own = torch.cat((own, own.new_zeros(padding)), dim)
+            self.write(own)
+
+        return replace(self, shape=(*self.shape[:dim], whole, *self.shape[dim + 1 :]), write=write)
+
 
 class WeightModule(Module):
     """A leaf with weights. `slots(name)` yields them under their checkpoint names."""
@@ -49,16 +72,38 @@ class WeightModule(Module):
 
 
 class Embedding(WeightModule):
+    """A table by row numbers, of which each rank has an equal share of rows."""
+
     def __init__(self, rows: int, dim: int, factory: Factory) -> None:
-        self.weight = factory.empty(rows, dim)
-        self._blocks = _column_blocks(rows) if factory.device.type == "cpu" else 1
+        self._parallel = factory.parallel
+        self._rows = rows
+        own = -(-rows // self._parallel.size)
+        self._first = self._parallel.rank * own
+        self.weight = factory.empty(own, dim)
+        self._blocks = _column_blocks(own) if factory.device.type == "cpu" else 1
         self._fused = factory.fused
         self._int8: Int8Matrix | None = None
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        if self._parallel.size > 1:
+            return self._parallel.sum(self._own_rows(ids))
         if self._int8 is not None:
             return self._int8.rows(ids)
         return F.embedding(ids, self.weight)
+
+    def _own_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows this rank has, zeros for the others: the ranks' sum is exact."""
+        own = ids - self._first
+        elsewhere = (own < 0) | (own >= len(self.weight))
+        rows = F.embedding(own.masked_fill(elsewhere, 0), self.weight)
+        return rows.masked_fill(elsewhere[:, None], 0)
+
+    def agrees_with(self, table: torch.Tensor) -> bool:
+        """The checkpoint's other copy of the table, as far as this rank has it, is the same."""
+        if tuple(table.shape) != (self._rows, self.weight.shape[1]):
+            return False
+        own = table[self._first : self._first + len(self.weight)]
+        return torch.equal(own.to(self.weight), self.weight[: len(own)])
 
     def quantize(self) -> tuple[torch.Tensor, Int8Matrix]:
         """Replace the weight by its int8 form; returns both."""
@@ -67,10 +112,11 @@ class Embedding(WeightModule):
         return dense, self._int8
 
     def slots(self, name: str) -> Iterator[tuple[str, TensorSlot]]:
-        yield f"{name}.weight", TensorSlot(tuple(self.weight.shape), _copier(self.weight))
+        slot = TensorSlot(tuple(self.weight.shape), _copier(self.weight))
+        yield f"{name}.weight", slot.share(0, self._parallel, self._rows)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The embedding as output head: [rows, dim] -> [rows, vocab]."""
+        """The embedding as output head: [rows, dim] -> [rows, vocab], or a rank's part of it."""
         if self._int8 is not None:
             return self._int8.product(hidden)
         rows = hidden.shape[0]
@@ -87,21 +133,34 @@ class Embedding(WeightModule):
 
 
 class Parameter(WeightModule):
-    """A tensor that stands in the checkpoint under its own name."""
+    """A tensor that stands in the checkpoint under its own name; `split` if its first dimension is
+    that of the heads, of which a rank has its own."""
 
-    def __init__(self, shape: tuple[int, ...], factory: Factory) -> None:
+    def __init__(self, shape: tuple[int, ...], factory: Factory, *, split: bool = False) -> None:
         self.weight = factory.empty(*shape)
+        self._parallel = factory.parallel if split else Alone()
 
     def slots(self, name: str) -> Iterator[tuple[str, TensorSlot]]:
-        yield name, TensorSlot(tuple(self.weight.shape), _copier(self.weight))
+        slot = TensorSlot(tuple(self.weight.shape), _copier(self.weight))
+        yield name, slot.share(0, self._parallel)
 
 
 class RMSNorm(WeightModule):
-    """`round_last`: the weight is applied before rounding to the model's type, not after it."""
+    """`round_last`: the weight is applied before rounding to the model's type, not after it.
+    `split`: what is normed lies on all ranks, `dim` of it on each."""
 
-    def __init__(self, dim: int, eps: float, factory: Factory, *, round_last: bool = False) -> None:
+    def __init__(
+        self,
+        dim: int,
+        eps: float,
+        factory: Factory,
+        *,
+        round_last: bool = False,
+        split: bool = False,
+    ) -> None:
         self.weight = factory.empty(dim)
         self.eps = eps
+        self._parallel = factory.parallel if split else Alone()
         self._fused = factory.fused
         self._eps_tensor = torch.tensor(eps, dtype=factory.dtype, device=factory.device)
         self._round_last = round_last
@@ -120,6 +179,8 @@ class RMSNorm(WeightModule):
         return self(stream), stream
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._parallel.size > 1:
+            return self._over_ranks(x)
         if self._fused:
             from cairn.kernels.norm import rms_norm
 
@@ -131,20 +192,36 @@ class RMSNorm(WeightModule):
             return (x * scale.rsqrt_()).mul_(self.weight)
         wide = x.to(torch.float32)
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self._weighted(scaled, x.dtype)
+
+    def _over_ranks(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = self._parallel.sum(wide.square().sum(-1, keepdim=True))
+        mean = squares / (x.shape[-1] * self._parallel.size)
+        return self._weighted(wide * torch.rsqrt(mean + self.eps), x.dtype)
+
+    def _weighted(self, scaled: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if self._round_last:
-            return (self.weight * scaled).to(x.dtype)
-        return self.weight * scaled.to(x.dtype)
+            return (self.weight * scaled).to(dtype)
+        return self.weight * scaled.to(dtype)
 
     def slots(self, name: str) -> Iterator[tuple[str, TensorSlot]]:
-        shape = tuple(self.weight.shape)
-        yield f"{name}.weight", TensorSlot(shape, _copier(self.weight), is_norm=True)
+        slot = TensorSlot(tuple(self.weight.shape), _copier(self.weight), is_norm=True)
+        yield f"{name}.weight", slot.share(0, self._parallel)
+
+
+Split = Literal["none", "out", "in"]
+"""What of a matrix a rank has: all of it, some of its outputs, or what it does with some inputs,
+so that the ranks' results must be added up."""
 
 
 class Linear(WeightModule):
     """x @ W.T + b, where W may be several checkpoint matrices stacked at load.
 
-    `parts` maps the name of each matrix to its rows. They stand in the checkpoint where the layer
-    stands in the model: q_proj, k_proj, v_proj beside qkv_proj, o_proj in its own place.
+    `parts` maps the name of each matrix to the rows of it that this rank has. They stand in the
+    checkpoint where the layer stands in the model: q_proj, k_proj, v_proj beside qkv_proj, o_proj
+    in its own place. Parts named in `whole` are on every rank, whatever `split` says; `total` rows
+    in the checkpoint may be fewer than all ranks have.
 
     On a CPU W is kept as blocks of a few output columns, [blocks, in, out / blocks], and
     multiplied as one batched product: with few rows that runs at the speed of memory, which one
@@ -152,8 +229,18 @@ class Linear(WeightModule):
     """
 
     def __init__(
-        self, in_features: int, parts: Mapping[str, int], factory: Factory, *, bias: bool = False
+        self,
+        in_features: int,
+        parts: Mapping[str, int],
+        factory: Factory,
+        *,
+        bias: bool = False,
+        split: Split = "none",
+        whole: Collection[str] = (),
+        total: int | None = None,
     ) -> None:
+        self._parallel = factory.parallel
+        self._split, self._whole, self._total = split, frozenset(whole), total
         self.parts = dict(parts)
         self.in_features = in_features
         self._out_features = out_features = sum(self.parts.values())
@@ -219,12 +306,23 @@ class Linear(WeightModule):
         begin = 0
         for part, rows in self.parts.items():
             target = f"{parent}.{part}" if parent else part
-            shape = (rows, self.in_features)
-            yield f"{target}.weight", TensorSlot(shape, partial(self._write, begin))
+            split = "none" if part in self._whole else self._split
+            slot = TensorSlot((rows, self.in_features), partial(self._write, begin))
+            if split == "out":
+                slot = slot.share(0, self._parallel, self._total)
+            elif split == "in":
+                slot = slot.share(1, self._parallel)
+            yield f"{target}.weight", slot
             if self.bias is not None:
-                bias = self.bias[begin : begin + rows]
-                yield f"{target}.bias", TensorSlot(tuple(bias.shape), _copier(bias))
+                yield f"{target}.bias", self._bias_slot(self.bias[begin : begin + rows], split)
             begin += rows
+
+    def _bias_slot(self, bias: torch.Tensor, split: Split) -> TensorSlot:
+        if split == "in" and self._parallel.rank:
+            # What the ranks add up has the bias once, from rank 0.
+            return TensorSlot(tuple(bias.shape), lambda _: _clear(bias))
+        slot = TensorSlot(tuple(bias.shape), _copier(bias))
+        return slot.share(0, self._parallel) if split == "out" else slot
 
     def _write(self, begin: int, matrix: torch.Tensor) -> None:
         """Copy a checkpoint matrix [rows, in] to output rows `begin` onwards."""
@@ -282,6 +380,10 @@ def warm_up_products(model: Module, row_counts: Iterable[int]) -> None:
     for rows in row_counts:
         for linear in shapes.values():
             linear(linear.weight.new_zeros(rows, linear.in_features))
+
+
+def _clear(target: torch.Tensor) -> None:
+    target.zero_()
 
 
 def _copier(target: torch.Tensor) -> Callable[[torch.Tensor], None]:

@@ -12,8 +12,10 @@ import torch
 from cairn.errors import LoadError
 from cairn.models.decoder import CausalLM
 from cairn.models.layers import Embedding, Factory, Linear, named_slots
+from cairn.models.parallel import Alone, Parallel
 from cairn.models.quantize import QuantizationError
 from cairn.models.spec import DecoderSpec
+from cairn.models.split import rank_spec
 
 Progress = Callable[[int, int], None]
 """progress(done, total) after each tensor."""
@@ -21,9 +23,16 @@ Progress = Callable[[int, int], None]
 _DUMMY_STD = 0.02
 
 
-def build_model(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> CausalLM:
+def build_model(
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    parallel: Parallel | None = None,
+) -> CausalLM:
+    """All of the model, or what one of several ranks has of it."""
     fused = device.type == "cuda" and dtype != torch.float64 and find_spec("triton") is not None
-    return CausalLM(spec, Factory(dtype, device, fused))
+    parallel = parallel or Alone()
+    return CausalLM(rank_spec(spec, parallel.size), Factory(dtype, device, fused, parallel))
 
 
 class WeightSource(Protocol):
@@ -77,18 +86,18 @@ def fill(
 
 
 def fill_dummy(model: CausalLM, seed: int) -> None:
-    """Random weights: matrices N(0, 0.02), norm weights 1, biases 0."""
-    tensors = dict(model.named_tensors())
-    norms = {name for name, slot in named_slots(model).items() if slot.is_norm}
-    for name, tensor in sorted(tensors.items()):
-        if name in norms:
+    """Random weights: matrices N(0, 0.02), norm weights 1, biases 0. They are drawn as a checkpoint
+    would have them, so that they do not depend on how many ranks share the model."""
+    weight = model.model.embed_tokens.weight
+    for _, slot in sorted(named_slots(model).items()):
+        tensor = weight.new_zeros(slot.shape)
+        if slot.is_norm:
             tensor.fill_(1.0)
-        elif tensor.dim() == 1:
-            tensor.zero_()
-        else:
-            generator = torch.Generator(tensor.device).manual_seed(seed)
+        elif tensor.dim() > 1:
+            generator = torch.Generator(weight.device).manual_seed(seed)
             tensor.normal_(0.0, _DUMMY_STD, generator=generator)
             seed += 1
+        slot.write(tensor)
 
 
 def quantize(model: CausalLM) -> QuantizationError:
@@ -108,9 +117,7 @@ def quantize(model: CausalLM) -> QuantizationError:
 
 def _check_tied(model: CausalLM, path: Path, tensor: torch.Tensor) -> None:
     """A tied head in the file is redundant; a different one means the config is wrong."""
-    embedding = model.model.embed_tokens.weight
-    same = tensor.shape == embedding.shape and torch.equal(tensor.to(embedding), embedding)
-    if not same:
+    if not model.model.embed_tokens.agrees_with(tensor):
         raise LoadError(
             f"{path}: tensor lm_head.weight differs from the embedding although "
             "tie_word_embeddings is true; set it to false in config.json"

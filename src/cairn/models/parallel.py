@@ -1,4 +1,4 @@
-"""Where a model split over several devices would talk: the few places go through this protocol."""
+"""Where a model that is split over several ranks talks: the few places go through this protocol."""
 
 from __future__ import annotations
 
@@ -8,20 +8,41 @@ import torch
 
 
 class Parallel(Protocol):
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Add up what every rank has of a row: after attention's output and the MLP's."""
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int:
+        """Ranks that share the model."""
         ...
 
-    def concat(self, logits: torch.Tensor) -> torch.Tensor:
-        """Put together the parts of the vocabulary: [rows, part] -> [rows, vocab]."""
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Add up what every rank has of a row: after attention's output and the MLP's.
+
+        The result may be stored in `x`.
+        """
+        ...
+
+    def concat(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """Put the ranks' parts together, in the order of ranks: the vocabulary's, or the heads'."""
+        ...
+
+    def from_first(self, x: torch.Tensor) -> torch.Tensor:
+        """What rank 0 has in a tensor of this shape, which may be stored in `x`."""
         ...
 
 
 class Alone:
     """One device has everything."""
 
+    rank = 0
+    size = 1
+
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def concat(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits
+    def concat(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return part
+
+    def from_first(self, x: torch.Tensor) -> torch.Tensor:
+        return x

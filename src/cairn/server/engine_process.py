@@ -80,6 +80,8 @@ class EngineLoop:
             self._receive()
             if self._engine.has_work:
                 self._step()
+            else:
+                self._engine.watch()
             self._report()
         self._frontend.close()
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 import msgspec
 
 from cairn.config import EngineConfig
-from cairn.engine.build import locate
+from cairn.engine.load import locate
 from cairn.server import wire
 from cairn.server.answer import Answer
 from cairn.server.api_error import ApiError

@@ -1,0 +1,220 @@
+"""What a rank makes of the layout: pools, host tier, attention and the runner on top of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from cairn.attention.backend import AttentionBackend, AttentionShape, resolve_backends
+from cairn.attention.hsa.backend import HSABackend
+from cairn.attention.hsa.kernel_sparse import KernelSparse
+from cairn.attention.pair_backend import PairBackend
+from cairn.config import EngineConfig
+from cairn.engine.attention_options import AttentionPlan
+from cairn.engine.graphs import most_decode_rows
+from cairn.engine.hisparse_options import hisparse_options
+from cairn.engine.layout import Layout
+from cairn.engine.runner import Runner
+from cairn.engine.scheduler import Limits
+from cairn.engine.step_time import step_sizes
+from cairn.engine.tier_sizes import TierSizes
+from cairn.errors import ConfigError
+from cairn.memory.device_swap import SwapShape
+from cairn.memory.geometry import PageGeometry
+from cairn.memory.groups import LayerGroup
+from cairn.memory.hisparse import HiSparseCoordinator
+from cairn.memory.host_pool import HostPool
+from cairn.memory.kv_pool import KVPool
+from cairn.memory.landmarks import LandmarkPool, LandmarkShape
+from cairn.models.interface import LanguageModel
+from cairn.models.layers import warm_up_products
+from cairn.models.module import Module
+from cairn.models.parallel import Parallel
+from cairn.models.spec import ModelSpec
+from cairn.sparsity.config import SparseConfig
+
+
+class MakeRunner(Protocol):
+    """Runner itself, or what stands for it on rank 0 of several."""
+
+    def __call__(
+        self,
+        model: LanguageModel,
+        pool: KVPool,
+        backend: AttentionBackend,
+        geometry: PageGeometry,
+        *,
+        num_groups: int,
+        num_slots: int,
+        max_pages: int,
+        device: torch.device,
+        tier: HiSparseCoordinator | None = None,
+        parallel: Parallel | None = None,
+    ) -> Runner: ...
+
+
+class BuiltRunner(NamedTuple):
+    runner: Runner
+    notes: tuple[str, ...]
+    """What a user should know of how it runs on a GPU."""
+
+
+def build_runner(
+    layout: Layout,
+    attention: AttentionPlan,
+    model: LanguageModel,
+    device: torch.device,
+    parallel: Parallel,
+    make: MakeRunner = Runner,
+) -> BuiltRunner:
+    config, sizes, spec = layout.config, layout.tier, model.spec
+    geometry, groups, num_pages = layout.geometry, layout.groups, layout.num_pages
+    shape = attention_shape(spec, layout.limits, geometry, groups, layout.dtype, device)
+    dense, choice = resolve_backends(attention.dense, shape)
+    pool = KVPool(
+        groups,
+        num_pages,
+        geometry.page_size,
+        spec.num_kv_heads,
+        spec.head_dim,
+        layout.dtype,
+        device,
+        hot_slots=0 if sizes is None else sizes.hot_slots,
+    )
+    refused = None
+    if attention.sparse is not None:
+        refused = KernelSparse.refusal(attention.sparse, shape)
+    tier = None
+    if sizes is not None and attention.sparse is not None:
+        swap = None
+        if refused is None:
+            swap = SwapShape(shape.max_seqs, attention.sparse.topk, layout.max_pages)
+        tier = _build_tier(layout, sizes, attention.sparse, pool, spec.head_dim, swap)
+    notes = [choice] if device.type == "cuda" else []
+    backends = [kind(shape, pool) for kind in dense]
+    backend: AttentionBackend = backends[0] if len(backends) == 1 else PairBackend(*backends)
+    landmarks = landmark_shape(attention.sparse, layout.dtype)
+    if attention.sparse is not None and landmarks is not None:
+        ids = pool.group_of[attention.sparse.layers[0]] if sizes is None else sizes.ids
+        landmark_pool = LandmarkPool(landmarks, num_pages[ids], device)
+        kernels = None
+        if refused is None:
+            kernels = KernelSparse(
+                attention.sparse,
+                shape,
+                pool,
+                landmark_pool,
+                layout.max_pages,
+                None if tier is None else tier.swap,
+            )
+        backend = HSABackend(
+            shape,
+            pool,
+            config=attention.sparse,
+            landmarks=landmark_pool,
+            dense=backend,
+            kernels=kernels,
+            tier=tier,
+        )
+        if device.type == "cuda" and refused is not None:
+            notes.append(f"hsa runs in plain torch, its kernels cannot: {refused}")
+    runner = make(
+        model,
+        pool,
+        backend,
+        geometry,
+        num_groups=len(groups),
+        num_slots=layout.limits.max_running_requests,
+        max_pages=layout.max_pages,
+        device=device,
+        tier=tier,
+        parallel=parallel,
+    )
+    limits = layout.limits
+    if device.type == "cuda" and limits.max_step_seconds is not None and isinstance(model, Module):
+        warm_up_products(model, step_sizes(limits.chunked_prefill_size))
+    unrecorded = _not_recorded(config, device, backend)
+    if unrecorded is None:
+        runner.record_graphs()
+    elif device.type == "cuda":
+        notes.append(f"decode steps are not recorded as CUDA graphs: {unrecorded}")
+    return BuiltRunner(runner, tuple(notes))
+
+
+def attention_shape(
+    spec: ModelSpec,
+    limits: Limits,
+    geometry: PageGeometry,
+    groups: tuple[LayerGroup, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> AttentionShape:
+    return AttentionShape(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        scale=spec.scale,
+        page_size=geometry.page_size,
+        dtype=dtype,
+        device=device,
+        groups=groups,
+        max_seqs=most_decode_rows(limits.max_running_requests, spec.sparsity is not None),
+        hides_landmark_rows=spec.sparsity is not None and spec.sparsity.hides_landmark_rows,
+    )
+
+
+def landmark_shape(sparse: SparseConfig | None, dtype: torch.dtype) -> LandmarkShape | None:
+    if sparse is None:
+        return None
+    policy = sparse.policy
+    return LandmarkShape(
+        sparse.layers, policy.landmark_heads, policy.landmark_width, policy.has_bias, dtype
+    )
+
+
+def _build_tier(
+    layout: Layout,
+    sizes: TierSizes,
+    sparse: SparseConfig,
+    pool: KVPool,
+    head_dim: int,
+    swap: SwapShape | None,
+) -> HiSparseCoordinator:
+    options = hisparse_options(layout.config)
+    assert options is not None
+    host = HostPool(
+        sparse.layers,
+        layout.num_pages[sizes.ids],
+        pool.page_size,
+        pool.kv_heads,
+        head_dim,
+        layout.dtype,
+        pinned=False,
+    )
+    return HiSparseCoordinator(
+        pool,
+        host,
+        num_frames=layout.num_pages[-1],
+        hot_slots=sizes.hot_slots,
+        asynchronous=options.async_backup,
+        kernels=swap,
+    )
+
+
+def _not_recorded(
+    config: EngineConfig, device: torch.device, backend: AttentionBackend
+) -> str | None:
+    """Why decode steps are launched kernel by kernel; None if they are recorded."""
+    if device.type != "cuda":
+        for name in ("disable_cuda_graph", "disable_overlap_schedule"):
+            if getattr(config, name):
+                raise ConfigError(f"{name} is for CUDA and the device is {device.type}")
+        return f"the device is {device.type}"
+    if config.disable_cuda_graph:
+        return "disable_cuda_graph is set"
+    if config.tp > 1:
+        return "what ranks say to each other (tp) is not recorded"
+    if not backend.graphs:
+        return f"attention backend {backend.name} cannot be recorded"
+    return None

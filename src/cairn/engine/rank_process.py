@@ -1,0 +1,148 @@
+"""A rank other than 0: a process that carries out rank 0's plans over its own part of the model."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import assert_never
+
+import torch
+
+from cairn.config import EngineConfig
+from cairn.engine.attention_options import plan_attention
+from cairn.engine.build_runner import build_runner
+from cairn.engine.load import load_model, locate
+from cairn.engine.pool_sizes import kv_budget
+from cairn.engine.rank_group import PeerLostError, RankGroup
+from cairn.engine.rank_messages import (
+    Backed,
+    BackUp,
+    Build,
+    Close,
+    Failed,
+    FromRank,
+    Launch,
+    Loaded,
+    Ready,
+    State,
+    Tell,
+    ToRank,
+)
+from cairn.engine.runner import Runner
+from cairn.engine.tp_options import rank_device
+
+_LOOK_EVERY = 0.001  # seconds between looks at copies that are under way
+
+
+@dataclass(frozen=True, slots=True)
+class RankOptions:
+    config: EngineConfig
+    """Its model is a place on disk, or a preset: nothing is fetched again."""
+    rank: int
+    dtype: torch.dtype
+    device_type: str
+    threads: int
+    meeting_place: Path
+
+
+def run_rank(options: RankOptions, link: Connection) -> None:
+    """The process's main: obey until told to close, or say why that is impossible."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is rank 0's affair
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    status = 1
+    try:
+        torch.set_num_threads(options.threads)
+        _Rank(options, link).run()
+        status = 0
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # rank 0 has gone
+    except BaseException as error:
+        what = f"{type(error).__name__}: {error}"
+        words = Failed(what, traceback.format_exc(), isinstance(error, PeerLostError))
+        try:
+            link.send_bytes(pickle.dumps(words))
+        except OSError:
+            traceback.print_exc()
+    finally:
+        # At once: the others wait in a collective until this rank's connections are closed.
+        os._exit(status)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+class _Rank:
+    def __init__(self, options: RankOptions, link: Connection) -> None:
+        self._options = options
+        self._link = link
+        self._device = rank_device(options.device_type, options.rank)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        self._group = RankGroup(options.rank, options.config.tp, self._device)
+        self._backing = 0  # pages on their way to host memory
+
+    def run(self) -> None:
+        runner = self._build()
+        self._send(Ready())
+        while True:
+            self._report_copies(runner)
+            message = self._receive()
+            match message:
+                case Launch(plan):
+                    runner.launch(plan)
+                case BackUp(transfers):
+                    assert runner.mover is not None
+                    runner.mover.back_up(transfers)
+                    self._backing += len(transfers)
+                case Tell(fingerprint):
+                    tables = runner.fingerprint() if fingerprint else None
+                    self._send(State(tables, runner.tier_stats()))
+                case Close():
+                    runner.close()
+                    return
+                case Build():
+                    raise RuntimeError("a rank is built once; this is a bug")
+                case _:
+                    assert_never(message)
+
+    def _build(self) -> Runner:
+        config = self._options.config
+        model, _ = load_model(
+            config, locate(config), self._options.dtype, self._device, None, self._group
+        )
+        self._send(Loaded(kv_budget(config, self._device)))
+        message = self._receive()
+        assert isinstance(message, Build)
+        layout = message.layout
+        self._group.connect(self._options.meeting_place)
+        attention = plan_attention(layout.config, model.spec)
+        return build_runner(layout, attention, model, self._device, self._group).runner
+
+    def _report_copies(self, runner: Runner) -> None:
+        """Until rank 0 says something, or there is nothing more to report."""
+        while self._backing:
+            assert runner.mover is not None
+            done = tuple(runner.mover.poll())
+            if done:
+                self._backing -= len(done)
+                self._send(Backed(done))
+            if self._link.poll(_LOOK_EVERY if self._backing else 0):
+                return
+
+    def _send(self, message: FromRank) -> None:
+        self._link.send_bytes(pickle.dumps(message))
+
+    def _receive(self) -> ToRank:
+        message: ToRank = pickle.loads(self._link.recv_bytes())
+        return message
