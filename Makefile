@@ -13,7 +13,7 @@ FLAGS_smollm2 := --attention-backend hsa --hsa-policy quest --hsa-topk 8 --hsa-w
 help:
 	@echo "make run       set up and serve a model, with a web page (MODEL=folder, .gguf, hub id or name)"
 	@echo "make chat      set up and talk to a model in the terminal"
-	@echo "make test      set up, lint, type-check and test (about nine minutes)"
+	@echo "make test      set up, lint, type-check and test (about thirteen minutes)"
 	@echo "make test-all  the same with the long suites, and make test-sglang"
 	@echo "make test-sglang  set up stock SGLang in an environment of its own, and test the plug-in in it"
 
