@@ -299,8 +299,10 @@ def test_a_whole_engine_on_sparse_kernels_with_a_host_tier(
     monkeypatch.setattr(KernelSparse, "refusal", staticmethod(lambda *_: None))
     options: dict[str, Any] = {"dtype": "float32", "chunked_prefill_size": 64}
     with tiered(folder, frames=6, hot=8, pages=20, max_running_requests=1, **options) as llm:
-        for _ in range(2):
-            assert llm.generate(prompt, max_tokens=6, ignore_eos=True).token_ids == expected
+        for traced in (False, True):
+            result = llm.generate(prompt, max_tokens=6, ignore_eos=True, trace=traced)
+            assert result.token_ids == expected
+        assert llm.generate(prompt, max_tokens=6, ignore_eos=True).token_ids == expected
         tier = llm.engine.tier()
         assert tier is not None and tier.totals.misses > 0 and tier.totals.hits > 0
         swap = tier_of(llm.engine).swap

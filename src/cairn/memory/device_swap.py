@@ -89,6 +89,10 @@ class DeviceSwap:
         )
         return scratch.located
 
+    def forget(self, layer: int) -> None:
+        """Somebody else has used the layer's hot slots."""
+        self._hot[layer].pages.fill_(-1)
+
     def fetch(self, pages: torch.Tensor, frames: torch.Tensor) -> None:
         """Whole pages from the host into frames."""
         from cairn.kernels.swap_in import copy_pages

@@ -144,6 +144,10 @@ class HiSparseCoordinator:
         except BaseException:  # Ctrl-C too: tags must not name pages that were not copied
             self._hot[layer].forget()
             raise
+        finally:
+            if self.swap is not None:  # a row is traced: these slots are the kernels' own
+                self._hot[layer].forget()
+                self.swap.forget(layer)
         self._stats.resident += int(((pages >= 0) & ~wanted).sum())
         self._stats.hits += plan.hits
         self._stats.misses += len(plan.pages)
