@@ -129,7 +129,9 @@ def _plan_layout(
         )
     else:
         shape = attention_shape(spec, limits, geometry, groups, dtype, device)
-        landmarks = landmark_shape(attention.sparse, dtype)
+        landmarks = None
+        if attention.sparse is not None:
+            landmarks = landmark_shape(attention.sparse, dtype)
         num_pages = size_pools(config, spec, limits, shape, landmarks, context)
     longest = min(context, max_tokens(groups, num_pages, geometry))
     return Layout(
@@ -171,8 +173,8 @@ def _size_tier(
     dtype: torch.dtype,
     device: torch.device,
 ) -> TierSizes:
+    assert attention.sparse is not None
     landmarks = landmark_shape(attention.sparse, dtype)
-    assert attention.sparse is not None and landmarks is not None
     groups = split_group(group_layers(spec.windows), attention.sparse)
     page_bytes = [
         KVPool.page_bytes(group, geometry.page_size, spec.num_kv_heads, spec.head_dim, dtype)

@@ -94,8 +94,8 @@ def build_runner(
     notes = [choice] if device.type == "cuda" else []
     backends = [kind(shape, pool) for kind in dense]
     backend: AttentionBackend = backends[0] if len(backends) == 1 else PairBackend(*backends)
-    landmarks = landmark_shape(attention.sparse, layout.dtype)
-    if attention.sparse is not None and landmarks is not None:
+    if attention.sparse is not None:
+        landmarks = landmark_shape(attention.sparse, layout.dtype)
         ids = pool.group_of[attention.sparse.layers[0]] if sizes is None else sizes.ids
         landmark_pool = LandmarkPool(landmarks, num_pages[ids], device)
         kernels = None
@@ -164,9 +164,7 @@ def attention_shape(
     )
 
 
-def landmark_shape(sparse: SparseConfig | None, dtype: torch.dtype) -> LandmarkShape | None:
-    if sparse is None:
-        return None
+def landmark_shape(sparse: SparseConfig, dtype: torch.dtype) -> LandmarkShape:
     policy = sparse.policy
     return LandmarkShape(
         sparse.layers, policy.landmark_heads, policy.landmark_width, policy.has_bias, dtype

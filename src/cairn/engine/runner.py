@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
@@ -159,7 +159,7 @@ class Runner:
         return self.tier
 
     def tier_stats(self) -> TierStats | None:
-        return None if self.tier is None else replace(self.tier.stats)
+        return None if self.tier is None else self.tier.stats
 
     def watch(self) -> None:
         """Raise if what other processes do for this runner cannot go on."""

@@ -12,11 +12,12 @@ from cairn.attention.hsa.backend import HSABackend
 from cairn.attention.hsa.kernel_sparse import KernelSparse
 from cairn.attention.pair_backend import PairBackend
 from cairn.engine.attention_options import AttentionPlan
+from cairn.engine.build_runner import landmark_shape
 from cairn.errors import ConfigError
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
-from cairn.memory.landmarks import LandmarkPool, LandmarkShape
+from cairn.memory.landmarks import LandmarkPool
 from cairn.models.spec import ModelSpec
 from cairn.sglang.recorded import RecordedSteps
 from cairn.sglang.step import PageLives, Step, read_step
@@ -82,18 +83,7 @@ class SparseAttention:
             max_seqs=max_seqs * (2 if geometry.has_landmark_row else 1),
             hides_landmark_rows=native is not None and native.hides_landmark_rows,
         )
-        policy = plan.sparse.policy
-        self.landmarks = LandmarkPool(
-            LandmarkShape(
-                plan.sparse.layers,
-                policy.landmark_heads,
-                policy.landmark_width,
-                policy.has_bias,
-                dtype,
-            ),
-            num_pages,
-            device,
-        )
+        self.landmarks = LandmarkPool(landmark_shape(plan.sparse, dtype), num_pages, device)
         kinds = [backend_class("triton")]
         if not interpreted:
             kinds, _ = resolve_backends(plan.dense, shape)
