@@ -140,3 +140,113 @@ def test_bad_traces_are_named(tmp_path: Path, line: str, message: str) -> None:
         read_trace(path, 5)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_trace(tmp_path / "none", 5)
+
+
+def tier_bench(folder: Path) -> list[str]:
+    """Everything small enough for a CPU."""
+    sizes = {
+        "contexts": "1024,300",
+        "concurrency": "1,2,4",
+        "kv-cache-gib": "0.0008",
+        "most-host-gib": "0.004",
+        "short-context": "100",
+        "prefix": "400",
+        "longest": "3900",
+        "chunk": "128",
+        "page-size": "16",
+        "topk": "4",
+        "window": "32",
+        "warm-steps": "4",
+        "steps": "4",
+        "text-models": f"{folder},cairn-nano",
+        "text-tokens": "1500",
+        "text-rows": "40",
+        "text-topk": "8",
+        "hot-sizes": "1,2",
+        "bandwidth-gib": "0.05",
+    }
+    return [item for name, value in sizes.items() for item in (f"--{name}", value)]
+
+
+def rows_of(part: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    small = ["--model", str(folder), "--device", "cpu", *tier_bench(folder)]
+    assert main(["bench", "tier", "--parts", part, *small]) == 0
+    rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out.strip().splitlines()[-1])[
+        "results"
+    ]
+    assert all(row["part"] == part for row in rows) and rows[-1]["seconds"] > 0
+    return rows[:-1]
+
+
+def test_tier_throughput(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_of("throughput", folder, capsys)
+    with_tier = [row for row in rows if row.get("tier") and row["context"] == 1024]
+    without = [row for row in rows if row.get("tier") is False and row["context"] == 1024]
+    # The device holds fewer contexts than host memory does.
+    assert [row["running"] for row in without] == [1, 2]
+    assert [row["running"] for row in with_tier] == [1, 2, 4]
+    assert with_tier[-1]["resident"] < 1 and with_tier[-1]["hit_rate"] > 0
+    assert with_tier[0]["resident"] == 1
+    assert sum("best_with / best_without" in row for row in rows) == 2
+
+
+def test_tier_small_batches_are_resident(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_of("small", folder, capsys)
+    assert [(row["tier"], row["batch"]) for row in rows] == [
+        (tier, batch) for tier in (False, True) for batch in (1, 2, 4)
+    ]
+    assert all(row["resident"] == 1 and row["with / without"] > 0 for row in rows[3:])
+
+
+def test_tier_hits_grow_with_the_hot_cache(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = rows_of("hits", folder, capsys)
+    assert [(row["topk"], row["hot"]) for row in rows[:2]] == [(8, 1), (8, 2)]
+    assert rows[0]["hit_rate"] < rows[1]["hit_rate"]
+    # Landmark rows select beside tokens: for these models less than twice would not do.
+    assert len(rows) == 3 and rows[2]["hot"] == 2 and rows[2]["hit_rate"] > 0
+    assert all(row["resident"] == 0 and row["rows"] >= 24 for row in rows)
+
+
+def test_tier_first_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    without, branches, resident, tier_branches, host = rows_of("ttft", folder, capsys)
+    assert [row.get("prefix_on") for row in (without, resident, host)] == ["device"] * 2 + ["host"]
+    assert resident["mb_in"] == 0 and without["ms"] > 0 and host["ms"] > 0
+    for row in (branches, tier_branches):  # one copy of the prefix, and what each one adds
+        assert row["more_pages_on_device"] <= 16 * 6
+    assert host["mb_in"] > 0
+
+
+def test_tier_contexts_beyond_the_device(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = rows_of("beyond", folder, capsys)
+    assert row["context"] == 3900 and row["resident"] < 1 and row["prefill_s"] > 0
+
+
+def test_tier_bandwidth(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_of("bandwidth", folder, capsys)
+    assert [row["what"] for row in rows] == [
+        "plain copy, to the device",
+        "plain copy, to the host",
+        "misses of 1 rows",
+        "misses of 4 rows",
+        "misses of 16 rows",
+        "128 whole pages in",
+        "128 whole pages out",
+    ]
+    assert all(row["gb_per_s"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--parts", "speed"], "--parts has 'speed'; choose among throughput"),
+        (["--contexts", "many"], "--contexts is 'many'; write numbers and commas"),
+        (["--chunk", "0"], "--chunk must be above 0"),
+    ],
+)
+def test_bad_tier_benches_are_named(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "tier", "--device", "cpu", *arguments]) == 2
+    assert named in capsys.readouterr().err

@@ -11,9 +11,12 @@ import torch
 
 from cairn import LLM
 from cairn.config import EngineConfig
-from cairn.engine.hisparse_options import HiSparseOptions, hisparse_options
+from cairn.engine.attention_options import AttentionPlan
+from cairn.engine.hisparse_options import HiSparseOptions, check_together, hisparse_options
 from cairn.engine.tier_sizes import TierCosts, TierSizes, size_tier, split_group
 from cairn.errors import ConfigError
+from cairn.kernels.interface import MOST_HOT_SLOTS
+from cairn.memory.device_swap import SwapBytes
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.groups import LayerGroup, group_layers
 from cairn.sparsity.config import SparseConfig
@@ -50,7 +53,11 @@ def load(folder: Path, config: dict[str, Any] | str | None = None, **options: An
         ({"host_gib": 1, "host_to_device_ratio": 3}, "size the same memory; give one"),
         ({"host_gib": True}, "host_gib is True; it must be a number"),
         ({"host_gib": 1e6}, "host_gib is 1000000.0 and .* GiB of memory are free"),
-        ({"swap_in_block_size": 2000}, "swap_in_block_size is 2000; .* from 1 to 1024"),
+        (
+            {"swap_in_block_size": 96},
+            "swap_in_block_size is 96; it must be one of 32, 64, 128, 256",
+        ),
+        ({"swap_in_block_size": True}, "swap_in_block_size is True; it must be one of"),
         ({"swap_in_block_size": 512}, "swap_in_block_size is for CUDA and the device is cpu"),
         ({"async_backup": 1}, "async_backup is 1; use true or false"),
     ],
@@ -79,6 +86,17 @@ def test_what_does_not_go_together_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load(folder, **options)
+
+
+def test_devices_that_cannot_serve_it_are_refused() -> None:
+    config, options = EngineConfig(attention_backend="hsa"), HiSparseOptions(swap_in_block_size=64)
+    plan = AttentionPlan((), sparse((0,)), 64)
+    cuda = torch.device("cuda")
+    check_together(config, options, plan, cuda, refused=None)
+    with pytest.raises(ConfigError, match="runs on CUDA and on a CPU and the device is mps"):
+        check_together(config, options, plan, torch.device("mps"), refused="no")
+    with pytest.raises(ConfigError, match="they cannot serve this model: head_dim is 80"):
+        check_together(config, options, plan, cuda, refused="head_dim is 80")
 
 
 def test_the_environment_names_a_backend_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,22 +144,33 @@ GIB = 2**30
 
 
 def sizes(
-    budget: int, host: int, *, running: int = 8, dense: tuple[int, ...] = (), chunk: int = 256
+    budget: int,
+    host: int,
+    *,
+    running: int = 8,
+    dense: tuple[int, ...] = (),
+    chunk: int = 256,
+    buffer: int | None = None,
+    swap: SwapBytes | None = None,
+    landmark_rows: bool = False,
+    page_bytes: int = 2**20,
+    context: int = 100_000,
 ) -> TierSizes:
     """Pages of 16 rows, 1 MiB in each layer; a landmark takes 1 KiB."""
     layers = tuple(layer for layer in range(4) if layer not in dense)
-    groups = split_group(group_layers([None] * 4), sparse(layers))
+    attention = sparse(layers, landmark_rows=landmark_rows)
+    groups = split_group(group_layers([None] * 4), attention)
     mib = 2**20
     return size_tier(
         EngineConfig(kv_cache_gib=budget * mib / GIB),
-        HiSparseOptions(host_gib=host * mib / GIB),
-        sparse(layers),
+        HiSparseOptions(host_gib=host * mib / GIB, device_buffer_size=buffer),
+        attention,
         groups,
-        TierCosts([len(group.layers) * mib for group in groups], 1024),
+        TierCosts([len(group.layers) * page_bytes for group in groups], 1024, swap),
         PageGeometry(16, 16),
         max_running=running,
         chunk=chunk,
-        context=100_000,
+        context=context,
         device=torch.device("cpu"),
     )
 
@@ -154,6 +183,32 @@ def test_memory_is_divided() -> None:
     landmarks = 1000 / 1024
     assert frames == (2000 - landmarks) // 4 - found.hot_slots
     assert "max_running_requests" not in found.note
+
+
+def test_kernels_pay_for_their_stage_and_tables() -> None:
+    found = sizes(budget=4000, host=4000, swap=SwapBytes(per_page=2**17, per_slot=2**18))
+    ids, frames = found.num_pages
+    assert ids == 1000 and found.hot_slots == 64
+    # One layer of all 1,000 pages, as many tables and landmarks, and tables of 64 slots.
+    beside = 1000 + 1000 / 8 + 1000 / 1024 + 64 / 4
+    assert frames == (4000 - beside) // 4 - found.hot_slots
+
+
+def test_the_hot_cache_is_as_large_as_a_kernel_can_plan() -> None:
+    swap = SwapBytes(0, 0)
+    small: dict[str, Any] = {"budget": 2000, "host": 100, "page_bytes": 256, "swap": swap}
+    found = sizes(**small, running=20_000, chunk=16, buffer=16 * 64)
+    assert found.max_running_requests == 512 and found.hot_slots == MOST_HOT_SLOTS
+    assert f"plans with at most {MOST_HOT_SLOTS} hot pages" in found.note
+    with pytest.raises(ConfigError, match=r"50000 pages .* lower device_buffer_size"):
+        sizes(**small, buffer=800_000, context=10**6)
+
+
+def test_landmark_rows_need_twice_the_selection() -> None:
+    assert sizes(budget=2000, host=4000, buffer=16 * 8, landmark_rows=True).hot_slots == 64
+    assert sizes(budget=2000, host=4000, buffer=16 * 4).hot_slots == 32
+    with pytest.raises(ConfigError, match=r"come beside tokens; it must be at least 128$"):
+        sizes(budget=2000, host=4000, buffer=16 * 7, landmark_rows=True)
 
 
 def test_dense_layers_are_paid_for_every_host_page() -> None:

@@ -10,6 +10,7 @@ from triton.compiler import ASTSource
 
 from cairn.kernels import (
     activation,
+    drift,
     gemv,
     landmark,
     norm,
@@ -20,8 +21,10 @@ from cairn.kernels import (
     sampling,
     sparse_decode,
     sparse_extend,
+    sparse_select,
     swap_in,
 )
+from cairn.kernels.interface import MOST_HOT_SLOTS
 
 BF16, FP32, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
 ATTENTION = {"query": BF16, "pool": BF16, "page_table": I32, "kv_lens": I32, "out": BF16}
@@ -102,14 +105,20 @@ def main() -> None:
     types = {**dict.fromkeys((*tables, *lists), I32), "totals": I64}
     sizes = ("total", "room", "num_pages", "table_stride", "first_hot", "first")
     types |= dict.fromkeys(sizes, "i32")
-    constants = {"KV_HEADS": 8, "TOPK": 32, "SLOTS": 1000, "BLOCK_SLOTS": 1024, "BLOCK": 1024}
-    compile_kernel(swap_in._plan_kernel, types, constants, num_warps=8)
+    constants = {"KV_HEADS": 8, "TOPK": 32, "BLOCK": 1024}
+    for slots in (1024, MOST_HOT_SLOTS):
+        constants |= {"SLOTS": slots - 24, "BLOCK_SLOTS": slots}
+        warps = swap_in.plan_warps(slots)
+        compile_kernel(swap_in._swap_plan_kernel, types, constants, num_warps=warps)
     constants = {"KV_HEADS": 8, "BLOCK_HEADS": 8, "WORDS": 4096, "PIECE": 1024, "PROGRAMS": 264}
-    compile_kernel(swap_in._copy_kernel, types, constants)
+    compile_kernel(swap_in._swap_copy_kernel, types, constants)
+    constants = {"KV_HEADS": 8, "PAGE_SIZE": 64, "WINDOW": 512, "DENSE_BELOW": 0}
+    drifting = {"selected": I32, "kv_lens": I32, "where": FP32, "clock": I32, "change": "fp32"}
+    compile_kernel(drift._drift_kernel, drifting, {**constants, "TOPK": 32, "BLOCK_K": 32})
     types = {**dict.fromkeys(("source", "target"), I32), "count": "i32"}
-    types |= {"from_pages": I64, "into_pages": I64}
-    constants = {"WORDS": 65536, "PIECE": 1024, "PROGRAMS": 16}
-    compile_kernel(swap_in._pages_kernel, types, constants)
+    types |= dict.fromkeys(("from_pages", "into_pages", "source_shifts", "target_shifts"), I64)
+    constants = {"LAYERS": 28, "WORDS": 65536, "PIECE": 1024, "PROGRAMS": 16}
+    compile_kernel(swap_in._swap_pages_kernel, types, constants)
 
 
 def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
@@ -118,18 +127,21 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
     width = dim if native else 2 * dim
     names = ("page_table", "kv_lens", "rows", "candidates", "best_index", "selected", "arrivals")
     types = dict.fromkeys((*names, "cu_query", "dense_until", "block_seq", "block_begin"), I32)
-    types |= dict.fromkeys(("pages", "readers", "counts", "kept_index", "limits", "last_rows"), I32)
+    types |= dict.fromkeys(("pages", "readers", "counts", "limits", "last_rows", "offsets"), I32)
     types |= dict.fromkeys(("generations", "sealed", "selected"), I32)
-    types |= dict.fromkeys(("kv_table", "kv_pages", "located"), I32)
-    types |= dict.fromkeys(("query", "scoring", "prior", "pool", "vectors", "window_out"), BF16)
+    types |= dict.fromkeys(("kv_table", "kv_pages", "located", "frame_of", "homes"), I32)
+    types |= {"reads": I64, "homes_stride": "i32"}
+    types |= dict.fromkeys(
+        ("query", "scoring", "prior", "pool", "vectors", "flat", "window_out"), BF16
+    )
     types |= dict.fromkeys(("bias", "scores", "score_lse", "partial", "partial_lse"), FP32)
     types |= dict.fromkeys(
-        ("best_rank", "kept_rank", "maxima", "thresholds", "window_lse", "normalizer"), FP32
+        ("best_rank", "flat_bias", "maxima", "thresholds", "window_lse", "normalizer"), FP32
     )
-    types |= {"launches": I64, "scale": "fp32", "seal": "i32", "stage_shift": "i64"}
+    types |= {"launches": I64, "kept": I64, "scale": "fp32", "seal": "i32", "stage_shift": "i64"}
     types |= dict.fromkeys(("query_stride", "scoring_stride", "prior_stride"), "i32")
     types |= dict.fromkeys(("table_stride", "candidate_stride", "best_stride"), "i32")
-    types |= dict.fromkeys(("groups", "capacity"), "i32")
+    types |= dict.fromkeys(("groups", "capacity", "count", "room"), "i32")
     constants = {
         **{"HEADS": 16, "KV_HEADS": 2, "DIM": dim, "PAGE_SIZE": page_size, "WIDTH": width},
         **{"LANDMARK_HEADS": landmark_heads, "WINDOW": 512, "DENSE_BELOW": 0},
@@ -150,6 +162,9 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
             "GROUP_PAD": 8,
             "LANDMARK_PAD": 16,
             "GROUP_PAGES": 8,
+            "NORMALIZE": True,
+            "SURVEYED": 8,
+            "LEVELS": 5,
             "BLOCK_M": 64,
         },
         **{"BLOCK": 512, "PROGRAMS": 8},
@@ -159,23 +174,35 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
         own = {name: value for name, value in constants.items() if name in kernel.arg_names}
         compile_kernel(kernel, {**types, "out": out}, own, **options)
 
+    def tile_of(rows: int, columns: int) -> str:
+        return f"tensordesc<bf16[{rows},{columns}]>"
+
     build(landmark._pool_kernel)
-    build(sparse_decode._begin_kernel)
+    for at_home in (False, True):
+        constants["AT_HOME"] = at_home
+        build(sparse_decode._begin_kernel)
     build(sparse_decode._score_kernel, num_stages=3)
     build(sparse_decode._topk_kernel)
     build(sparse_decode._choose_kernel)
-    for located in (False, True):
-        constants["LOCATED"] = located
+    for located, counted in ((False, False), (True, False), (False, True)):
+        constants |= {"LOCATED": located, "COUNTED": counted}
         build(sparse_decode._pages_kernel, num_stages=2)
-    build(sparse_extend._normalizer_kernel, num_stages=3)
-    for collect in (False, True):
-        constants |= {"COLLECT": collect, "BLOCK_P": 128 if native and not collect else 64}
-        build(sparse_extend._rank_kernel, num_stages=2, num_warps=8)
-    build(sparse_extend._threshold_kernel)
-    build(sparse_extend._choose_kernel, I32)
+    build(sparse_select._lay_out_kernel)
+    for tma in (False, True):
+        for tile, collect in ((128, False), (64, True)):
+            constants |= {"TILE": tile, "COLLECT": collect, "TMA": tma}
+            types |= {"flat": tile_of(tile, width) if tma else BF16}
+            types |= {"queries": tile_of(64, width) if tma else BF16}
+            build(sparse_select._rank_kernel, num_stages=3)
+            if not collect:
+                build(sparse_select._survey_kernel, num_stages=3)
+    build(sparse_select._threshold_kernel, num_warps=1)
+    build(sparse_select._choose_kernel, I32, num_warps=1)
     constants["ROWS"] = 8
     for staged in (False, True):
-        constants["STAGED"] = staged
+        constants |= {"STAGED": staged, "TMA": not staged, "BOUNDED": native}
+        types |= {"tiles": BF16 if staged else tile_of(page_size, dim)}
+        types |= {"landmarks": BF16 if staged else tile_of(16, width)}
         build(sparse_extend._attend_kernel, num_stages=3 if dim == 64 else 2)
     constants["BLOCK_M"] = 8
     build(sparse_extend._union_kernel)

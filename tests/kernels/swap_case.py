@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from cairn.kernels.swap_in import HotTables, SwapScratch, copy_missed, copy_pages, plan_swap
+from cairn.kernels.swap_in import (
+    HotTables,
+    LayerMemory,
+    SwapScratch,
+    copy_missed,
+    copy_pages,
+    plan_swap,
+)
 from cairn.memory.copies import CopyEdits, Transfer
 from cairn.memory.groups import LayerGroup
 from cairn.memory.hisparse import HiSparseCoordinator
@@ -34,7 +41,7 @@ def check(
         KVPool(groups, [num_pages, frames], size, kv_heads, dim, dtype, where, hot_slots=slots)
         for where in (cpu, device)
     ]
-    host = HostPool((0,), num_pages, size, kv_heads, dim, dtype, pinned=device.type == "cuda")
+    host = HostPool((0,), num_pages, size, kv_heads, dim, dtype, device=device)
     host.layers[0].copy_(torch.randn(host.layers[0].shape))
     for pool in pools:
         pool.layers[0].fill_(float("nan"))
@@ -78,11 +85,8 @@ def check(
             if hot.pages[head, slot] >= 0
         ]
         assert held == oracle._hot[0].held()
-        assert scratch.totals.tolist() == [
-            oracle.stats.resident,
-            oracle.stats.hits,
-            oracle.stats.misses,
-        ]
+        stats = oracle.stats
+        assert scratch.totals.tolist() == [stats.resident, stats.hits, stats.misses, 0]
         assert torch.equal(
             pools[1].layers[0][frames + 1 :].cpu().nan_to_num(7),
             pools[0].layers[0][frames + 1 :].nan_to_num(7),
@@ -91,19 +95,27 @@ def check(
 
 
 def check_pages(device: torch.device, dtype: torch.dtype) -> None:
-    """Whole pages go where they should, both ways, and nowhere else."""
+    """Whole pages of all layers go where they should, both ways, and nowhere else."""
     torch.manual_seed(0)
-    there = torch.randn(9, 4, 5, 6).to(dtype)
-    here = torch.zeros(6, 4, 5, 6, dtype=dtype, device=device)
+    layers = (3, 1, 2)
+    host = HostPool(layers, 8, 5, 2, 6, dtype, device=device)
+    for tensor in host.layers.values():
+        tensor.copy_(torch.randn(tensor.shape))
+    there = {layer: tensor.clone() for layer, tensor in host.layers.items()}
+    here = {layer: torch.zeros(6, 4, 5, 6, dtype=dtype, device=device) for layer in host.layers}
+    on_host = LayerMemory.of(host.layers.values(), device)
+    on_device = LayerMemory.of(here.values(), device)
     pages, frames = torch.tensor([7, 2, 5], device=device), torch.tensor([1, 5, 2], device=device)
-    host = there.pin_memory() if device.type == "cuda" else there.clone()
-    copy_pages(host, here, pages, frames)
-    expected = torch.zeros(here.shape, dtype=dtype)
-    expected[[1, 5, 2]] = there[[7, 2, 5]]
-    assert torch.equal(here.cpu(), expected)
-    here += 1
-    copy_pages(here, host, frames, pages, programs=2)
+    copy_pages(on_host, on_device, pages, frames)
+    for layer in layers:
+        expected = torch.zeros(here[layer].shape, dtype=dtype)
+        expected[[1, 5, 2]] = there[layer][[7, 2, 5]]
+        assert torch.equal(here[layer].cpu(), expected)
+        here[layer] += layer
+    copy_pages(on_device, on_host, frames, pages, programs=2, threads=64)
     if device.type == "cuda":
         torch.cuda.synchronize()
-    there[[7, 2, 5]] = here.cpu()[[1, 5, 2]]
-    assert torch.equal(host, there)
+    for layer in layers:
+        there[layer][[7, 2, 5]] = here[layer].cpu()[[1, 5, 2]]
+        assert torch.equal(host.layers[layer], there[layer])
+    host.close()

@@ -45,6 +45,8 @@ class HostBatch:
     groups: tuple[HostTables, ...]
     prompt_rows: np.ndarray  # [seqs] int64, rows of the cache that hold the sequence's prompt
     traced_rows: np.ndarray  # [n] int64, rows of the step whose page selection is wanted
+    resident: bool = False
+    """All pages of its sequences are on the device, where pages live in host memory."""
 
     @property
     def num_seqs(self) -> int:
@@ -138,9 +140,20 @@ class AttentionBatch(HostBatch):
         return taken, rows
 
 
+_AT_ONCE = 65536  # bytes; CUDA sets so many aside and goes on, and waits for its turn with more
+
+
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Without waiting for what the device is doing."""
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type != "cuda" or tensor.nbytes <= _AT_ONCE:
+        return tensor.to(device, non_blocking=True)
+    out = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    piece = _AT_ONCE // tensor.itemsize
+    for begin in range(0, tensor.numel(), piece):
+        part = slice(begin, begin + piece)
+        out.view(-1)[part].copy_(tensor.view(-1)[part], non_blocking=True)
+    return out
 
 
 class Scoring(NamedTuple):

@@ -71,8 +71,10 @@ def add_bench(commands: Any) -> None:
     _add_gpu_benches(kinds)
     _add_replay(kinds)
     from cairn.bench.serve import add_serve_bench
+    from cairn.bench.tier_command import add_tier_bench
 
     add_serve_bench(kinds)
+    add_tier_bench(kinds)
 
 
 def _add_replay(kinds: Any) -> None:

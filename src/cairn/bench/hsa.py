@@ -26,6 +26,7 @@ from cairn.llm import LLM
 
 PARTS = ("decode", "batch", "prefill", "together", "7b")
 
+_CHUNK = 16640  # 16K tokens with their landmark rows
 _WARM_STEPS = 80  # a page and more: every kind of step has run
 _CHANGE = 0.195  # share of its pages that a row does not have from the row before
 
@@ -84,6 +85,7 @@ def _llm(model: str, longest: int, requests: int) -> LLM:
         device="cuda",
         context_length=longest + 1024,
         max_running_requests=requests,
+        chunked_prefill_size=_CHUNK,
     )
 
 
@@ -188,10 +190,11 @@ def _kernels(llm: LLM) -> KernelSparse | None:
 
 def _reuse(kernels: KernelSparse) -> float | None:
     """Pages rows selected, per page that blocks of neighbouring rows read together."""
-    if kernels.pages_read is None or kernels.selected_pages is None:
+    if kernels.selected_pages is None:
         return None
     selected = (kernels.selected_pages >= 0).sum()
-    return round(float(selected / kernels.pages_read.sum().clamp(min=1)), 2)
+    read = sum(int(counts.sum()) for counts in kernels.pages_read)
+    return round(float(selected) / max(read, 1), 2)
 
 
 class LocalSelection:

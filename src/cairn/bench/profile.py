@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from cairn.llm import LLM
 
 _KINDS = {
+    "host memory": ("_swap_", "_drift_kernel"),
     "sparse attention": (
         *("_score_kernel", "_topk_kernel", "_pages_kernel", "_begin_kernel", "_pool_kernel"),
         *("_normalizer_kernel", "_rank_kernel", "_threshold_kernel", "_choose_kernel"),

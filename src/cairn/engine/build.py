@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cairn.attention.backend import AttentionShape
+from cairn.attention.hsa.kernel_sparse import KernelSparse
 from cairn.config import EngineConfig
 from cairn.engine.attention_options import AttentionPlan, plan_attention
 from cairn.engine.build_runner import attention_shape, build_runner, landmark_shape
@@ -29,6 +31,7 @@ from cairn.engine.tp_options import check_tp, rank_device
 from cairn.errors import ConfigError
 from cairn.memory.cache import PagedCache
 from cairn.memory.copies import PageCopies
+from cairn.memory.device_swap import SwapBytes
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.groups import group_layers, max_tokens
 from cairn.memory.kv_pool import KVPool
@@ -116,10 +119,14 @@ def _plan_layout(
     groups = group_layers(spec.windows)
     context = _context_length(config, spec)
     sizes = None
+    shape = attention_shape(spec, limits, geometry, groups, dtype, device)
     if options is not None:
-        check_together(config, options, attention, device)
+        refused = None
+        if attention.sparse is not None:
+            refused = KernelSparse.refusal(attention.sparse, shape)
+        check_together(config, options, attention, device, refused)
         sizes = _size_tier(
-            config, options, attention, spec, limits, geometry, context, dtype, device
+            config, options, attention, spec, limits, geometry, context, shape, refused is None
         )
         groups, num_pages = sizes.groups, sizes.num_pages
         limits = replace(
@@ -128,7 +135,6 @@ def _plan_layout(
             reserved_output=_RESERVED_OUTPUT,
         )
     else:
-        shape = attention_shape(spec, limits, geometry, groups, dtype, device)
         landmarks = None
         if attention.sparse is not None:
             landmarks = landmark_shape(attention.sparse, dtype)
@@ -170,27 +176,28 @@ def _size_tier(
     limits: Limits,
     geometry: PageGeometry,
     context: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    shape: AttentionShape,
+    by_kernels: bool,
 ) -> TierSizes:
     assert attention.sparse is not None
-    landmarks = landmark_shape(attention.sparse, dtype)
-    groups = split_group(group_layers(spec.windows), attention.sparse)
+    landmarks = landmark_shape(attention.sparse, shape.dtype)
+    groups = split_group(shape.groups, attention.sparse)
     page_bytes = [
-        KVPool.page_bytes(group, geometry.page_size, spec.num_kv_heads, spec.head_dim, dtype)
+        KVPool.page_bytes(group, geometry.page_size, spec.num_kv_heads, spec.head_dim, shape.dtype)
         for group in groups
     ]
+    swap = SwapBytes.of(len(groups[-1].layers), spec.num_kv_heads) if by_kernels else None
     return size_tier(
         config,
         options,
         attention.sparse,
         groups,
-        TierCosts(page_bytes, landmarks.page_bytes),
+        TierCosts(page_bytes, landmarks.page_bytes, swap),
         geometry,
         max_running=limits.max_running_requests,
         chunk=limits.chunked_prefill_size,
         context=context,
-        device=device,
+        device=shape.device,
     )
 
 

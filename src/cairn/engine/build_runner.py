@@ -20,6 +20,7 @@ from cairn.engine.scheduler import Limits
 from cairn.engine.step_time import step_sizes
 from cairn.engine.tier_sizes import TierSizes
 from cairn.errors import ConfigError
+from cairn.kernels.interface import COPY_THREADS
 from cairn.memory.device_swap import SwapShape
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.groups import LayerGroup
@@ -87,10 +88,7 @@ def build_runner(
         refused = KernelSparse.refusal(attention.sparse, shape)
     tier = None
     if sizes is not None and attention.sparse is not None:
-        swap = None
-        if refused is None:
-            swap = SwapShape(shape.max_seqs, attention.sparse.topk, layout.max_pages)
-        tier = _build_tier(layout, sizes, attention.sparse, pool, spec.head_dim, swap)
+        tier = _build_tier(layout, sizes, attention.sparse, pool, shape, by_kernels=refused is None)
     notes = [choice] if device.type == "cuda" else []
     backends = [kind(shape, pool) for kind in dense]
     backend: AttentionBackend = backends[0] if len(backends) == 1 else PairBackend(*backends)
@@ -176,27 +174,36 @@ def _build_tier(
     sizes: TierSizes,
     sparse: SparseConfig,
     pool: KVPool,
-    head_dim: int,
-    swap: SwapShape | None,
+    shape: AttentionShape,
+    *,
+    by_kernels: bool,
 ) -> HiSparseCoordinator:
     options = hisparse_options(layout.config)
     assert options is not None
+    swap = None
+    if by_kernels:
+        threads = options.swap_in_block_size or COPY_THREADS
+        swap = SwapShape(shape.max_seqs, sparse.topk, layout.max_pages, threads)
+    asynchronous = options.async_backup
+    if asynchronous is None:
+        asynchronous = shape.device.type == "cuda"
     host = HostPool(
         sparse.layers,
         layout.num_pages[sizes.ids],
         pool.page_size,
         pool.kv_heads,
-        head_dim,
+        shape.head_dim,
         layout.dtype,
-        pinned=False,
+        device=shape.device,
     )
     return HiSparseCoordinator(
         pool,
         host,
         num_frames=layout.num_pages[-1],
         hot_slots=sizes.hot_slots,
-        asynchronous=options.async_backup,
+        asynchronous=asynchronous,
         kernels=swap,
+        ids=sizes.ids,
     )
 
 

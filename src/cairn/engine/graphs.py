@@ -1,13 +1,15 @@
 """CUDA graphs of decode steps, one per batch size, recorded when the engine starts.
 
 A recorded step reads its inputs from buffers of its own. Running it means overwriting them and
-replaying; a batch between two recorded sizes is padded with rows that live on the null page.
+replaying; a batch between two recorded sizes is padded with rows that live on the null page. Where
+pages live in host memory every size is recorded twice, with and without what brings pages in.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -57,8 +59,10 @@ class DecodeGraphs:
         spare_slot: int,
         device: torch.device,
         generations: bool,
+        tiered: bool = False,
     ) -> None:
         self._generations = generations
+        self._kinds = (False, True) if tiered else (False,)  # all pages are on the device
         self._spare_slot = spare_slot
         self._forward = forward
         self._sizes = sorted(sizes)
@@ -66,7 +70,7 @@ class DecodeGraphs:
         self._page_size = page_size
         self._max_pages = max_pages
         self._device = device
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[tuple[int, bool], _Graph] = {}
 
     @property
     def largest(self) -> int:
@@ -75,8 +79,9 @@ class DecodeGraphs:
     def record(self) -> None:
         """Largest first: the smaller ones then live in its memory."""
         pool = torch.cuda.graph_pool_handle()
-        for size in reversed(self._sizes):
-            host, draws = self._padding(size), self._no_draws(size)
+        for size, resident in itertools.product(reversed(self._sizes), self._kinds):
+            host = replace(self._padding(size), resident=resident)
+            draws = self._no_draws(size)
             packed = to_device(np.concatenate((draws.pack(), host.pack())), self._device)
             tables = to_device(host.pack_tables(self._generations), self._device)
             inputs = host.view(packed[4 * size :], tables, self._device)
@@ -89,7 +94,7 @@ class DecodeGraphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 logits, tokens = self._forward(inputs, device_draws)
-            self._graphs[size] = _Graph(graph, packed, tables, logits, tokens)
+            self._graphs[size, resident] = _Graph(graph, packed, tables, logits, tokens)
 
     def fits(self, rows: StepRows) -> bool:
         """One token per sequence, and not too many rows."""
@@ -104,7 +109,7 @@ class DecodeGraphs:
         apart = host.apart()
         count = len(apart.rows.kv_lens)
         size = next(size for size in self._sizes if size >= count)
-        graph = self._graphs[size]
+        graph = self._graphs[size, host.resident]
         padded = apart if size == count else self._pad(apart, size)
         own = self._no_draws(size)
         if draws is not None:

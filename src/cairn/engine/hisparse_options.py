@@ -16,6 +16,7 @@ from cairn.errors import ConfigError
 from cairn.models.spec import ModelSpec
 
 _MOST = 2**31 - 1
+_THREADS = tuple(32 << i for i in range(6))  # of a block: whole warps, a power of two of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,23 +28,29 @@ class HiSparseOptions:
     host_to_device_ratio: float | None = None
     """Host memory for pages, as a multiple of the device's KV cache; 2 by default."""
     swap_in_block_size: int | None = None
-    """CUDA: threads of a block of the swap-in kernel."""
+    """CUDA: threads of a block of the kernel that copies missing pages; 128 by default."""
     host_gib: float | None = None
     """Host memory for pages, in place of the ratio."""
-    async_backup: bool = False
-    """Copy pages to the host beside the engine instead of between its steps."""
+    async_backup: bool | None = None
+    """Copy pages to the host beside the engine instead of between its steps; by default on CUDA."""
 
     def __post_init__(self) -> None:
         for name in ("top_k", "device_buffer_size"):
             _check(name, getattr(self, name), int, 1, None)
-        _check("swap_in_block_size", self.swap_in_block_size, int, 1, 1024)
+        if self.swap_in_block_size is not None and (
+            isinstance(self.swap_in_block_size, bool) or self.swap_in_block_size not in _THREADS
+        ):
+            raise ConfigError(
+                f"hisparse_config: swap_in_block_size is {self.swap_in_block_size!r}; it must be "
+                f"one of {', '.join(map(str, _THREADS))}"
+            )
         if self.host_to_device_ratio is not None and self.host_gib is not None:
             raise ConfigError(
                 "hisparse_config: host_gib and host_to_device_ratio size the same memory; give one"
             )
         _check("host_to_device_ratio", self.host_to_device_ratio, (int, float), 0, 1e6)
         _check("host_gib", self.host_gib, (int, float), 0, None)
-        if not isinstance(self.async_backup, bool):
+        if not isinstance(self.async_backup, bool | None):
             raise ConfigError(
                 f"hisparse_config: async_backup is {self.async_backup!r}; use true or false"
             )
@@ -116,8 +123,9 @@ def check_together(
     options: HiSparseOptions,
     attention: AttentionPlan,
     device: torch.device,
+    refused: str | None,
 ) -> None:
-    """Refuse what the tier cannot serve."""
+    """Refuse what the tier cannot serve; `refused`: why kernels for sparse attention cannot run."""
     if attention.sparse is None:
         raise ConfigError(
             f"enable_hisparse needs sparse attention and attention_backend is "
@@ -129,12 +137,17 @@ def check_together(
             f"attention_backend is {config.attention_backend!r}: a dense prefill reads every page "
             "on the device, and enable_hisparse moves pages away; use attention_backend=hsa"
         )
-    if device.type != "cpu":
+    if device.type not in ("cpu", "cuda"):
         raise ConfigError(
-            f"enable_hisparse runs on a CPU so far and the device is {device.type}; use "
-            "device=cpu, or leave enable_hisparse out"
+            f"enable_hisparse runs on CUDA and on a CPU and the device is {device.type}; use one "
+            "of these, or leave enable_hisparse out"
         )
-    if options.swap_in_block_size is not None:
+    if device.type == "cuda" and refused is not None:
+        raise ConfigError(
+            f"enable_hisparse on CUDA is for the kernels of hsa, and they cannot serve this model: "
+            f"{refused}; change that, or leave enable_hisparse out"
+        )
+    if device.type == "cpu" and options.swap_in_block_size is not None:
         raise ConfigError(
             "hisparse_config: swap_in_block_size is for CUDA and the device is cpu; leave it out"
         )

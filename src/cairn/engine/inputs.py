@@ -82,6 +82,7 @@ class HostInputs:
     generations: np.ndarray
     prompt_rows: np.ndarray
     traced_rows: np.ndarray
+    resident: bool = False
 
     def pack(self) -> np.ndarray:
         rows = self.rows
@@ -131,6 +132,7 @@ class HostInputs:
             ),
             prompt_rows=self.prompt_rows,
             traced_rows=self.traced_rows,
+            resident=self.resident,
         )
 
     def view(self, packed: torch.Tensor, tables: torch.Tensor, device: torch.device) -> StepInputs:
@@ -159,6 +161,7 @@ class HostInputs:
             device=device,
             prompt_rows=self.prompt_rows,
             traced_rows=self.traced_rows,
+            resident=self.resident,
             device_kv_lens=kv_lens,
             device_cu_query=cu_query,
         )

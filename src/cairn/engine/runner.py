@@ -192,6 +192,7 @@ class Runner:
             spare_slot=num_slots,
             device=self._device,
             generations=self._backend.reads_generations,
+            tiered=self.tier is not None,
         )
         graphs.record()
         self._graphs = graphs
@@ -339,13 +340,19 @@ class Runner:
         width = int(-(-rows.kv_lens.max() // self._geometry.page_size))
         prompts = [self._geometry.rows(advance.prompt_len) for advance in plan.advances]
         traced = [s for s, advance in enumerate(plan.advances) if advance.traced]
+        tables = self._tables[:, slots, :width]
+        resident = False
+        if self.tier is not None:
+            counts = -(-rows.kv_lens // self._geometry.page_size)
+            resident = self.tier.all_resident(tables, counts)
         return HostInputs(
             rows,
             self._geometry.page_size,
-            tables=self._tables[:, slots, :width],
+            tables=tables,
             generations=self._generations[:, slots, :width],
             prompt_rows=np.array(prompts),
             traced_rows=rows.last_token_rows[traced],
+            resident=resident,
         )
 
     # -- tokens and scores --------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """How a device budget and host memory are divided where pages live in host memory.
 
-The device pays for landmarks and dense layers of every host page first, then for window layers,
-then for what running requests need: frames for their windows and tails, a share of the hot cache,
-and one prefill chunk. What is left becomes frames, in which pages stay resident.
+The device pays for landmarks, dense layers and tables of every host page first, then for the stage
+of prompts, for window layers, and for what running requests need: frames for their windows and
+tails, a share of the hot cache, and one prefill chunk. What is left becomes frames, in which pages
+stay resident.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from cairn.config import EngineConfig
 from cairn.engine.hisparse_options import HiSparseOptions
 from cairn.engine.pool_sizes import default_budget, free_memory, kv_budget, needed_pages
 from cairn.errors import ConfigError
+from cairn.kernels.interface import MOST_HOT_SLOTS
+from cairn.memory.device_swap import SwapBytes
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.groups import LayerGroup
 from cairn.sparsity.config import SparseConfig
@@ -58,6 +61,8 @@ class TierCosts:
 
     page_bytes: Sequence[int]
     landmark_bytes: int
+    swap: SwapBytes | None = None
+    """Of the kernels' tables, where kernels swap pages in."""
 
 
 def size_tier(
@@ -81,11 +86,18 @@ def size_tier(
         budget = default_budget(config, device)
     frame_bytes = costs.page_bytes[frames]
     hot = min(_hot_pages(options, sparse, geometry.page_size), geometry.pages(context))
-    # Ranks on one machine share its memory.
-    free = free_memory(device) // config.tp - budget
+    swap = SwapBytes(0, 0) if costs.swap is None else costs.swap
+    most_running = max_running
+    if costs.swap is not None:
+        most_running = min(max_running, _most_with_slots(options, hot))
+    # Ranks on one machine share its memory; a CPU's KV cache comes out of the same.
+    free = free_memory(device) // config.tp - (budget if device.type == "cpu" else 0)
     host_bytes = _host_bytes(options, config.tp, budget, free)
     host_pages = min(host_bytes // frame_bytes, 2**31 - 1)
-    fixed = host_pages * (costs.landmark_bytes + costs.page_bytes[ids])
+    fixed = host_pages * (costs.landmark_bytes + costs.page_bytes[ids] + swap.per_page)
+    if costs.swap is not None:  # the stage holds what one layer reads of the longest request
+        stage = min(geometry.pages(context), host_pages)
+        fixed += stage * frame_bytes // len(groups[frames].layers)
 
     def spent(running: int, chunk_tokens: int) -> tuple[int, list[int]]:
         needed = [
@@ -100,11 +112,11 @@ def size_tier(
             for g, (count, size) in enumerate(zip(needed, costs.page_bytes, strict=True))
             if g != ids
         )
-        return fixed + paid + running * hot * frame_bytes, needed
+        return fixed + paid + running * hot * (frame_bytes + swap.per_slot), needed
 
     # A chunk that does not fit is cut into smaller ones, down to a page.
     for chunk_tokens in (min(chunk, context), 1):
-        running = max_running
+        running = most_running
         while running and spent(running, chunk_tokens)[0] > budget:
             running -= 1
         if running:
@@ -120,8 +132,9 @@ def size_tier(
         raise ConfigError(
             f"enable_hisparse: the KV cache has {budget / _GIB:.3f} GiB and one request needs "
             f"{least / _GIB:.3f}, of which {fixed / _GIB:.3f} are landmarks and dense layers of "
-            f"{host_pages} pages in host memory; raise kv_cache_gib, or lower host_gib or "
-            "host_to_device_ratio, device_buffer_size, or context_length"
+            f"{host_pages} pages in host memory, and what finds and stages them; raise "
+            "kv_cache_gib, or lower host_gib or host_to_device_ratio, device_buffer_size, or "
+            "context_length"
         )
     cost, pages = spent(running, chunk_tokens)
     pages[frames] = min(host_pages, pages[frames] + (budget - cost) // frame_bytes)
@@ -130,7 +143,10 @@ def size_tier(
         f"{pages[frames]} resident and {running * hot} hot on the device"
     )
     if running < max_running:
-        note += f"; max_running_requests is {running}: the device has no room for more of them"
+        why = "the device has no room for more of them"
+        if running == most_running:
+            why = f"the swap-in kernel plans with at most {MOST_HOT_SLOTS} hot pages"
+        note += f"; max_running_requests is {running}: {why}"
     return TierSizes(groups, pages, running * hot, running, note)
 
 
@@ -139,13 +155,29 @@ def _hot_pages(options: HiSparseOptions, sparse: SparseConfig, page_size: int) -
     if options.device_buffer_size is None:
         return 2 * sparse.topk
     pages = options.device_buffer_size // page_size
-    if pages < sparse.topk:
+    # A token and the landmark row behind it are computed in one step, and each selects.
+    least = 2 * sparse.topk if sparse.landmark_rows else sparse.topk
+    if pages < least:
+        reads = f"a query reads {sparse.topk} pages of {page_size}"
+        if sparse.landmark_rows:
+            reads += " and landmark rows come beside tokens"
         raise ConfigError(
-            f"hisparse_config: device_buffer_size is {options.device_buffer_size} tokens, a query "
-            f"reads {sparse.topk} pages of {page_size}; it must be at least "
-            f"{sparse.topk * page_size}, better twice that"
+            f"hisparse_config: device_buffer_size is {options.device_buffer_size} tokens, {reads}; "
+            f"it must be at least {least * page_size}"
+            f"{'' if sparse.landmark_rows else ', better twice that'}"
         )
     return pages
+
+
+def _most_with_slots(options: HiSparseOptions, hot: int) -> int:
+    """Requests whose hot pages one program of the kernel can plan with."""
+    if hot > MOST_HOT_SLOTS:
+        raise ConfigError(
+            f"hisparse_config: device_buffer_size is {options.device_buffer_size} tokens, {hot} "
+            f"pages for each request, and the swap-in kernel plans with at most {MOST_HOT_SLOTS}; "
+            "lower device_buffer_size"
+        )
+    return MOST_HOT_SLOTS // hot
 
 
 def _host_bytes(options: HiSparseOptions, ranks: int, budget: int, free: int) -> int:

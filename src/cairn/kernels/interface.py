@@ -6,6 +6,11 @@ from typing import Literal, NamedTuple
 
 import torch
 
+MOST_HOT_SLOTS = 32768
+"""Slots of a layer's hot cache for each kv head: one program looks at all of them."""
+COPY_THREADS = 128
+"""Of a program that copies pages between host and device, where nothing else is asked for."""
+
 Pooling = Literal["hils", "last", "box", "mean"]
 """Landmarks that a kernel makes of a page's keys: read by the page's last query, the last key
 itself, largest and smallest value of each dimension, the mean."""

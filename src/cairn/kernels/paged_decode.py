@@ -40,7 +40,7 @@ class DecodeSplits:
     def empty(
         cls, max_seqs: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
     ) -> DecodeSplits:
-        items = max_seqs + target_items(kv_heads, device)
+        items = max_seqs + target_items(kv_heads, max(2, max_seqs), device)
         return cls(
             torch.full((items,), -1, dtype=torch.int32, device=device),
             torch.zeros(max_seqs + 1, dtype=torch.int32, device=device),
@@ -51,15 +51,13 @@ class DecodeSplits:
         )
 
 
-def target_items(kv_heads: int, device: torch.device) -> int:
+def target_items(kv_heads: int, seqs: int, device: torch.device) -> int:
     """Splits beyond one per sequence, so that all kv heads together fill the device."""
     processors = 4
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, processors * _PROGRAMS_PER_PROCESSOR // kv_heads)
-
-
-_PROGRAMS_PER_PROCESSOR = 2
+    # Measured on an H200: one sequence gains from fewer splits, for it waits for their merge.
+    return max(1, processors * (2 if seqs == 1 else 4) // kv_heads)
 
 
 @triton.jit
@@ -105,7 +103,7 @@ def plan_splits(
     window: int | None,
 ) -> None:
     seqs = len(kv_lens)
-    target = target_items(kv_heads, kv_lens.device)
+    target = target_items(kv_heads, seqs, kv_lens.device)
     items = seqs + target
     _plan_kernel[(1,)](
         kv_lens,
@@ -378,7 +376,7 @@ def paged_decode(
     heads, dim = query.shape[1:]
     kv_heads, page_size = pool.shape[1] // 2, pool.shape[2]
     seqs = len(kv_lens)
-    items = seqs + target_items(kv_heads, query.device)
+    items = seqs + target_items(kv_heads, seqs, query.device)
     block_n = min(64, max(16, triton.next_power_of_2(page_size)))
     if page_size % block_n:
         block_n = 64

@@ -110,21 +110,23 @@ def _extend_kernel(
     if (WINDOW > 0) or HIDE_LAST:
         clear = lowest
 
+    # Pages are looked up one tile ahead: a load that waits for another one stalls the loop.
+    following = tl.load(table + lowest // PAGE_SIZE)
     for start in range(lowest, clear, BLOCK_N):
+        page = following
+        following = tl.load(table + (start + BLOCK_N) // PAGE_SIZE)
         if TMA:
-            page = tl.load(table + start // PAGE_SIZE)
             first = (page * (2 * KV_HEADS) + kv_head) * PAGE_SIZE + start % PAGE_SIZE
             k = tiles.load([first, 0]).T
             v = tiles.load([first + KV_HEADS * PAGE_SIZE, 0])
         else:
             n = start + offs_n
             if PAGE_SIZE % BLOCK_N == 0:
-                page = tl.load(table + start // PAGE_SIZE).to(tl.int64)
-                slot = page * PAGE_STRIDE + kv_head * (PAGE_SIZE * DIM)
+                slot = page.to(tl.int64) * PAGE_STRIDE + kv_head * (PAGE_SIZE * DIM)
                 slot = slot + (start % PAGE_SIZE + offs_n) * DIM
             else:
-                page = tl.load(table + n // PAGE_SIZE).to(tl.int64)
-                slot = page * PAGE_STRIDE + kv_head * (PAGE_SIZE * DIM) + (n % PAGE_SIZE) * DIM
+                pages = tl.load(table + n // PAGE_SIZE).to(tl.int64)
+                slot = pages * PAGE_STRIDE + kv_head * (PAGE_SIZE * DIM) + (n % PAGE_SIZE) * DIM
             k = tl.load(pool + slot[None, :] + offs_d[:, None], mask=in_dim[:, None], other=0.0)
             v = tl.load(
                 pool + VALUES + slot[:, None] + offs_d[None, :], mask=in_dim[None, :], other=0.0
@@ -192,7 +194,8 @@ def paged_extend(
     kv_heads, page_size = pool.shape[1] // 2, pool.shape[2]
     wide = dim > 128 or query.dtype == torch.float32
     block_n = 32 if wide else 64
-    tma = _can_describe(pool, block_n) if describe is None else describe
+    whole = page_size % block_n == 0
+    tma = whole and worth_describing(pool) if describe is None else describe
     tiles = pool
     if tma:
         tiles = TensorDescriptor.from_tensor(pool.view(-1, dim), [block_n, dim])
@@ -228,8 +231,12 @@ def paged_extend(
     )
 
 
-def _can_describe(pool: torch.Tensor, block_n: int) -> bool:
-    page_size, dim = pool.shape[2:]
-    capable = pool.is_cuda and torch.cuda.get_device_capability(pool.device)[0] >= 9
-    # Measured on an H200: descriptors help heads of 64 and hurt heads of 128.
-    return capable and dim in (16, 32, 64) and pool.dtype.itemsize == 2 and page_size % block_n == 0
+def can_describe(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whole tiles can be loaded by descriptor (TMA)."""
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return hopper and dtype.itemsize == 2
+
+
+def worth_describing(pool: torch.Tensor) -> bool:
+    """Measured on an H200: descriptors help heads of 64 and hurt heads of 128."""
+    return can_describe(pool.device, pool.dtype) and pool.shape[3] in (16, 32, 64)

@@ -183,7 +183,7 @@ def rope_kv(
         SCORING=scoring is not None,
         ADD_QUERY=scoring is not None and scoring.add_query,
         BLOCK_H=block_h,
-        num_warps=4,
+        num_warps=max(1, min(4, block_h * dim // 256)),
         **pdl_options(qkv),
     )
     return out, scored

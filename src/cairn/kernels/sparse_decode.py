@@ -6,7 +6,7 @@
     3. of those the best k, attention inside them, and one merge: by the program that comes last
 
 Where pages live in host memory, the third launch is cut in two, and what was selected is brought
-in between them (see `swap_in`).
+in between them (see `swap_in`); unless all pages of a step are on the device, which its host knows.
 
 Before the first layer `begin` notes which pages may be candidates. Programs share the work by
 striding over pages, so that the cost follows the lengths that are there, also in a recorded graph.
@@ -36,7 +36,6 @@ SOFTMAX_HEAD = tl.constexpr(2)
 STRATEGIES = {"head": 0, "group": 1, "softmax_head": 2}
 
 _CHUNK = 1024  # candidates that one program of the second launch chooses from
-_PROGRAMS = 264  # of the first launch, about two for every processor
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +122,19 @@ class SparseScratch:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """Pages of host memory, where those of all sequences of a step are on the device too."""
+
+    frame_of: torch.Tensor  # [page ids] int32, where each is in the pool
+    table: torch.Tensor  # [seqs, pages] int32, the same by sequence; `begin` fills it in
+    reads: torch.Tensor  # [1] int64, counts pages that were read
+
+
 def _strips(shape: SparseShape, seqs: int) -> int:
     """Programs that share the candidates of one sequence and landmark head."""
-    programs = max(1, min(64, _PROGRAMS // (seqs * shape.landmark_heads)))
+    # Measured on an H200: two for every processor are best for one sequence, four for more.
+    programs = max(1, min(64, (264 if seqs == 1 else 528) // (seqs * shape.landmark_heads)))
     return int(triton.next_power_of_2(programs))
 
 
@@ -156,9 +165,13 @@ def _begin_kernel(
     sealed,  # [pages] generation that each page's landmark belongs to
     kv_lens,  # [seqs]
     candidates,
+    frame_of,
+    homes,  # [seqs, ...], filled in if AT_HOME
     table_stride,
     candidate_stride,
+    homes_stride,
     seal,
+    AT_HOME: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -177,6 +190,9 @@ def _begin_kernel(
             tl.where(own == generation, page, -1),
             mask=there,
         )
+        if AT_HOME:
+            frame = tl.load(frame_of + page, mask=there, other=0)
+            tl.store(homes + seq * homes_stride + index, frame, mask=there)
     if (seal > 0) & (tl.program_id(0) == 0) & (length % PAGE_SIZE == 0):
         last = seq * table_stride + complete - 1
         page = tl.load(page_table + last)
@@ -193,18 +209,24 @@ def begin(
     *,
     page_size: int,
     seal: bool,  # every sequence adds one row, and pages that it completes are sealed here
+    homes: Homes | None = None,
 ) -> None:
     seqs = len(kv_lens)
     programs = 8 if seqs < 32 else 1
+    table = scratch.candidates if homes is None else homes.table
     _begin_kernel[(programs, seqs)](
         page_table,
         generations,
         sealed,
         kv_lens,
         scratch.candidates,
+        sealed if homes is None else homes.frame_of,
+        table,
         page_table.stride(0),
         scratch.candidates.stride(0),
+        table.stride(0),
         int(seal),
+        AT_HOME=homes is not None,
         PAGE_SIZE=page_size,
         BLOCK=512,
         PROGRAMS=programs,
@@ -487,7 +509,11 @@ def _choose_kernel(
     BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
     BEST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     kv_head = tl.program_id(0)
     seq = tl.program_id(1)
     length = tl.load(kv_lens + seq).to(tl.int32)
@@ -513,6 +539,7 @@ def _pages_kernel(
     partial_lse,
     arrivals,
     launches,
+    reads,  # counts pages if COUNTED
     out,  # [rows, HEADS, DIM]
     scale,
     query_stride,
@@ -529,6 +556,7 @@ def _pages_kernel(
     BY_LSE: tl.constexpr,
     NULL_SPLIT: tl.constexpr,
     LOCATED: tl.constexpr,  # pages have been chosen and brought in
+    COUNTED: tl.constexpr,
     TOPK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -587,6 +615,9 @@ def _pages_kernel(
             CHUNK,
             BEST,
         )
+
+    if COUNTED:
+        tl.atomic_add(reads, tl.where(part == 0, count, 0))
 
     for wanted in range(part, count, PAGE_PARTS):
         index = tl.max(tl.where(place == wanted, kept_index, -1))
@@ -668,6 +699,7 @@ def sparse_decode(
     pooling: Pooling | None,  # None where the caller saves landmarks of completed pages
     kv_table: torch.Tensor | None = None,  # of the same stride, where pages live in host memory
     locate: Callable[[torch.Tensor], torch.Tensor] | None = None,  # likewise: brings pages in
+    homes: Homes | None = None,  # or all of them are there, as `begin` was told
 ) -> None:
     seqs = len(kv_lens)
     group = shape.heads // shape.kv_heads
@@ -761,12 +793,14 @@ def sparse_decode(
             CHUNK=_CHUNK,
             BEST=best,
             num_warps=4,
+            **pdl_options(query),
         )
         located = locate(scratch.selected[:seqs])
+    table = page_table if homes is None else homes.table
     _pages_kernel[(shape.page_parts, shape.kv_heads, seqs)](
         query,
         pool,
-        page_table,
+        table,
         located,
         kv_lens,
         rows,
@@ -778,10 +812,11 @@ def sparse_decode(
         scratch.partial_lse,
         scratch.arrivals,
         scratch.launches,
+        scratch.launches if homes is None else homes.reads,
         out,
         shape.scale,
         query.stride(0),
-        page_table.stride(0),
+        table.stride(0),
         scratch.candidates.stride(0),
         best_stride,
         **sizes,
@@ -790,6 +825,7 @@ def sparse_decode(
         BY_LSE=shape.by_lse,
         NULL_SPLIT=shape.null_split,
         LOCATED=locate is not None,
+        COUNTED=homes is not None,
         TOPK=shape.topk,
         BLOCK_K=block_k,
         CHUNK=_CHUNK,

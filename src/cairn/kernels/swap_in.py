@@ -2,20 +2,28 @@
 
 The plan is that of `memory.hot_cache.HotCache`, slot for slot. Where a slice may be is looked up
 in a table by page, and believed only if the slot's tag says so; nothing is purged when pages are
-freed. Both launches read their sizes from the device, so that they can be recorded.
+freed. Both launches read their sizes from the device, so that they can be recorded, and where
+nothing is missing they end after one look at the selection.
+
+Host memory is registered with CUDA (see `memory.pinned`): kernels take its tensors as they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from cairn.kernels.interface import COPY_THREADS
+from cairn.kernels.pdl import pdl_options
 
 _UNCLAIMED = tl.constexpr(0x7FFFFFFF)
 _ENTRIES = 1024  # of the selection, looked at together
-_PIECE = 1024  # words of four bytes that a program of the copy moves at once
+_WORDS_PER_THREAD = 8  # of four bytes, that a program of a copy has on their way at once
 _COPY_PROGRAMS = 264
 
 
@@ -58,7 +66,8 @@ class SwapScratch:
     located: torch.Tensor  # [seqs, kv_heads, k] int32 page of the pool, 0 for none
     claims: torch.Tensor  # [kv_heads, pages] int32, which entry will have a page copied
     misses: Misses
-    totals: torch.Tensor  # [3] int64 reads of resident pages, of hot ones, misses; never reset
+    totals: torch.Tensor  # [4] int64, never reset: reads of resident pages, of hot ones, misses,
+    #                       and slices staged, which the caller counts
 
     @classmethod
     def empty(
@@ -71,8 +80,25 @@ class SwapScratch:
             ints(seqs, kv_heads, topk),
             ints(kv_heads, num_pages).fill_(_UNCLAIMED.value),
             Misses.empty(kv_heads, seqs * topk, device),
-            torch.zeros(3, dtype=torch.int64, device=device),
+            torch.zeros(4, dtype=torch.int64, device=device),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMemory:
+    """Pages of several layers, on the device or in memory of the host that it can reach."""
+
+    first: torch.Tensor  # [pages, 2 * kv_heads, page_size, dim] of the first layer, as int32
+    shifts: torch.Tensor  # [layers] int64, where each layer begins: 16 bytes from the first one's
+
+    @classmethod
+    def of(cls, layers: Iterable[torch.Tensor], device: torch.device) -> LayerMemory:
+        tensors = list(layers)
+        first = tensors[0].data_ptr()
+        shifts = [divmod(tensor.data_ptr() - first, 16) for tensor in tensors]
+        assert not any(rest for _, rest in shifts), "tensors lie on whole cache lines"
+        by = torch.tensor([shift for shift, _ in shifts], dtype=torch.int64, device=device)
+        return cls(tensors[0].view(torch.int32), by)
 
 
 @triton.jit
@@ -113,8 +139,9 @@ def _find(page, life, wanted, head, hot_pages, hot_lives, slot_of, num_pages, SL
     return slot, wanted & held
 
 
-@triton.jit
-def _plan_kernel(
+# Numbers that change from step to step are compiled for once: a step must not wait for a compiler.
+@triton.jit(do_not_specialize=["total", "table_stride"])
+def _swap_plan_kernel(
     selected,  # [seqs, KV_HEADS, TOPK] place in the sequence, -1 for none
     page_table,  # [seqs, ...] page ids
     generations,  # [seqs, ...]
@@ -139,15 +166,21 @@ def _plan_kernel(
     SLOTS: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     head = tl.program_id(0)
     now = tl.load(clock + head) + 2
     tl.store(clock + head, now)
     my_missed = missed + head * (3 * room)
 
-    # Hits are marked as used; of the entries that miss a page, the first claims it.
+    # What is there is told, and marked as used; of the entries that miss a page, the first claims
+    # it.
     resident = 0
     reads = 0
+    missing = 0
     for start in range(0, total, BLOCK):
         entry, there, page, life, frame = _entry(
             start, total, head, selected, page_table, generations, frame_of, table_stride,
@@ -159,30 +192,30 @@ def _plan_kernel(
         tl.atomic_min(claims + head * num_pages + page, entry, mask=wanted & ~hit)
         resident += tl.sum((there & ~wanted).to(tl.int32))
         reads += tl.sum(wanted.to(tl.int32))
-    tl.debug_barrier()
+        missing += tl.sum((wanted & ~hit).to(tl.int32))
+        found = tl.where(wanted, first_hot + slot, frame)
+        where = (entry // TOPK * KV_HEADS + head) * TOPK + entry % TOPK
+        tl.store(located + where, tl.where(there, found, 0), mask=entry < total)
 
-    # Claimed pages in the order of their claims.
     misses = 0
-    for start in range(0, total, BLOCK):
-        entry, there, page, life, frame = _entry(
-            start, total, head, selected, page_table, generations, frame_of, table_stride,
-            KV_HEADS, TOPK, BLOCK,
-        )  # fmt: skip
-        wanted = there & (frame == 0)
-        claim = tl.load(claims + head * num_pages + page, mask=wanted, other=-1)
-        first = wanted & (claim == entry)
-        place = misses + tl.cumsum(first.to(tl.int32), 0) - 1
-        tl.store(my_missed + place, page, mask=first)
-        tl.store(my_missed + room + place, life, mask=first)
-        misses += tl.sum(first.to(tl.int32))
-    tl.store(counts + head, misses)
-    tl.atomic_add(totals, resident)
-    tl.atomic_add(totals + 1, reads - misses)
-    tl.atomic_add(totals + 2, misses)
-    tl.debug_barrier()
+    if missing > 0:
+        tl.debug_barrier()
+        # Claimed pages in the order of their claims.
+        for start in range(0, total, BLOCK):
+            entry, there, page, life, frame = _entry(
+                start, total, head, selected, page_table, generations, frame_of, table_stride,
+                KV_HEADS, TOPK, BLOCK,
+            )  # fmt: skip
+            wanted = there & (frame == 0)
+            claim = tl.load(claims + head * num_pages + page, mask=wanted, other=-1)
+            first = wanted & (claim == entry)
+            place = misses + tl.cumsum(first.to(tl.int32), 0) - 1
+            tl.store(my_missed + place, page, mask=first)
+            tl.store(my_missed + room + place, life, mask=first)
+            misses += tl.sum(first.to(tl.int32))
+        tl.debug_barrier()
 
-    # As many slots as there are misses: those used longest ago, ties to the lower one.
-    if misses > 0:
+        # As many slots as there are misses: those used longest ago, ties to the lower one.
         slots = tl.arange(0, BLOCK_SLOTS)
         age = tl.load(used + head * SLOTS + slots, mask=slots < SLOTS, other=0x7FFFFFFF)
         low, high = 0, now
@@ -195,36 +228,37 @@ def _plan_kernel(
         same = (age == low).to(tl.int32)
         spare = misses - tl.sum(older.to(tl.int32))
         victim = older | ((same > 0) & (tl.cumsum(same, 0) <= spare))
-        place = tl.cumsum(victim.to(tl.int32), 0) - 1
-        page = tl.load(my_missed + place, mask=victim, other=0)
-        life = tl.load(my_missed + room + place, mask=victim, other=0)
-        tl.store(my_missed + 2 * room + place, slots, mask=victim)
-        tl.store(hot_pages + head * SLOTS + slots, page, mask=victim)
-        tl.store(hot_lives + head * SLOTS + slots, life, mask=victim)
-        tl.store(
-            used + head * SLOTS + slots, tl.full((BLOCK_SLOTS,), 0, tl.int32) + now, mask=victim
-        )
-        tl.store(slot_of + head * num_pages + page, slots, mask=victim)
-        tl.store(
-            claims + head * num_pages + page,
-            tl.full((BLOCK_SLOTS,), _UNCLAIMED, tl.int32),
-            mask=victim,
-        )
+        order = tl.cumsum(victim.to(tl.int32), 0) - 1
+        new_page = tl.load(my_missed + order, mask=victim, other=0)
+        new_life = tl.load(my_missed + room + order, mask=victim, other=0)
+        tl.store(my_missed + 2 * room + order, slots, mask=victim)
+        tl.store(hot_pages + head * SLOTS + slots, new_page, mask=victim)
+        tl.store(hot_lives + head * SLOTS + slots, new_life, mask=victim)
+        loaded = tl.full((BLOCK_SLOTS,), 0, tl.int32) + now
+        tl.store(used + head * SLOTS + slots, loaded, mask=victim)
+        tl.store(slot_of + head * num_pages + new_page, slots, mask=victim)
+        unclaimed = tl.full((BLOCK_SLOTS,), _UNCLAIMED, tl.int32)
+        tl.store(claims + head * num_pages + new_page, unclaimed, mask=victim)
         tl.debug_barrier()
 
-    for start in range(0, total, BLOCK):
-        entry, there, page, life, frame = _entry(
-            start, total, head, selected, page_table, generations, frame_of, table_stride,
-            KV_HEADS, TOPK, BLOCK,
-        )  # fmt: skip
-        slot = tl.load(slot_of + head * num_pages + page, mask=there & (frame == 0), other=0)
-        found = tl.where(frame > 0, frame, first_hot + slot)
-        where = (entry // TOPK * KV_HEADS + head) * TOPK + entry % TOPK
-        tl.store(located + where, tl.where(there, found, 0), mask=entry < total)
+        for start in range(0, total, BLOCK):
+            entry, there, page, life, frame = _entry(
+                start, total, head, selected, page_table, generations, frame_of, table_stride,
+                KV_HEADS, TOPK, BLOCK,
+            )  # fmt: skip
+            wanted = there & (frame == 0)
+            slot = tl.load(slot_of + head * num_pages + page, mask=wanted, other=0)
+            where = (entry // TOPK * KV_HEADS + head) * TOPK + entry % TOPK
+            tl.store(located + where, first_hot + slot, mask=wanted)
+
+    tl.store(counts + head, misses)
+    tl.atomic_add(totals, resident)
+    tl.atomic_add(totals + 1, reads - misses)
+    tl.atomic_add(totals + 2, misses)
 
 
 @triton.jit
-def _copy_kernel(
+def _swap_copy_kernel(
     host,  # [pages, 2 * KV_HEADS, WORDS] int32, memory of the host that the device can read
     pool,  # [pages, 2 * KV_HEADS, WORDS] int32
     missed,
@@ -236,7 +270,11 @@ def _copy_kernel(
     WORDS: tl.constexpr,  # of one kv head's keys, or values, of a page
     PIECE: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     heads = tl.arange(0, BLOCK_HEADS)
     count = tl.load(counts + heads, mask=heads < KV_HEADS, other=0)
     end = tl.cumsum(count, 0)
@@ -257,25 +295,32 @@ def _copy_kernel(
         tl.store(pool + into, moved, mask=words < WORDS)
 
 
-@triton.jit
-def _pages_kernel(
-    source,  # [pages, WORDS] int32
-    target,  # [pages, WORDS] int32
-    from_pages,  # [n]
-    into_pages,  # [n]
+@triton.jit(do_not_specialize=["count"])
+def _swap_pages_kernel(
+    source,  # [pages, WORDS] int32 of the first layer
+    target,  # [pages, WORDS] int32 of the first layer
+    source_shifts,  # [LAYERS]
+    target_shifts,  # [LAYERS]
+    from_pages,  # [count]
+    into_pages,  # [count]
     count,
+    LAYERS: tl.constexpr,
     WORDS: tl.constexpr,
     PIECE: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
     PIECES: tl.constexpr = (WORDS + PIECE - 1) // PIECE
     offs = tl.arange(0, PIECE)
-    for task in range(tl.program_id(0), count * PIECES, PROGRAMS):
-        page, piece = task // PIECES, task % PIECES
+    for task in range(tl.program_id(0), LAYERS * count * PIECES, PROGRAMS):
+        layer, rest = task // (count * PIECES), task % (count * PIECES)
+        page, piece = rest // PIECES, rest % PIECES
         words = piece * PIECE + offs
         from_ = tl.load(from_pages + page).to(tl.int64) * WORDS + words
         into = tl.load(into_pages + page).to(tl.int64) * WORDS + words
-        tl.store(target + into, tl.load(source + from_, mask=words < WORDS), mask=words < WORDS)
+        own_source = source + tl.load(source_shifts + layer) * 4
+        own_target = target + tl.load(target_shifts + layer) * 4
+        moved = tl.load(own_source + from_, mask=words < WORDS, other=0)
+        tl.store(own_target + into, moved, mask=words < WORDS)
 
 
 def plan_swap(
@@ -293,7 +338,8 @@ def plan_swap(
     """
     seqs, kv_heads, topk = selected.shape
     slots = hot.pages.shape[1]
-    _plan_kernel[(kv_heads,)](
+    block_slots = triton.next_power_of_2(slots)
+    _swap_plan_kernel[(kv_heads,)](
         selected,
         page_table,
         generations,
@@ -316,10 +362,16 @@ def plan_swap(
         KV_HEADS=kv_heads,
         TOPK=topk,
         SLOTS=slots,
-        BLOCK_SLOTS=triton.next_power_of_2(slots),
+        BLOCK_SLOTS=block_slots,
         BLOCK=min(_ENTRIES, triton.next_power_of_2(seqs * topk)),
-        num_warps=8,
+        num_warps=plan_warps(block_slots),
+        **pdl_options(selected),
     )
+
+
+def plan_warps(block_slots: int) -> int:
+    """So many that a thread holds few slots."""
+    return max(8, min(32, block_slots // 1024))
 
 
 def copy_missed(
@@ -327,11 +379,12 @@ def copy_missed(
     host: torch.Tensor,  # [pages, 2 * kv_heads, page_size, dim], readable by the device
     pool: torch.Tensor,  # [pages, 2 * kv_heads, page_size, dim]
     first: int,  # page of `pool` that entries count from
+    *,
+    threads: int = COPY_THREADS,
 ) -> None:
     kv_heads = pool.shape[1] // 2
     words = pool.shape[2] * pool.shape[3] * pool.element_size() // 4
-    piece = min(_PIECE, triton.next_power_of_2(words))
-    _copy_kernel[(_COPY_PROGRAMS,)](
+    _swap_copy_kernel[(_COPY_PROGRAMS,)](
         host.view(torch.int32),
         pool.view(torch.int32),
         misses.entries,
@@ -341,28 +394,39 @@ def copy_missed(
         KV_HEADS=kv_heads,
         BLOCK_HEADS=triton.next_power_of_2(kv_heads),
         WORDS=words,
-        PIECE=piece,
+        PIECE=_piece(words, threads),
         PROGRAMS=_COPY_PROGRAMS,
-        num_warps=4,
+        num_warps=threads // 32,
+        **pdl_options(pool),
     )
 
 
 def copy_pages(
-    source: torch.Tensor,  # [pages, 2 * kv_heads, page_size, dim]
-    target: torch.Tensor,  # the same; one of them may be memory of the host
+    source: LayerMemory,
+    target: LayerMemory,  # of as many layers; one of them may be memory of the host
     from_pages: torch.Tensor,  # [n] on the device
     into_pages: torch.Tensor,  # [n] on the device
+    *,
     programs: int = _COPY_PROGRAMS,  # few of them leave room for what runs beside
+    threads: int = COPY_THREADS,
 ) -> None:
-    words = source[0].numel() * source.element_size() // 4
-    _pages_kernel[(programs,)](
-        source.view(torch.int32),
-        target.view(torch.int32),
+    words = source.first[0].numel()
+    _swap_pages_kernel[(programs,)](
+        source.first,
+        target.first,
+        source.shifts,
+        target.shifts,
         from_pages,
         into_pages,
         len(from_pages),
+        LAYERS=len(source.shifts),
         WORDS=words,
-        PIECE=min(_PIECE, triton.next_power_of_2(words)),
+        PIECE=_piece(words, threads),
         PROGRAMS=programs,
-        num_warps=4,
+        num_warps=threads // 32,
     )
+
+
+def _piece(words: int, threads: int) -> int:
+    """Words that a program moves at once."""
+    return min(_WORDS_PER_THREAD * threads, int(triton.next_power_of_2(words)))

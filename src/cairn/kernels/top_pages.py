@@ -19,6 +19,18 @@ def order_key(rank):
 
 
 @triton.jit
+def order_key_rank(key):
+    """The float32 whose `order_key` it is."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def entry_key(entry):
+    """The order key of a rank whose bits are the upper half of `entry`."""
+    return order_key((entry >> 32).to(tl.int32).to(tl.float32, bitcast=True))
+
+
+@triton.jit
 def _reached(key, valid, threshold):
     return (valid & (key >= threshold)).to(tl.int64)
 
@@ -68,32 +80,64 @@ def keep_best(rank, K: tl.constexpr):
 
 
 @triton.jit
-def keep_best_of_rows(rank, K: tl.constexpr):
-    """rank [rows, n] -> which are among the best K of their row above -inf, [rows, n]"""
+def threshold_of_rows(rank, K: tl.constexpr):
+    """rank [rows, n] -> what at least K of a row reach and at most K exceed, -inf where there are
+    fewer: [rows]"""
     valid = rank > float("-inf")
     key = order_key(rank)
-    wanted = tl.minimum(tl.sum(valid.to(tl.int32), 1), K)
     low = tl.min(tl.where(valid, key, 0x7FFFFFFF), 1).to(tl.int64)
     high = tl.max(tl.where(valid, key, -0x7FFFFFFF), 1).to(tl.int64)
     while tl.max(high - low) > 0:
-        span = tl.maximum(high - low, 0)
-        first, second, third = (
-            low + ((span + 3) >> 2),
-            low + ((2 * span + 3) >> 2),
-            low + ((3 * span + 3) >> 2),
-        )
-        packed = tl.sum(
-            _reached(key, valid, first.to(tl.int32)[:, None])
-            + (_reached(key, valid, second.to(tl.int32)[:, None]) << 21)
-            + (_reached(key, valid, third.to(tl.int32)[:, None]) << 42),
-            1,
-        )
-        new_low, new_high = _narrow(low, high, wanted, first, second, third, packed)
-        searching = low < high
-        low = tl.where(searching, new_low, low)
-        high = tl.where(searching, new_high, high)
-    least = low.to(tl.int32)[:, None]
-    above = valid & (key > least)
-    equal = (valid & (key == least)).to(tl.int32)
-    room = wanted - tl.sum(above.to(tl.int32), 1)
-    return above | ((equal > 0) & (tl.cumsum(equal, 1) <= room[:, None]))
+        first, second, third = _cuts(low, high)
+        packed = tl.sum(_reached_cuts(key, valid, first, second, third), 1)
+        low, high = _narrow_searching(low, high, K, first, second, third, packed)
+    enough = tl.sum(valid.to(tl.int32), 1) >= K
+    return tl.where(enough, order_key_rank(low.to(tl.int32)), float("-inf"))
+
+
+@triton.jit
+def threshold_in_memory(entries, count, K: tl.constexpr, BLOCK: tl.constexpr):
+    """entries [rows, 1], pointers to each row's entries, `count` [rows] of them: an entry's upper
+    half is the bits of its rank. -> the key that at least K reach and at most K exceed; that
+    of the worst where there are fewer"""
+    column = tl.arange(0, BLOCK)[None, :]
+    low = tl.full(count.shape, 0x7FFFFFFF, tl.int64)
+    high = tl.full(count.shape, -0x7FFFFFFF, tl.int64)
+    for start in range(0, tl.max(count), BLOCK):
+        there = start + column < count[:, None]
+        key = entry_key(tl.load(entries + start + column, mask=there, other=0)).to(tl.int64)
+        low = tl.minimum(low, tl.min(tl.where(there, key, 0x7FFFFFFF), 1))
+        high = tl.maximum(high, tl.max(tl.where(there, key, -0x7FFFFFFF), 1))
+    high = tl.where(count <= K, low, high)
+    while tl.max(high - low) > 0:
+        first, second, third = _cuts(low, high)
+        packed = tl.zeros(count.shape, tl.int64)
+        for start in range(0, tl.max(count), BLOCK):
+            there = start + column < count[:, None]
+            key = entry_key(tl.load(entries + start + column, mask=there, other=0))
+            packed += tl.sum(_reached_cuts(key, there, first, second, third), 1)
+        low, high = _narrow_searching(low, high, K, first, second, third, packed)
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _cuts(low, high):
+    span = tl.maximum(high - low, 0)
+    return low + ((span + 3) >> 2), low + ((2 * span + 3) >> 2), low + ((3 * span + 3) >> 2)
+
+
+@triton.jit
+def _reached_cuts(key, valid, first, second, third):
+    """Three counts in one number: key [rows, n] against thresholds of each row."""
+    return (
+        _reached(key, valid, first.to(tl.int32)[:, None])
+        + (_reached(key, valid, second.to(tl.int32)[:, None]) << 21)
+        + (_reached(key, valid, third.to(tl.int32)[:, None]) << 42)
+    )
+
+
+@triton.jit
+def _narrow_searching(low, high, wanted, first, second, third, packed):
+    new_low, new_high = _narrow(low, high, wanted, first, second, third, packed)
+    searching = low < high
+    return tl.where(searching, new_low, low), tl.where(searching, new_high, high)

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from cairn.kernels.interface import COPY_THREADS
 from cairn.memory.host_pool import HostPool
 from cairn.memory.kv_pool import KVPool
 
 if TYPE_CHECKING:
     from cairn.kernels.swap_in import HotTables
 
-_BACKUP_PROGRAMS = 16  # enough for the link, and attention keeps the rest of the device
+_BACKUP_PROGRAMS = 32  # enough for the link, and attention keeps the rest of the device
 
 
 class SwapShape(NamedTuple):
@@ -26,6 +27,21 @@ class SwapShape(NamedTuple):
     topk: int
     stage_pages: int
     """Pages of the longest request."""
+    copy_threads: int = COPY_THREADS
+    """Of each block of the kernel that copies what is missing."""
+
+
+class SwapBytes(NamedTuple):
+    """What the device keeps besides frames and hot slots."""
+
+    per_page: int
+    """For each page id: where every layer and kv head put it, who claims it, its frame."""
+    per_slot: int
+    """For each hot slot: tags and ages, the planner's in torch included."""
+
+    @classmethod
+    def of(cls, layers: int, kv_heads: int) -> SwapBytes:
+        return cls(4 * kv_heads * (layers + 1) + 8, layers * kv_heads * (3 * 4 + 2 * 8))
 
 
 class DeviceSwap:
@@ -39,12 +55,13 @@ class DeviceSwap:
         hot_slots: int,
         shape: SwapShape,
     ) -> None:
-        from cairn.kernels.swap_in import HotTables, Misses, SwapScratch
+        from cairn.kernels.swap_in import HotTables, LayerMemory, Misses, SwapScratch
 
         self._pool = pool
         self._host = host
-        self._frame_of = frame_of
+        self.frame_of = frame_of
         self._first_hot = first_hot
+        self._threads = shape.copy_threads
         device, num_pages = frame_of.device, len(frame_of)
         heads = pool.kv_heads
         self._hot: dict[int, HotTables] = {
@@ -58,19 +75,19 @@ class DeviceSwap:
         self._staged = Misses.empty(heads, shape.stage_pages + 1, device)
         self._staged.entries[:, 2] = torch.arange(shape.stage_pages + 1, device=device)
         self._page_ids = torch.arange(num_pages, dtype=torch.int32, device=device)
-        self._num_staged = torch.zeros(1, dtype=torch.int64, device=device)
-        self._totals = torch.zeros(4, dtype=torch.int64, pin_memory=device.type == "cuda")
-
-    def tell_totals(self) -> None:
-        """Have the device say what it has done so far, without waiting for it."""
-        self._totals[:3].copy_(self._scratch.totals, non_blocking=True)
-        self._totals[3:].copy_(self._num_staged, non_blocking=True)
+        self._on_device = LayerMemory.of((pool.layers[layer] for layer in host.layers), device)
+        self._on_host = LayerMemory.of(host.layers.values(), device)
 
     @property
     def totals(self) -> list[int]:
         """Of decode steps reads of resident pages, of hot ones and misses, and slices staged for
-        prompts, as last told."""
-        return [int(total) for total in self._totals.tolist()]
+        prompts. Waits for the device."""
+        return [int(total) for total in self._scratch.totals.tolist()]
+
+    @property
+    def resident_reads(self) -> torch.Tensor:
+        """[1] int64: reads of resident pages, for steps that need not go through `locate`."""
+        return self._scratch.totals[:1]
 
     def locate(
         self,
@@ -83,9 +100,13 @@ class DeviceSwap:
         from cairn.kernels.swap_in import copy_missed, plan_swap
 
         hot, scratch = self._hot[layer], self._scratch
-        plan_swap(hot, scratch, selected, page_table, generations, self._frame_of, self._first_hot)
+        plan_swap(hot, scratch, selected, page_table, generations, self.frame_of, self._first_hot)
         copy_missed(
-            scratch.misses, self._host.layers[layer], self._pool.layers[layer], self._first_hot
+            scratch.misses,
+            self._host.layers[layer],
+            self._pool.layers[layer],
+            self._first_hot,
+            threads=self._threads,
         )
         return scratch.located
 
@@ -97,15 +118,17 @@ class DeviceSwap:
         """Whole pages from the host into frames."""
         from cairn.kernels.swap_in import copy_pages
 
-        for layer, host in self._host.layers.items():
-            copy_pages(host, self._pool.layers[layer], pages, frames)
+        copy_pages(self._on_host, self._on_device, pages, frames, threads=self._threads)
 
     def back_up(self, pages: torch.Tensor, frames: torch.Tensor) -> None:
         """Whole pages from frames to the host."""
         from cairn.kernels.swap_in import copy_pages
 
-        for layer, host in self._host.layers.items():
-            copy_pages(self._pool.layers[layer], host, frames, pages, programs=_BACKUP_PROGRAMS)
+        copy_pages(self._on_device, self._on_host, frames, pages, programs=_BACKUP_PROGRAMS)
+
+    def in_frames(self, pages: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """What `fill_stage` returns where every page is in a frame."""
+        return self.frame_of[_ids(pages, counts)]
 
     def fill_stage(
         self,
@@ -119,9 +142,8 @@ class DeviceSwap:
         """
         from cairn.kernels.swap_in import copy_missed
 
-        there = torch.arange(pages.shape[2], device=pages.device) < counts[..., None]
-        ids = torch.where(there, pages, 0).long().transpose(0, 1).flatten(1)  # [kv_heads, entries]
-        frames = self._frame_of[ids]
+        ids = _ids(pages, counts).transpose(0, 1).flatten(1)  # [kv_heads, entries]
+        frames = self.frame_of[ids]
         missing = torch.where(frames == 0, ids, 0)
         marked = torch.zeros(len(ids), len(self._page_ids), dtype=torch.int32, device=ids.device)
         marked.scatter_(1, missing, 1)
@@ -131,7 +153,13 @@ class DeviceSwap:
         place = torch.where(marked > 0, slot, len(self.stage)).long()
         staged.entries[:, 0].scatter_(1, place, self._page_ids.expand_as(slot))
         staged.counts.copy_(marked.sum(1))
-        self._num_staged += staged.counts.sum()
-        copy_missed(staged, self._host.layers[layer], self.stage, 0)
+        self._scratch.totals[3] += staged.counts.sum()
+        copy_missed(staged, self._host.layers[layer], self.stage, 0, threads=self._threads)
         found = torch.where(frames > 0, frames, -1 - slot.gather(1, ids))
         return found.view(len(ids), len(pages), -1).transpose(0, 1).contiguous()
+
+
+def _ids(pages: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Page ids to look up, the null page where there is none."""
+    there = torch.arange(pages.shape[2], device=pages.device) < counts[..., None]
+    return torch.where(there, pages, 0).long()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from cairn.memory.copies import CopyEdits, Transfer
@@ -18,7 +19,7 @@ from cairn.memory.device_swap import DeviceSwap, SwapShape
 from cairn.memory.host_pool import HostPool
 from cairn.memory.hot_cache import HotCache
 from cairn.memory.kv_pool import KVPool
-from cairn.memory.movers import InlineMover, ThreadMover
+from cairn.memory.movers import InlineMover, StreamMover, ThreadMover
 
 
 @dataclass(slots=True)
@@ -43,15 +44,23 @@ class HiSparseCoordinator:
         hot_slots: int,
         asynchronous: bool,
         kernels: SwapShape | None = None,
+        ids: int = 0,
     ) -> None:
-        """`pool` has `hot_slots` pages behind its null page and `num_frames` frames."""
+        """`pool` has `hot_slots` pages behind its null page and `num_frames` frames; tables of
+        layer group `ids` name pages of `host`."""
         self._pool = pool
+        self._ids = ids
         self._host = host
         self._first_hot = num_frames + 1
         device = next(iter(pool.layers.values())).device
+        self._device = device
         num_pages = len(next(iter(host.layers.values())))
         self._page_bytes = sum(tensor[0].nbytes for tensor in host.layers.values())
+        self._slice_bytes = 2 * next(iter(host.layers.values()))[0, 0].nbytes
         self._frame_of = torch.zeros(num_pages, dtype=torch.int32, device=device)
+        # The same for the host, as of the step that is being launched.
+        self._is_resident = np.zeros(num_pages, dtype=bool)
+        self._not_resident = 0  # sequence of the last step in which a page was missing
         self._hot = {layer: HotCache(pool.kv_heads, hot_slots, device) for layer in host.layers}
         self.swap: DeviceSwap | None = None
         """Stands in for `swap_in_selected_pages` where attention runs by kernels."""
@@ -64,31 +73,34 @@ class HiSparseCoordinator:
                 hot_slots=hot_slots,
                 shape=kernels,
             )
-        self._mover = (ThreadMover if asynchronous else InlineMover)(self._copy_out)
+        self._mover: InlineMover | ThreadMover | StreamMover
+        if device.type == "cuda":
+            self._mover = StreamMover(self._copy_out, device, own_stream=asynchronous)
+        else:
+            self._mover = (ThreadMover if asynchronous else InlineMover)(self._copy_out)
         self._stats = TierStats()
 
     @property
     def stats(self) -> TierStats:
-        """As far as the device has told."""
+        """Of all steps launched; waits for them where the device does the counting."""
         stats = replace(self._stats)
         if self.swap is not None:
             resident, hits, misses, staged = self.swap.totals
-            slice_bytes = 2 * next(iter(self._host.layers.values()))[0, 0].nbytes
             stats.resident += resident
             stats.hits += hits
             stats.misses += misses
-            stats.bytes_in += (misses + staged) * slice_bytes
+            stats.bytes_in += (misses + staged) * self._slice_bytes
         return stats
 
     # -- at the head of a step ----------------------------------------------------------------
 
     def begin_step(self, edits: CopyEdits) -> None:
         """Pages that moved, and pages that come back whole."""
-        if self.swap is not None:
-            self.swap.tell_totals()
         if edits.frames:
             pages, frames = self._index(edits.frames)
             self._frame_of[pages] = frames.int()
+            moved = np.array(edits.frames)
+            self._is_resident[moved[:, 0]] = moved[:, 1] > 0
         if edits.fetches:
             begin = time.perf_counter()
             pages, frames = self._index(edits.fetches)
@@ -100,6 +112,20 @@ class HiSparseCoordinator:
                     device[frames] = host[pages.cpu()].to(device.device)
             self._stats.bytes_in += len(pages) * self._page_bytes
             self._stats.stall_seconds += time.perf_counter() - begin
+
+    def all_resident(self, tables: np.ndarray, counts: np.ndarray) -> bool:
+        """Whether all pages of a step's sequences are in frames: `tables` [groups, seqs, pages], of
+        which `counts` [seqs] are theirs."""
+        seqs = range(len(counts))
+        # A sequence with a page on the host alone mostly has one in the next step too.
+        if self._not_resident < len(counts):
+            seqs = range(self._not_resident, self._not_resident + len(counts))
+        for s in seqs:
+            own = s % len(counts)
+            if not self._is_resident[tables[self._ids, own, : counts[own]]].all():
+                self._not_resident = own
+                return False
+        return True
 
     # -- between selection and attention ------------------------------------------------------
 
@@ -198,11 +224,13 @@ class HiSparseCoordinator:
     def close(self) -> None:
         """Wait for copies under way and let go of host memory."""
         self._mover.close()
-        self._host.layers.clear()
+        self._host.close()
 
     def _index(self, transfers: Sequence[Transfer]) -> tuple[torch.Tensor, torch.Tensor]:
-        index = torch.tensor(transfers, dtype=torch.int64, device=self._frame_of.device)
-        return index[:, 0], index[:, 1]
+        """Pages and frames on the device, without waiting for what it is doing."""
+        index = torch.tensor(transfers, dtype=torch.int64).t().contiguous()
+        pages, frames = index.to(self._device, non_blocking=True)
+        return pages, frames
 
     # -- invariants ---------------------------------------------------------------------------
 

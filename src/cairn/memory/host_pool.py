@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
+
+from cairn.memory.pinned import CudaRegistry, PinnedMemory
 
 
 class HostPool:
@@ -19,15 +22,26 @@ class HostPool:
         head_dim: int,
         dtype: torch.dtype,
         *,
-        pinned: bool,
+        device: torch.device,
     ) -> None:
-        """For page ids 0..num_pages, 0 being the null page."""
+        """For page ids 0..num_pages, 0 being the null page; readable by `device`."""
         shape = (num_pages + 1, 2 * kv_heads, page_size, head_dim)
-        # Untouched pages of a plain tensor cost nothing until they are written.
-        self.layers = {
-            layer: torch.empty(shape, dtype=dtype, pin_memory=pinned) for layer in layers
-        }
+        self._pinned: PinnedMemory | None = None
+        if device.type == "cuda":
+            nbytes = math.prod(shape) * dtype.itemsize
+            self._pinned = PinnedMemory(CudaRegistry(device), [nbytes] * len(layers))
+            tensors = [tensor.view(dtype).view(shape) for tensor in self._pinned.tensors]
+        else:
+            # Untouched pages of a plain tensor cost nothing until they are written.
+            tensors = [torch.empty(shape, dtype=dtype) for _ in layers]
+        self.layers = dict(zip(layers, tensors, strict=True))
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.layers.values())
+
+    def close(self) -> None:
+        """Let go of the memory; nothing may be using it any more."""
+        self.layers.clear()
+        if self._pinned is not None:
+            self._pinned.close()

@@ -1,11 +1,15 @@
-"""Who carries complete pages to host memory: at once, or a thread beside the engine."""
+"""Who carries complete pages to host memory: at once, a thread beside the engine, or a stream."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
 
 from cairn.memory.copies import Transfer
 
@@ -67,3 +71,50 @@ class ThreadMover:
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
+
+
+class _Moving(NamedTuple):
+    transfers: Sequence[Transfer]
+    done: torch.cuda.Event
+
+
+class StreamMover:
+    """Copies by the device: on a stream of their own, or on that of the steps, between them.
+
+    A copy runs behind every step launched before it, and nothing waits for it: its frames and pages
+    are held until its event has been seen. Whoever gets them then is launched later still.
+    """
+
+    def __init__(self, copy: Copy, device: torch.device, *, own_stream: bool) -> None:
+        self._copy = copy
+        self._device = device
+        self._own: torch.cuda.Stream | None = None
+        if own_stream:
+            self._own = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._moving: deque[_Moving] = deque()  # one stream: they end in the order they began in
+
+    def back_up(self, transfers: Sequence[Transfer]) -> None:
+        steps = torch.cuda.current_stream(self._device)
+        stream = steps if self._own is None else self._own
+        if stream is not steps:
+            stream.wait_stream(steps)
+        # What the copy makes for itself belongs to its stream, and is reused behind it there.
+        with torch.cuda.stream(stream):
+            self._copy(transfers)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(stream)
+        self._moving.append(_Moving(transfers, done))
+
+    def poll(self) -> list[Transfer]:
+        done: list[Transfer] = []
+        while self._moving and self._moving[0].done.query():  # type: ignore[no-untyped-call]
+            done += self._moving.popleft().transfers
+        return done
+
+    def wait(self) -> list[Transfer]:
+        if self._moving:
+            self._moving[0].done.synchronize()
+        return self.poll()
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self._device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,12 +18,16 @@ from cairn.attention.backend import AttentionShape, missing_module
 from cairn.attention.batch import AttentionBatch, Scoring, to_device
 from cairn.attention.hsa.metadata import CompletedPages, SparseGroups
 from cairn.kernels.interface import Pooling
+from cairn.kernels.workspace import Workspace
 from cairn.memory.device_swap import DeviceSwap
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.landmarks import LandmarkPool
 from cairn.sparsity.config import SparseConfig
 from cairn.sparsity.policy import Landmark, Policy
 from cairn.sparsity.quest import QuestPolicy
+
+if TYPE_CHECKING:
+    from cairn.kernels.sparse_select import CandidatePages
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,8 @@ class DecodeRows:
     generations: torch.Tensor  # [n, pages]
     alone: bool
     """They are the whole step: what they complete is sealed on the device."""
+    resident: bool
+    """All their pages are on the device, where pages live in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +54,10 @@ class ChunkRows:
     selecting: object
     reading: tuple[object, ...]
     """Together they are all blocks; each reads no more pages than the stage holds."""
-    candidates: torch.Tensor  # [seqs, pages] int32
+    candidates: CandidatePages
     dense_until: torch.Tensor  # [seqs] int32
     completed: CompletedPages | None
+    workspace: Workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +79,7 @@ class KernelSparse:
         max_pages: int,
         swap: DeviceSwap | None = None,
     ) -> None:
-        from cairn.kernels.sparse_decode import SparseScratch, SparseShape
+        from cairn.kernels.sparse_decode import Homes, SparseScratch, SparseShape
 
         self._config = config
         self._pool = pool
@@ -98,12 +106,17 @@ class KernelSparse:
             split_query=type(config.policy).map_query is QuestPolicy.map_query,
         )
         self._scratch = SparseScratch.empty(self._shape, shape.max_seqs, max_pages, shape.device)
+        self._homes: Homes | None = None
+        if swap is not None:
+            table = torch.zeros(shape.max_seqs, max_pages, dtype=torch.int32, device=shape.device)
+            self._homes = Homes(swap.frame_of, table, swap.resident_reads)
+        self._drift: dict[int, Callable[[torch.Tensor, torch.Tensor], None]] | None = None
         self.revise: Revise | None = None
         """Replaces what chunk rows selected, for benchmarks of selections no model here makes."""
         # Of the newest layer with chunks: what each row selected, and how many pages each block
         # of neighbouring rows read for it.
         self.selected_pages: torch.Tensor | None = None
-        self.pages_read: torch.Tensor | None = None
+        self.pages_read: list[torch.Tensor] = []
         self._every_row = torch.arange(shape.max_seqs, dtype=torch.int32, device=shape.device)
 
     @staticmethod
@@ -155,6 +168,7 @@ class KernelSparse:
                 batch.groups[self._groups.kv].page_table,
                 tables.generations,
                 alone=True,
+                resident=batch.resident,
             )
             return KernelMetadata(whole, None)
         single = batch.query_lens[chosen] == 1
@@ -175,17 +189,16 @@ class KernelSparse:
             batch.groups[self._groups.kv].page_table[index],
             tables.generations[index],
             alone=False,
+            resident=batch.resident,
         )
 
     def _chunk_rows(
         self, batch: AttentionBatch, seqs: np.ndarray, completed: CompletedPages | None
     ) -> ChunkRows:
         from cairn.kernels.paged_extend import ExtendBlocks
-        from cairn.kernels.sparse_extend import SELECT_ROWS, union_rows
+        from cairn.kernels.sparse_extend import union_rows
+        from cairn.kernels.sparse_select import SELECT_ROWS
 
-        tables = batch.groups[self._groups.ids]
-        assert tables.generations is not None
-        valid = self._landmarks.sealed[tables.page_table.long()] == tables.generations
         until = np.full(batch.num_seqs, self._config.dense_below)
         if self._config.dense_prompt:
             until = np.maximum(until, batch.prompt_rows)
@@ -199,14 +212,34 @@ class KernelSparse:
             blocks(64),
             blocks(SELECT_ROWS),
             tuple(blocks(rows, of) for of in self._staged_together(batch, seqs)),
-            torch.where(valid, tables.page_table, -1),
+            self._candidates(batch, seqs),
             to_device(until.astype(np.int32), batch.device),
             completed,
+            Workspace(batch.device),
+        )
+
+    def _candidates(self, batch: AttentionBatch, seqs: np.ndarray) -> CandidatePages:
+        """The complete pages of these sequences, wherever their landmarks are their own."""
+        from cairn.kernels.sparse_select import CandidatePages
+
+        tables = batch.groups[self._groups.ids]
+        assert tables.host_pages is not None and tables.host_generations is not None
+        counts = batch.kv_lens[seqs] // batch.page_size
+        within = np.arange(counts.max(initial=0)) < counts[:, None]
+        pages, lives = (
+            to_device(table[seqs, : within.shape[1]][within].astype(np.int32), batch.device)
+            for table in (tables.host_pages, tables.host_generations)
+        )
+        offsets = np.zeros(batch.num_seqs, np.int32)
+        offsets[seqs] = np.cumsum(counts) - counts
+        valid = self._landmarks.sealed[pages.long()] == lives
+        return CandidatePages(
+            torch.where(valid, pages, -1), to_device(offsets, batch.device), within.shape[1]
         )
 
     def _staged_together(self, batch: AttentionBatch, seqs: np.ndarray) -> list[np.ndarray]:
         """Cut sequences into runs whose pages, all of them selected, would fit in the stage."""
-        if self._swap is None:
+        if self._swap is None or batch.resident:
             return [seqs]
         pages = batch.kv_lens[seqs] // batch.page_size
         runs: list[list[int]] = [[]]
@@ -233,6 +266,7 @@ class KernelSparse:
             decode.kv_lens,
             page_size=self._shape.page_size,
             seal=decode.alone,
+            homes=self._homes if decode.resident else None,
         )
 
     def forward(
@@ -294,15 +328,41 @@ class KernelSparse:
             pooling=self._pooling if pooled_here else None,
             kv_table=decode.kv_table,
             locate=self._locating(layer, decode),
+            homes=self._homes if decode.resident else None,
         )
 
     def _locating(
         self, layer: int, decode: DecodeRows
     ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        swap, drift = self._swap, self._drift
+        if swap is None or decode.resident:
+            return None
+
+        def locate(selected: torch.Tensor) -> torch.Tensor:
+            if drift is not None:
+                drift[layer](selected, decode.kv_lens)
+            return swap.locate(layer, selected, decode.page_table, decode.generations)
+
+        return locate
+
+    def drift_by(self, change: float) -> None:
+        """Where pages are looked up, let decode rows select made-up ones, of which a share changes
+        from token to token: for benchmarks of selections no model here makes. Steps that were
+        recorded before do not know of it."""
+        from cairn.kernels.drift import DriftState, drift
+
+        seqs, device = len(self._every_row), self._every_row.device
+        self._drift = {}
+        for layer in self._config.layers:
+            state = DriftState.empty(self._shape, seqs, device)
+            self._drift[layer] = partial(drift, self._shape, state, change=change)
+
+    def _staging(
+        self, layer: int, batch: AttentionBatch
+    ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
         if self._swap is None:
             return None
-        tables = {"page_table": decode.page_table, "generations": decode.generations}
-        return partial(self._swap.locate, layer, **tables)
+        return self._swap.in_frames if batch.resident else partial(self._swap.fill_stage, layer)
 
     def _save_completed(self, layer: int, prior: torch.Tensor, decode: DecodeRows) -> None:
         """Landmarks of a policy without a kernel: of every sequence's last page, and kept on the
@@ -327,7 +387,8 @@ class KernelSparse:
         out: torch.Tensor,
     ) -> torch.Tensor | None:
         from cairn.kernels.paged_extend import ExtendBlocks, paged_extend
-        from cairn.kernels.sparse_extend import attend_selected, select_pages
+        from cairn.kernels.sparse_extend import attend_selected
+        from cairn.kernels.sparse_select import select_pages
 
         assert isinstance(chunks.windows, ExtendBlocks)
         assert isinstance(chunks.selecting, ExtendBlocks)
@@ -338,7 +399,7 @@ class KernelSparse:
             self._save(layer, prior, chunks.completed)
         if not len(chunks.windows.seq):
             return None
-        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        lse = chunks.workspace.take("window_lse", *query.shape[:2])
         paged_extend(
             query,
             pool,
@@ -353,7 +414,7 @@ class KernelSparse:
             lse=lse,
             dense_until=chunks.dense_until,
         )
-        selected = select_pages(
+        selected, normalizer = select_pages(
             self._shape,
             mapped,
             vectors,
@@ -364,6 +425,7 @@ class KernelSparse:
             chunks.dense_until,
             chunks.selecting,
             lse,
+            chunks.workspace,
         )
         if self.revise is not None:
             selected = self.revise(selected, chunks)
@@ -386,13 +448,13 @@ class KernelSparse:
                     out,
                     lse,
                     out,
+                    chunks.workspace,
+                    normalizer=normalizer,
                     stage=None if self._swap is None else self._swap.stage,
-                    fill_stage=None
-                    if self._swap is None
-                    else partial(self._swap.fill_stage, layer),
+                    fill_stage=self._staging(layer, batch),
                 )
             )
-        self.pages_read = torch.cat(read)
+        self.pages_read = read
         return selected
 
     def _save(self, layer: int, prior: torch.Tensor, completed: CompletedPages) -> None:

@@ -1,0 +1,214 @@
+"""What the parts of `cairn bench tier` share: engines with and without the host tier at the same
+device budget, contexts of their own for every request, and the time of a decode step."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from cairn.attention.hsa.backend import HSABackend
+from cairn.config import EngineConfig
+from cairn.engine.build import resolve_dtype
+from cairn.engine.load import locate
+from cairn.engine.request import Request
+from cairn.engine.sampling_params import SamplingParams
+from cairn.llm import LLM
+from cairn.memory.hisparse import TierStats
+from cairn.models.registry import read_spec
+
+_GIB = 2**30
+_SPARE = 1.02  # of host memory, for pages that are begun and not full
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierBench:
+    """What is measured, and how long."""
+
+    device: str = "cuda"
+    dtype: str = "bfloat16"
+    model: str = "qwen3-0.6b-long"
+    """A shape with random weights, for everything but hit rates."""
+    kv_cache_gib: float = 16.0
+    contexts: Sequence[int] = (131072, 32768)
+    concurrency: Sequence[int] = (1, 2, 4, 7, 14, 28)
+    most_host_gib: float = 104.0
+    """Fewer run at once where that does not hold them."""
+    short_context: int = 16384
+    prefix: int = 25000
+    longest: int = 262144
+    chunk: int = 16384
+    page_size: int = 64
+    topk: int = 32
+    window: int = 512
+    change: float = 0.03
+    """Share of a decode row's pages that change from token to token; 0 for what random weights
+    select, which is hardly ever the same."""
+    warm_steps: int = 80
+    steps: int = 64
+    text_models: Sequence[str] = ("smollm2", "cairn-nano")
+    text: str | None = None
+    text_tokens: int = 8000
+    text_rows: int = 256
+    text_topk: Sequence[int] = (16, 32)
+    hot_sizes: Sequence[float] = (1.0, 2.0, 4.0)
+    burst_rows: Sequence[int] = (1, 4, 16)
+    bandwidth_gib: float = 2.0
+
+    def length(self, context: int, requests: int) -> int:
+        """Tokens of a request that runs until all measurements of its engine are made."""
+        each = self.warm_steps + 2 * self.steps
+        filling = requests * (-(-context // self.chunk) + 1)
+        return context + len(self.concurrency) * each + filling + 2 * self.page_size
+
+    def host_gib(self, context: int, requests: int) -> float:
+        """What so many contexts take."""
+        return _SPARE * requests * self.length(context, requests) * self.token_bytes() / _GIB
+
+    def fitting(self, context: int) -> int:
+        """The most contexts that host memory holds, of those asked for."""
+        most = max(self.concurrency)
+        while most > 1 and self.host_gib(context, most) > self.most_host_gib:
+            most -= 1
+        return most
+
+    def token_bytes(self) -> int:
+        """Of the keys and values of one token, in all layers."""
+        source = locate(EngineConfig(model=self.model))
+        spec = read_spec(source.config)
+        dtype = resolve_dtype(self.dtype, source.config, torch.device(self.device))
+        dims = spec.dims
+        return 2 * len(spec.layers) * dims.num_kv_heads * dims.head_dim * dtype.itemsize
+
+
+@contextmanager
+def engine(
+    bench: TierBench,
+    context: int,
+    requests: int,
+    *,
+    tier: bool,
+    own_contexts: int | None = None,
+    drifting: bool = False,
+) -> Iterator[LLM]:
+    """For so many requests of `context` tokens, all with their own or only so many; with a tier as
+    much host memory as they take."""
+    options: dict[str, Any] = {
+        "load_format": "dummy",
+        "dtype": bench.dtype,
+        "device": bench.device,
+        "attention_backend": "hsa",
+        "hsa_topk": bench.topk,
+        "hsa_window": bench.window,
+        "page_size": bench.page_size,
+        "context_length": bench.length(context, requests),
+        "kv_cache_gib": bench.kv_cache_gib,
+        "max_running_requests": requests,
+        "chunked_prefill_size": bench.chunk,
+    }
+    if tier:
+        host = min(bench.most_host_gib, bench.host_gib(context, own_contexts or requests))
+        options["enable_hisparse"] = True
+        options["hisparse_config"] = json.dumps({"host_gib": host})
+    with LLM(bench.model, **options) as llm:
+        if tier and drifting and bench.change > 0:
+            drift(llm, bench.change)
+        yield llm
+    release()
+
+
+def release() -> None:
+    """Give memory of engines that are closed back."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def drift(llm: LLM, change: float) -> None:
+    """Let decode rows select made-up pages, where kernels select them."""
+    runner = llm.engine._runner
+    backend = runner._backend
+    if isinstance(backend, HSABackend) and backend.kernels is not None:
+        backend.kernels.drift_by(change)
+        if runner.graph_sizes:
+            runner.record_graphs()
+
+
+def prompt(tokens: int, seed: int, vocab: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(vocab) for _ in range(tokens)]
+
+
+class Running:
+    """Requests that are being answered without end, each on a context of its own."""
+
+    def __init__(self, llm: LLM, context: int) -> None:
+        self._llm = llm
+        self._frontend = llm._frontend_or_fail()
+        self._context = context
+        self._params = SamplingParams(
+            max_tokens=llm.engine.max_tokens - context, ignore_eos=True, temperature=0.0
+        )
+        self.requests: list[Request] = []
+
+    @property
+    def room(self) -> int:
+        """How many fit at once, each to its end."""
+        cache = self._llm.engine.scheduler.cache
+        pages = cache.geometry.pages(self._llm.engine.max_tokens)
+        most = self._llm.engine.scheduler.limits.max_running_requests
+        return min(most, cache.allocators[cache._ids].num_pages // pages)
+
+    def grow_to(self, count: int) -> float:
+        """Have so many run, and return the seconds that took."""
+        begin = time.perf_counter()
+        vocab = self._llm.engine.spec.vocab_size
+        while len(self.requests) < count:
+            tokens = prompt(self._context, len(self.requests), vocab)
+            new = self._frontend.prepare(tokens, self._params)
+            self._frontend.submit(new)
+            self.requests += new
+        while not all(request.num_output for request in self.requests):
+            self._frontend.step()
+        return time.perf_counter() - begin
+
+    def step_seconds(self, warm: int, steps: int) -> float:
+        """Steps overlap: what counts is the time from one to the next."""
+        for _ in range(warm):
+            self._frontend.step()
+        moments = [time.perf_counter()]
+        for _ in range(steps):
+            self._frontend.step()
+            moments.append(time.perf_counter())
+        return float(np.mean(np.diff(moments)))
+
+    def end(self) -> None:
+        self._frontend.abort_all()
+        self.requests.clear()
+
+
+def totals(llm: LLM) -> TierStats:
+    """Nothing, where there is no tier."""
+    report = llm.engine.tier()
+    return TierStats() if report is None else report.totals
+
+
+def reads(before: TierStats, after: TierStats, steps: int) -> dict[str, Any]:
+    """Where decode rows found what they read, between two totals."""
+    resident, hits, misses = (
+        getattr(after, name) - getattr(before, name) for name in ("resident", "hits", "misses")
+    )
+    every, hot = max(1, resident + hits + misses), hits + misses
+    return {
+        "resident": round(resident / every, 4),
+        "hit_rate": round(hits / hot, 4) if hot else None,
+        "mb_in_per_step": round((after.bytes_in - before.bytes_in) / steps / 1e6, 2),
+    }

@@ -1,0 +1,92 @@
+"""Made-up selections of decode rows that change from token to token as a trained model's do.
+
+Random weights select other pages with every token, which no cache could serve. Here a row's
+candidates are cut into k equal parts, it reads one page of each, and now and then another one. For
+benchmarks; a recorded step draws anew with every replay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from cairn.kernels.pdl import pdl_options
+from cairn.kernels.sparse_decode import SparseShape, candidate_limit
+
+
+@dataclass(frozen=True, slots=True)
+class DriftState:
+    """Of one layer."""
+
+    where: torch.Tensor  # [seqs, kv_heads, k] float32, where in its part each page is
+    clock: torch.Tensor  # [seqs, kv_heads] int32
+
+    @classmethod
+    def empty(cls, shape: SparseShape, max_seqs: int, device: torch.device) -> DriftState:
+        size = (max_seqs, shape.kv_heads)
+        return cls(
+            torch.zeros(*size, shape.topk, dtype=torch.float32, device=device),
+            torch.zeros(size, dtype=torch.int32, device=device),
+        )
+
+
+@triton.jit
+def _drift_kernel(
+    selected,  # [seqs, KV_HEADS, TOPK]
+    kv_lens,
+    where,
+    clock,
+    change,
+    KV_HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DENSE_BELOW: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    own = tl.program_id(1) * KV_HEADS + tl.program_id(0)
+    limit = candidate_limit(
+        tl.load(kv_lens + tl.program_id(1)).to(tl.int32) - 1, WINDOW, PAGE_SIZE, DENSE_BELOW
+    )
+    now = tl.load(clock + own) + 1
+    tl.store(clock + own, now)
+    k = tl.arange(0, BLOCK_K)
+    before = tl.load(where + own * TOPK + k, mask=k < TOPK, other=0.0)
+    moves = tl.rand(2 * own, now * BLOCK_K + k) < change
+    after = tl.where(moves, tl.rand(2 * own + 1, now * BLOCK_K + k), before)
+    tl.store(where + own * TOPK + k, after, mask=k < TOPK)
+    # With fewer candidates than pages to select, all of them are selected anyway.
+    place = ((k + after) * (limit / TOPK)).to(tl.int32)
+    tl.store(selected + own * TOPK + k, place, mask=(k < TOPK) & (limit >= TOPK))
+
+
+def drift(
+    shape: SparseShape,
+    state: DriftState,
+    selected: torch.Tensor,  # [seqs, kv_heads, k] int32, replaced
+    kv_lens: torch.Tensor,  # [seqs] int32
+    change: float,  # share of a row's pages that are others than at its last token
+) -> None:
+    _drift_kernel[(shape.kv_heads, len(selected))](
+        selected,
+        kv_lens,
+        state.where,
+        state.clock,
+        change,
+        KV_HEADS=shape.kv_heads,
+        PAGE_SIZE=shape.page_size,
+        WINDOW=shape.window,
+        DENSE_BELOW=shape.dense_below,
+        TOPK=shape.topk,
+        BLOCK_K=triton.next_power_of_2(shape.topk),
+        num_warps=1,
+        **pdl_options(selected),
+    )

@@ -1,0 +1,627 @@
+"""Selection of pages for many new rows per sequence, streaming over landmarks twice.
+
+    1. the landmarks of all candidates are laid out side by side
+    2. a survey: every head's log-sum-exp over its window and all landmarks, and the best score of
+       every group of pages
+    3. a threshold for each row, which its best k groups reach
+    4. the pages that reach it are collected, and of those the best k are chosen
+
+Ranks of all pages are never in memory: of a row there are some hundred groups, whatever the length.
+A group's best page stands for it, so that at least k pages reach the threshold, and no more than k
+groups hold a better one. Its pages lie apart from each other, for good pages come in clusters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from cairn.kernels.paged_extend import ExtendBlocks, can_describe
+from cairn.kernels.softmax import LN2, LOG2E
+from cairn.kernels.sparse_decode import (
+    STRATEGIES,
+    SUM_GROUP,
+    SparseShape,
+    candidate_limit,
+    load_scoring,
+)
+from cairn.kernels.top_pages import (
+    entry_key,
+    order_key,
+    order_key_rank,
+    threshold_in_memory,
+    threshold_of_rows,
+)
+from cairn.kernels.workspace import Workspace
+
+SELECT_ROWS = 64
+"""Rows that one program ranks pages for."""
+
+_TILE = 128  # pages that the survey reads at once
+_COLLECT_TILE = 64  # likewise of the collection, which holds more of every page
+_GROUPS = 256  # of a row, at most where tiles are large enough
+_GROUP_PAGES = (2, 8, 32, 128)  # few sizes: each is a compilation
+_ROWS = 4  # that one program chooses for at once
+_BLOCK = 64  # collected pages that it looks at at once
+
+
+@dataclass(frozen=True, slots=True)
+class CandidatePages:
+    """The complete pages of some sequences, one sequence after the other."""
+
+    pages: torch.Tensor  # [n] int32 page id, -1 where it must not be read
+    offsets: torch.Tensor  # [seqs] int32, the first of each sequence; 0 for others
+    longest: int
+    """Most pages of one sequence."""
+
+
+@triton.jit(do_not_specialize=["count"])
+def _lay_out_kernel(
+    vectors,  # [pages, LANDMARK_HEADS, WIDTH]
+    bias,  # [pages, LANDMARK_HEADS]
+    pages,  # [count]
+    flat,  # [LANDMARK_HEADS * room, WIDTH] written
+    flat_bias,  # [LANDMARK_HEADS, room] written, -inf where a page must not be read
+    count,
+    room,
+    LANDMARK_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    head = tl.program_id(1).to(tl.int64)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    offs_w = tl.arange(0, WIDTH)
+    page = tl.load(pages + index, mask=index < count, other=-1).to(tl.int64)
+    there = page >= 0
+    vector = tl.load(
+        vectors + (page * LANDMARK_HEADS + head)[:, None] * WIDTH + offs_w[None, :],
+        mask=there[:, None],
+        other=0.0,
+    )
+    more = tl.where(there, 0.0, float("-inf"))
+    if HAS_BIAS:
+        more = tl.load(bias + page * LANDMARK_HEADS + head, mask=there, other=float("-inf"))
+    place = head * room + index
+    tl.store(flat + place[:, None] * WIDTH + offs_w[None, :], vector, mask=(index < room)[:, None])
+    tl.store(flat_bias + place, more, mask=index < room)
+
+
+@triton.jit
+def _rows_and_limits(
+    block_seq,
+    block_begin,
+    kv_lens,
+    cu_query,
+    dense_until,
+    WINDOW: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Of this program's block: its sequence, rows of the step, which of them are there, and how
+    many candidates each has."""
+    block = tl.program_id(1)
+    seq = tl.load(block_seq + block)
+    first_row = tl.load(cu_query + seq).to(tl.int32)
+    query_len = tl.load(cu_query + seq + 1).to(tl.int32) - first_row
+    past = tl.load(kv_lens + seq).to(tl.int32) - query_len
+    new = tl.load(block_begin + block) + tl.arange(0, BLOCK_M)
+    in_rows = new < query_len
+    until = tl.load(dense_until + seq).to(tl.int32)
+    limit = tl.where(in_rows, candidate_limit(past + new, WINDOW, PAGE_SIZE, until), 0)
+    return seq, (first_row + new).to(tl.int64), in_rows, limit
+
+
+@triton.jit
+def _scores(
+    q, flat, flat_bias, first, scale, WIDTH: tl.constexpr, TILE: tl.constexpr, TMA: tl.constexpr
+):
+    """[rows, TILE] scores of the landmarks from `first` on; the same sum, to the bit, in every
+    kernel that calls it."""
+    place = first + tl.arange(0, TILE)
+    if TMA:
+        landmark = flat.load([first, 0]).T
+    else:
+        landmark = tl.load(
+            flat + place.to(tl.int64)[None, :] * WIDTH + tl.arange(0, WIDTH)[:, None]
+        )
+    product = tl.dot(q, landmark, input_precision="ieee")
+    more = tl.load(flat_bias + place)
+    return tl.fma(product, tl.full(product.shape, scale, tl.float32), more[None, :])
+
+
+@triton.jit
+def _survey_tile(
+    q,
+    flat,
+    flat_bias,
+    first,
+    start,
+    limit,
+    most,
+    total,
+    maxima,
+    in_rows,
+    scale,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP_PAGES: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    score = _scores(q, flat, flat_bias, first + start, scale, WIDTH, TILE, TMA)
+    if MASKED:
+        index = start + tl.arange(0, TILE)
+        score = tl.where(index[None, :] < limit[:, None], score, float("-inf"))
+    GROUPS: tl.constexpr = TILE // GROUP_PAGES
+    best = tl.max(tl.reshape(score, (score.shape[0], GROUP_PAGES, GROUPS)), 1)
+    group = start // GROUP_PAGES + tl.arange(0, GROUPS)
+    tl.store(maxima + group[None, :], best, mask=in_rows[:, None])
+    if NORMALIZE:
+        new_most = tl.maximum(most, tl.max(best, 1))
+        scaled = new_most * LOG2E
+        total = total * tl.exp2(most * LOG2E - scaled)
+        total += tl.sum(tl.exp2(score * LOG2E - scaled[:, None]), 1)
+        most = new_most
+    return most, total
+
+
+@triton.jit
+def _survey_kernel(
+    scoring,  # [rows, HEADS, WIDTH]
+    flat,  # [LANDMARK_HEADS * room, WIDTH], described if TMA
+    flat_bias,
+    offsets,
+    kv_lens,
+    cu_query,
+    dense_until,  # [seqs] rows before it see everything
+    block_seq,
+    block_begin,
+    window_lse,  # [rows, HEADS]
+    normalizer,  # [rows, HEADS] written if NORMALIZE
+    maxima,  # [rows, HEADS, groups] written
+    limits,  # [rows] written: candidates of each row
+    scale,
+    scoring_stride,
+    room,
+    groups,
+    HEADS: tl.constexpr,
+    LANDMARK_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    GROUP_PAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    head = tl.program_id(0)
+    seq, row, in_rows, limit = _rows_and_limits(
+        block_seq, block_begin, kv_lens, cu_query, dense_until, WINDOW, PAGE_SIZE, BLOCK_M
+    )
+    if head == 0:
+        tl.store(limits + row, limit, mask=in_rows)
+    q = load_scoring(scoring, row[:, None] * scoring_stride, head, in_rows[:, None], WIDTH, SPLIT)
+    most = tl.load(window_lse + row * HEADS + head, mask=in_rows, other=0.0)
+    total = tl.full((BLOCK_M,), 1.0, tl.float32)
+    first = head // (HEADS // LANDMARK_HEADS) * room + tl.load(offsets + seq)
+    own = maxima + ((row * HEADS + head) * groups)[:, None]
+    # Tiles that all rows see whole need no mask.
+    clear = tl.min(tl.where(in_rows, limit, 0x7FFFFFFF)) // TILE * TILE
+    for start in range(0, clear, TILE):
+        most, total = _survey_tile(
+            q,
+            flat,
+            flat_bias,
+            first,
+            start,
+            limit,
+            most,
+            total,
+            own,
+            in_rows,
+            scale,
+            WIDTH,
+            TILE,
+            GROUP_PAGES,
+            NORMALIZE,
+            False,
+            TMA,
+        )
+    for start in range(clear, tl.max(limit), TILE):
+        most, total = _survey_tile(
+            q,
+            flat,
+            flat_bias,
+            first,
+            start,
+            limit,
+            most,
+            total,
+            own,
+            in_rows,
+            scale,
+            WIDTH,
+            TILE,
+            GROUP_PAGES,
+            NORMALIZE,
+            True,
+            TMA,
+        )
+    if NORMALIZE:
+        lse = most + tl.log2(total) * LN2
+        tl.store(normalizer + row * HEADS + head, lse, mask=in_rows)
+
+
+@triton.jit
+def _rank_kernel(
+    scoring,
+    queries,  # scoring as [rows, HEADS * WIDTH], described, if TMA
+    flat,
+    flat_bias,
+    offsets,
+    kv_lens,
+    cu_query,
+    dense_until,
+    block_seq,
+    block_begin,
+    normalizer,  # [rows, HEADS] read if NORMALIZE
+    maxima,  # [rows, KV_HEADS, groups] written unless COLLECT
+    limits,  # [rows] likewise
+    thresholds,  # [rows, KV_HEADS] read if COLLECT, and likewise all below
+    counts,  # [rows, KV_HEADS] written
+    kept,  # [rows, KV_HEADS, capacity] written: a rank's bits above the page's place
+    scale,
+    scoring_stride,
+    room,
+    groups,
+    capacity,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    LANDMARK_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SINKS: tl.constexpr,
+    STRATEGY: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    TOPK: tl.constexpr,
+    COLLECT: tl.constexpr,
+    GROUP_PAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Ranks of pages, over all heads of a kv head: those that reach the threshold are kept; or, of
+    ranks that no single head decides, the best of every group."""
+    kv_head = tl.program_id(0)
+    seq, row, in_rows, limit = _rows_and_limits(
+        block_seq, block_begin, kv_lens, cu_query, dense_until, WINDOW, PAGE_SIZE, BLOCK_M
+    )
+    HEADS_OF_KV: tl.constexpr = HEADS // KV_HEADS
+    SHARED: tl.constexpr = HEADS // LANDMARK_HEADS
+    own = row * KV_HEADS + kv_head
+    first = tl.load(offsets + seq)
+    first_row = tl.load(cu_query + seq) + tl.load(block_begin + tl.program_id(1))
+    count = tl.zeros((BLOCK_M,), tl.int32)
+    least = tl.zeros((BLOCK_M,), tl.float32)
+    above = least
+    if COLLECT:
+        least = tl.load(thresholds + own, mask=in_rows, other=float("inf"))
+        least = tl.maximum(least, -3.4028234663852886e38)  # -inf is no page
+        above = order_key_rank(order_key(least) + 1)
+    elif kv_head == 0:
+        tl.store(limits + row, limit, mask=in_rows)
+    NOTHING: tl.constexpr = 0.0 if STRATEGY == SUM_GROUP else float("-inf")
+    rank = tl.full((BLOCK_M, TILE), NOTHING, tl.float32)
+    # One loop over tiles of pages and, within each, heads: loads run ahead across tiles.
+    for step in range(0, tl.cdiv(tl.max(limit), TILE) * HEADS_OF_KV):
+        g = step % HEADS_OF_KV
+        start = step // HEADS_OF_KV * TILE
+        head = kv_head * HEADS_OF_KV + g
+        if TMA and not SPLIT:
+            q = queries.load([first_row, head * WIDTH])
+        else:
+            q = load_scoring(
+                scoring, row[:, None] * scoring_stride, head, in_rows[:, None], WIDTH, SPLIT
+            )
+        tile = head // SHARED * room + first + start
+        score = _scores(q, flat, flat_bias, tile, scale, WIDTH, TILE, TMA)
+        if NORMALIZE:
+            whole = tl.load(normalizer + row * HEADS + head, mask=in_rows, other=0.0)
+            score -= whole[:, None]
+        if STRATEGY == SUM_GROUP:
+            rank += score
+        else:
+            rank = tl.maximum(rank, score)
+        if g == HEADS_OF_KV - 1:
+            index = start + tl.arange(0, TILE)
+            final = tl.where(index[None, :] < limit[:, None], rank, float("-inf"))
+            if COLLECT:
+                if SINKS > 0:
+                    sink = (index < SINKS)[None, :] & (final > float("-inf"))
+                    final = tl.where(sink, float("inf"), final)
+                # All that reach the threshold; once there are k, only what exceeds it.
+                take = final >= tl.where(count < TOPK, least, above)[:, None]
+                place = count[:, None] + tl.cumsum(take.to(tl.int32), 1) - 1
+                bits = final.to(tl.int32, bitcast=True).to(tl.int64)
+                tl.store(
+                    kept + own[:, None] * capacity + place, (bits << 32) | index[None, :], mask=take
+                )
+                count += tl.sum(take.to(tl.int32), 1)
+            else:
+                GROUPS: tl.constexpr = TILE // GROUP_PAGES
+                best = tl.max(tl.reshape(final, (BLOCK_M, GROUP_PAGES, GROUPS)), 1)
+                group = start // GROUP_PAGES + tl.arange(0, GROUPS)
+                place = own[:, None] * groups + group[None, :]
+                tl.store(maxima + place, best, mask=in_rows[:, None])
+            rank = tl.full((BLOCK_M, TILE), NOTHING, tl.float32)
+    if COLLECT:
+        tl.store(counts + own, count, mask=in_rows)
+
+
+@triton.jit
+def _rows_of(block_seq, block_begin, cu_query, ROWS: tl.constexpr):
+    """Some rows of a block, and which of them are there."""
+    block = tl.program_id(1)
+    seq = tl.load(block_seq + block)
+    first_row = tl.load(cu_query + seq).to(tl.int32)
+    query_len = tl.load(cu_query + seq + 1).to(tl.int32) - first_row
+    new = tl.load(block_begin + block) + tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    return (first_row + new).to(tl.int64), new < query_len
+
+
+@triton.jit
+def _threshold_kernel(
+    cu_query,
+    block_seq,
+    block_begin,
+    limits,
+    normalizer,  # [rows, KV_HEADS * SURVEYED] read if NORMALIZE
+    maxima,  # [rows, KV_HEADS * SURVEYED, groups]
+    thresholds,
+    groups,
+    KV_HEADS: tl.constexpr,
+    SURVEYED: tl.constexpr,  # heads of a kv head with maxima of their own
+    NORMALIZE: tl.constexpr,
+    TOPK: tl.constexpr,
+    GROUP_PAGES: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,  # at least groups
+):
+    row, in_rows = _rows_of(block_seq, block_begin, cu_query, ROWS)
+    kv_head = tl.program_id(0)
+    limit = tl.load(limits + row, mask=in_rows, other=0)
+    surveyed = (limit + TILE - 1) // TILE * (TILE // GROUP_PAGES)  # groups of each row
+    group = tl.arange(0, BLOCK)[None, :]
+    best = tl.full((ROWS, BLOCK), float("-inf"), tl.float32)
+    for h in range(SURVEYED):
+        head = (row * KV_HEADS + kv_head) * SURVEYED + h
+        value = tl.load(
+            maxima + head[:, None] * groups + group,
+            mask=group < surveyed[:, None],
+            other=float("-inf"),
+        )
+        if NORMALIZE:
+            value -= tl.load(normalizer + head, mask=in_rows, other=0.0)[:, None]
+        best = tl.maximum(best, value)
+    threshold = threshold_of_rows(best, TOPK)
+    tl.store(thresholds + row * KV_HEADS + kv_head, threshold, mask=in_rows)
+
+
+@triton.jit
+def _choose_kernel(
+    cu_query,
+    block_seq,
+    block_begin,
+    counts,
+    kept,
+    out,  # [rows, KV_HEADS, TOPK]
+    capacity,
+    KV_HEADS: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, in_rows = _rows_of(block_seq, block_begin, cu_query, ROWS)
+    own = row * KV_HEADS + tl.program_id(0)
+    count = tl.load(counts + own, mask=in_rows, other=0)
+    entries = kept + own[:, None] * capacity
+    least = threshold_in_memory(entries, count, TOPK, BLOCK)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    above = tl.zeros((ROWS,), tl.int32)
+    for start in range(0, tl.max(count), BLOCK):
+        there = start + column < count[:, None]
+        key = entry_key(tl.load(entries + start + column, mask=there, other=0))
+        above += tl.sum((there & (key > least)).to(tl.int32), 1)
+    # Entries are in the order of places, so that of equals the earlier ones come first.
+    equals = tl.zeros((ROWS,), tl.int32)
+    taken = tl.zeros((ROWS,), tl.int32)
+    for start in range(0, tl.max(count), BLOCK):
+        there = start + column < count[:, None]
+        entry = tl.load(entries + start + column, mask=there, other=0)
+        key = entry_key(entry)
+        equal = (there & (key == least)).to(tl.int32)
+        before = equals[:, None] + tl.cumsum(equal, 1)
+        take = there & ((key > least) | ((equal > 0) & (before <= TOPK - above[:, None])))
+        place = taken[:, None] + tl.cumsum(take.to(tl.int32), 1) - 1
+        tl.store(out + own[:, None] * TOPK + place, entry.to(tl.int32), mask=take)
+        equals += tl.sum(equal, 1)
+        taken += tl.sum(take.to(tl.int32), 1)
+    slot = tl.arange(0, BLOCK_K)[None, :]
+    tl.store(
+        out + own[:, None] * TOPK + slot,
+        tl.full((ROWS, BLOCK_K), -1, tl.int32),
+        mask=in_rows[:, None] & (slot >= taken[:, None]) & (slot < TOPK),
+    )
+
+
+def select_pages(
+    shape: SparseShape,
+    scoring: torch.Tensor,  # [rows, heads, width], mapped by the policy, or to be split
+    vectors: torch.Tensor,  # [pages, landmark heads, width]
+    bias: torch.Tensor | None,
+    candidates: CandidatePages,
+    kv_lens: torch.Tensor,  # [seqs] int32
+    cu_query: torch.Tensor,  # [seqs + 1] int32
+    dense_until: torch.Tensor,  # [seqs] int32, rows before it see everything
+    blocks: ExtendBlocks,  # of SELECT_ROWS rows
+    window_lse: torch.Tensor,  # [rows, heads] float32
+    workspace: Workspace,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """-> place in the sequence [rows, kv_heads, topk] int32, ascending, -1 for none; and each
+    head's log-sum-exp over window and candidates [rows, heads], if the selection has need of it.
+    Rows of no block are left unset; the second is of the workspace."""
+    rows, heads, _ = scoring.shape
+    device, kv_heads, topk = scoring.device, shape.kv_heads, shape.topk
+    block_m, half = blocks.block_m, scoring.dtype.itemsize == 2
+    tma = can_describe(device, scoring.dtype)
+    tile = _TILE if shape.landmark_width <= 128 and half else 64
+
+    landmark_heads, width = vectors.shape[1:]
+    count = len(candidates.pages)
+    room = _up_to_16(count + tile)  # tiles at the end are read whole
+    flat = workspace.take("flat", landmark_heads * room, width, dtype=vectors.dtype)
+    flat_bias = workspace.take("flat_bias", landmark_heads, room)
+    _lay_out_kernel[(triton.cdiv(room, 32), landmark_heads)](
+        vectors,
+        vectors if bias is None else bias,
+        candidates.pages,
+        flat,
+        flat_bias,
+        count,
+        room,
+        LANDMARK_HEADS=landmark_heads,
+        WIDTH=width,
+        HAS_BIAS=bias is not None,
+        BLOCK=32,
+        num_warps=4,
+    )
+
+    fits = [size for size in _GROUP_PAGES if size <= tile]
+    pages = candidates.longest
+    most = max(_GROUPS, 4 * topk)
+    group_pages = next((n for n in fits if pages <= n * most), fits[-1])
+    # Sizes that kernels take as numbers are multiples of 16, which keeps compilations few as well.
+    groups = _up_to_16(triton.cdiv(pages, tile) * (tile // group_pages))
+    capacity = _up_to_16(topk + tile + topk * group_pages + shape.sinks)
+    summed = shape.strategy == "group" and heads > kv_heads
+    normalize = shape.strategy == "softmax_head" and heads > kv_heads
+    surveyed = kv_heads if summed else heads
+    normalizer = workspace.take("normalizer", rows, heads) if normalize else window_lse
+    limits = workspace.take("limits", rows, dtype=torch.int32)
+    maxima = workspace.take("maxima", rows, surveyed, groups)
+    thresholds = workspace.take("thresholds", rows, kv_heads)
+    counts = workspace.take("counts", rows, kv_heads, dtype=torch.int32)
+    kept = workspace.take("kept", rows, kv_heads, capacity, dtype=torch.int64)
+    out = torch.empty(rows, kv_heads, topk, dtype=torch.int32, device=device)
+
+    of_blocks = (kv_lens, cu_query, dense_until, blocks.seq, blocks.begin)
+    sizes = {"HEADS": heads, "LANDMARK_HEADS": landmark_heads, "WIDTH": width, "BLOCK_M": block_m}
+    sizes |= {"PAGE_SIZE": shape.page_size, "WINDOW": shape.window, "SPLIT": shape.split_query}
+    sizes |= {"NORMALIZE": normalize, "GROUP_PAGES": group_pages, "TMA": tma}
+    grid = (kv_heads, len(blocks.seq))
+
+    def described(flat: torch.Tensor, rows: int) -> torch.Tensor | TensorDescriptor:
+        return TensorDescriptor.from_tensor(flat, [rows, width]) if tma else flat
+
+    def rank(collect: bool) -> None:
+        own_tile = min(tile, _COLLECT_TILE) if collect else tile
+        _rank_kernel[grid](
+            scoring,
+            described(scoring.view(rows, -1), block_m),
+            described(flat, own_tile),
+            flat_bias,
+            candidates.offsets,
+            *of_blocks,
+            normalizer,
+            maxima,
+            limits,
+            thresholds,
+            counts,
+            kept,
+            shape.scale,
+            scoring.stride(0),
+            room,
+            groups,
+            capacity,
+            **sizes,
+            KV_HEADS=kv_heads,
+            SINKS=shape.sinks,
+            STRATEGY=STRATEGIES[shape.strategy],
+            TOPK=topk,
+            COLLECT=collect,
+            TILE=own_tile,
+            num_warps=4 if block_m <= 64 else 8,
+            num_stages=3 if half else 1,
+        )
+
+    if summed:
+        rank(collect=False)
+    else:
+        _survey_kernel[(heads, len(blocks.seq))](
+            scoring,
+            described(flat, tile),
+            flat_bias,
+            candidates.offsets,
+            *of_blocks,
+            window_lse,
+            normalizer,
+            maxima,
+            limits,
+            shape.scale,
+            scoring.stride(0),
+            room,
+            groups,
+            **sizes,
+            TILE=tile,
+            num_warps=4 if block_m <= 64 else 8,
+            num_stages=3 if half else 1,
+        )
+    some = {"KV_HEADS": kv_heads, "TOPK": topk, "ROWS": _ROWS}
+    _threshold_kernel[(*grid, triton.cdiv(block_m, _ROWS))](
+        cu_query,
+        blocks.seq,
+        blocks.begin,
+        limits,
+        normalizer,
+        maxima,
+        thresholds,
+        groups,
+        **some,
+        SURVEYED=surveyed // kv_heads,
+        NORMALIZE=normalize,
+        GROUP_PAGES=group_pages,
+        TILE=tile,
+        BLOCK=max(256, triton.next_power_of_2(groups)),
+        num_warps=1,
+    )
+    rank(collect=True)
+    _choose_kernel[(*grid, triton.cdiv(block_m, _ROWS))](
+        cu_query,
+        blocks.seq,
+        blocks.begin,
+        counts,
+        kept,
+        out,
+        capacity,
+        **some,
+        BLOCK_K=triton.next_power_of_2(topk),
+        BLOCK=_BLOCK,
+        num_warps=1,
+    )
+    return out, normalizer if normalize else None
+
+
+def _up_to_16(number: int) -> int:
+    return -(-max(1, number) // 16) * 16
