@@ -22,6 +22,7 @@ from cairn.kernels import (
     sparse_decode,
     sparse_extend,
     sparse_select,
+    stage,
     swap_in,
 )
 from cairn.kernels.interface import MOST_HOT_SLOTS
@@ -55,8 +56,11 @@ def main() -> None:
         splits |= {"partial": FP32, "partial_lse": FP32, "arrivals": I32, "group_arrivals": I32}
         block_n = 16 if page_size == 16 else 64
         decode = {**shape, "BLOCK_G": 16, "BLOCK_N": block_n, "MERGE_G": 2}
-        types = {**ATTENTION, **splits}
-        compile_kernel(paged_decode._decode_kernel, types, decode, num_stages=5)
+        turning = {"cos": BF16, "sin": BF16, "q_weight": BF16, "k_weight": BF16, "eps": "fp32"}
+        types = {**ATTENTION, **splits, **turning}
+        for projected in (False, True):
+            decode |= {"PROJECTED": projected, "NORM": projected}
+            compile_kernel(paged_decode._decode_kernel, types, decode, num_stages=5)
         blocks = {"cu_query": I32, "block_seq": I32, "block_begin": I32}
         blocks["dense_until"] = I32
         for tma in {False, page_size % 64 == 0}:
@@ -112,6 +116,12 @@ def main() -> None:
         compile_kernel(swap_in._swap_plan_kernel, types, constants, num_warps=warps)
     constants = {"KV_HEADS": 8, "BLOCK_HEADS": 8, "WORDS": 4096, "PIECE": 1024, "PROGRAMS": 264}
     compile_kernel(swap_in._swap_copy_kernel, types, constants)
+    names = ("pages", "counts", "frame_of", "claims", "staged", "staged_counts", "found")
+    types = {**dict.fromkeys(names, I32), "total": I64, "room": "i32", "num_pages": "i32"}
+    constants = {"KV_HEADS": 8, "WIDTH": 512, "BLOCK": 512}
+    compile_kernel(stage._stage_claim_kernel, types, constants)
+    for staged in (False, True):
+        compile_kernel(stage._stage_tell_kernel, types, {**constants, "STAGED": staged})
     constants = {"KV_HEADS": 8, "PAGE_SIZE": 64, "WINDOW": 512, "DENSE_BELOW": 0}
     drifting = {"selected": I32, "kv_lens": I32, "where": FP32, "clock": I32, "change": "fp32"}
     compile_kernel(drift._drift_kernel, drifting, {**constants, "TOPK": 32, "BLOCK_K": 32})
