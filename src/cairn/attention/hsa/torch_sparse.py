@@ -88,8 +88,8 @@ class TorchSparse:
             # Empty places read the row's own page, with weight zero: nothing unowned is touched.
             found = self._locate(layer, page_ids[part], lives[part])
             readable = torch.where(index[part] < 0, tile.own_pages[part, None, None], found)
-            page_out, page_lse = attend(layer, query[part], readable)
-            mixed = self._merge(page_out, page_lse, scores[part], out[part], lse[part])
+            page_out, page_lse, totals = attend(layer, query[part] * self._scale, readable)
+            mixed = self._merge(page_out, page_lse, totals, scores[part], out[part], lse[part])
             for collected, value in zip((merged, weights, window_weight), mixed, strict=True):
                 collected.append(value)
         out = torch.cat(merged)
@@ -134,8 +134,12 @@ class TorchSparse:
         scores = (own * self._scale).flatten(2, 3) @ key.transpose(2, 3)
         scores = scores.view(blocks, kv_heads, group, count, -1)
         scores.masked_fill_(tile.hidden[:, None, None], float("-inf"))
-        out, lse = _softmax(scores.flatten(2, 3), value)
-        out = out.view(blocks, kv_heads, group, count, dim).permute(0, 3, 1, 2, 4)
+        out, lse, total = _softmax(scores.flatten(2, 3), value)
+        out = (
+            (out / total[..., None])
+            .view(blocks, kv_heads, group, count, dim)
+            .permute(0, 3, 1, 2, 4)
+        )
         lse = lse.view(blocks, kv_heads, group, count).permute(0, 3, 1, 2)
         return out.reshape(rows, heads, dim), lse.reshape(rows, heads)
 
@@ -169,24 +173,26 @@ class TorchSparse:
 
     def _pages_by_row(
         self, layer: int, query: torch.Tensor, pages: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Attention inside each page, page by page: every row copies the pages it reads.
 
-        query [rows, heads, dim], pages [rows, kv_heads, k]
-        -> output [rows, heads, k, dim] and log-sum-exp [rows, heads, k]
+        query [rows, heads, dim], scaled; pages [rows, kv_heads, k]
+        -> output [rows, heads, k, dim], log-sum-exp [rows, heads, k], and what the output is still
+        to be divided by, likewise
         """
         rows, heads, dim = query.shape
         kv_heads, k = pages.shape[1:]
         key, value = self._slices(layer, self._slice_ids(pages).flatten(), query.dtype)
         own = query.view(rows * kv_heads, 1, -1, dim).expand(-1, k, -1, -1).flatten(0, 1)
-        out, lse = self._inside(own, key, value)  # [rows * kv_heads * k, group, ...]
+        out, *sums = _softmax(own @ key.transpose(1, 2), value)  # [rows * kv_heads * k, group, ...]
         out = out.view(rows, kv_heads, k, -1, dim).transpose(2, 3)
-        lse = lse.view(rows, kv_heads, k, -1).transpose(2, 3)
-        return out.reshape(rows, heads, k, dim), lse.reshape(rows, heads, k)
+        lse, totals = (sum.view(rows, kv_heads, k, -1).transpose(2, 3) for sum in sums)
+        whole = (rows, heads, k)
+        return out.reshape(*whole, dim), lse.reshape(whole), totals.reshape(whole)
 
     def _pages_by_page(
         self, layer: int, query: torch.Tensor, pages: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The same, but every page is copied once for a few of the rows that read it.
 
         (row, page) pairs are sorted by page and cut into pieces of equal length, which are
@@ -211,12 +217,17 @@ class TorchSparse:
         own = query.view(rows * kv_heads, -1, dim)[of_place // k]  # [places, group, dim]
         group = own.shape[1]
         key, value = self._slices(layer, slices.repeat_interleave(pieces), query.dtype)
-        out, lse = self._inside(own.view(-1, piece * group, dim), key, value)
+        own = own.view(-1, piece * group, dim)
+        out, *sums = _softmax(own @ key.transpose(1, 2), value)
         where = torch.empty_like(place)
         where[order] = place
         out = out.view(-1, group, dim)[where].view(rows, kv_heads, k, group, dim).transpose(2, 3)
-        lse = lse.view(-1, group)[where].view(rows, kv_heads, k, group).transpose(2, 3)
-        return out.reshape(rows, heads, k, dim), lse.reshape(rows, heads, k)
+        lse, totals = (
+            sum.view(-1, group)[where].view(rows, kv_heads, k, group).transpose(2, 3)
+            for sum in sums
+        )
+        whole = (rows, heads, k)
+        return out.reshape(*whole, dim), lse.reshape(whole), totals.reshape(whole)
 
     def _slice_ids(self, pages: torch.Tensor) -> torch.Tensor:
         """pages [rows, kv_heads, k] -> where the pool has their (page, kv head) slices of keys."""
@@ -234,17 +245,11 @@ class TorchSparse:
         value = flat.index_select(0, slices + self._pool.kv_heads)[:, :real].to(dtype)
         return key, value
 
-    def _inside(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Plain attention of [n, rows, dim] over [n, keys, dim], with its log-sum-exp."""
-        scores = torch.bmm(query * self._scale, key.transpose(1, 2))
-        return _softmax(scores, value)
-
     def _merge(
         self,
-        page_out: torch.Tensor,  # [rows, heads, k, dim]
+        page_out: torch.Tensor,  # [rows, heads, k, dim], to be divided by
         page_lse: torch.Tensor,  # [rows, heads, k]
+        totals: torch.Tensor,  # [rows, heads, k]
         scores: torch.Tensor,  # [rows, heads, k], -inf where there is no page
         window_out: torch.Tensor,  # [rows, heads, dim]
         window_lse: torch.Tensor,  # [rows, heads]
@@ -259,16 +264,16 @@ class TorchSparse:
         weights = torch.cat(splits, -1).softmax(-1)
         k = scores.shape[-1]
         page_weights, window_weight = weights[..., :k], weights[..., k]
-        out = (page_weights[..., None, :] @ page_out).squeeze(-2)
+        out = ((page_weights / totals)[..., None, :] @ page_out).squeeze(-2)
         return out + window_weight[..., None] * window_out, page_weights, window_weight
 
 
-def _softmax(scores: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """scores [..., rows, keys], overwritten, and value [..., keys, dim] -> output and log-sum-exp.
-
-    Every row sees some key.
-    """
-    most = scores.amax(-1, keepdim=True)
-    shares = scores.sub_(most).exp_()
-    total = shares.sum(-1, keepdim=True)
-    return (shares @ value) / total, (most + total.log()).squeeze(-1)
+def _softmax(
+    scores: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """scores [..., rows, keys], overwritten, and value [..., keys, dim] -> output before it is
+    divided by the sum of weights, log-sum-exp, and that sum. Every row sees some key."""
+    most = scores.amax(-1)
+    shares = scores.sub_(most[..., None]).exp_()
+    total = shares.sum(-1)
+    return shares @ value, most + total.log(), total
