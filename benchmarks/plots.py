@@ -1,0 +1,120 @@
+"""Pictures of what `cairn bench` measured, from the JSON lines it ends in.
+
+python benchmarks/plots.py benchmarks/results/*.jsonl --out docs/plots
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+Rows = list[dict[str, Any]]
+COLORS = {"triton": "#2a6f97", "sgl_kernel": "#e09f3e", "flashinfer": "#9e2a2b"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("docs/plots"))
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for file in arguments.files:
+        for line in file.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            for name, draw in DRAWINGS.get(record["workload"], {}).items():
+                draw(record["results"], f"{record['device']}, {record['date']}")
+                path = arguments.out / f"{name}.png"
+                pyplot.tight_layout()
+                pyplot.savefig(path, dpi=110)
+                pyplot.close()
+                print(path)
+
+
+def attention_decode(rows: Rows, where: str) -> None:
+    """Bytes of keys and values per second."""
+    _bars(rows, "TB/s", "decode", f"Decode attention, one layer ({where})")
+    for row in rows:
+        if row["case"].startswith("plain read"):
+            label = f"{row['case']}: {row['TB/s']}"
+            pyplot.axhline(row["TB/s"], color="black", linestyle=":", linewidth=1, label=label)
+    pyplot.legend(fontsize=8, loc="upper center", ncol=4)
+
+
+def attention_prefill(rows: Rows, where: str) -> None:
+    _bars(rows, "TFLOP/s", "", f"Prefill attention, one layer ({where})")
+
+
+def _bars(rows: Rows, unit: str, prefix: str, title: str) -> None:
+    measured = [row for row in rows if unit in row and "backend" in row]
+    measured = [row for row in measured if row["case"].startswith(prefix)]
+    cases = list(dict.fromkeys(row["case"] for row in measured))
+    backends = list(dict.fromkeys(row["backend"] for row in measured))
+    pyplot.figure(figsize=(8, 3.6))
+    for b, backend in enumerate(backends):
+        values = {row["case"]: row[unit] for row in measured if row["backend"] == backend}
+        places = [c + 0.8 * (b + 0.5) / len(backends) - 0.4 for c in range(len(cases))]
+        heights = [values.get(case, 0) for case in cases]
+        bars = pyplot.bar(
+            places, heights, 0.75 / len(backends), label=backend, color=COLORS.get(backend)
+        )
+        pyplot.bar_label(bars, fmt="%.3g", fontsize=8)
+    pyplot.xticks(range(len(cases)), [case.replace(", ", "\n") for case in cases], fontsize=8)
+    pyplot.ylabel(unit)
+    pyplot.title(title, fontsize=10)
+    pyplot.ylim(0, 1.25 * max(row[unit] for row in measured))
+    pyplot.legend(fontsize=8, loc="upper center", ncol=3)
+
+
+def hsa_decode(rows: Rows, where: str) -> None:
+    """Milliseconds of a step against the context, hsa beside dense."""
+    _lines(rows, "decode", f"Decode step, 345M parameters ({where})")
+
+
+def hsa_prefill(rows: Rows, where: str) -> None:
+    _lines(rows, "prefill", f"Time to the first token, 345M parameters ({where})")
+    pyplot.yscale("log")
+
+
+def _lines(rows: Rows, what: str, title: str) -> None:
+    pyplot.figure(figsize=(6.4, 3.8))
+    measured = [row for row in rows if row["what"] == what]
+
+    def series(row: dict[str, Any]) -> tuple[str, int, str]:
+        return row["model"], row["batch"], row.get("selection", "")
+
+    for model, batch, selection in dict.fromkeys(map(series, measured)):
+        own = [row for row in measured if series(row) == (model, batch, selection)]
+        sparse = model.startswith("hils")
+        name = "hsa" if sparse else "dense"
+        pyplot.plot(
+            [row["context"] for row in own],
+            [row["ms"] for row in own],
+            marker="o",
+            label=f"{name}, {selection or f'batch {batch}'}",
+            linestyle="-" if sparse else "--",
+        )
+    pyplot.xscale("log", base=2)
+    lengths = sorted({row["context"] for row in measured})
+    pyplot.xticks(lengths, [f"{length // 1024}K" for length in lengths])
+    pyplot.xlabel("tokens of context")
+    pyplot.ylabel("ms")
+    pyplot.title(title, fontsize=10)
+    pyplot.legend(fontsize=8)
+
+
+DRAWINGS: dict[str, dict[str, Callable[[Rows, str], None]]] = {
+    "attention": {"attention-decode": attention_decode, "attention-prefill": attention_prefill},
+    "hsa": {"hsa-decode": hsa_decode, "hsa-prefill": hsa_prefill},
+}
+
+
+if __name__ == "__main__":
+    main()
