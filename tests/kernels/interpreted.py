@@ -132,9 +132,9 @@ def test_decode_of_rows_as_projected(
     pool[pages, :, offsets] = NAN  # written by the kernel, and not read before
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim + 3)
     cos, sin = torch.randn(rows, dim), torch.randn(rows, dim)
-    weights = (torch.randn(dim), torch.randn(dim)) if norm else (None, None)
+    q_weight, k_weight = (torch.randn(dim), torch.randn(dim)) if norm else (None, None)
     reference = pool.clone()
-    new = NewRows(qkv, cos, sin, *weights, 1e-6)
+    new = NewRows(qkv, cos, sin, q_weight, k_weight, 1e-6)
     query, _ = rope_kv_reference(*new, reference, pages, offsets, heads)
     kv_lens = torch.tensor(lengths, dtype=torch.int32)
     splits = DecodeSplits.empty(rows, heads, kv_heads, dim, CPU)
