@@ -9,6 +9,7 @@ import pytest
 from cairn import LLM
 from cairn.bench.profile import covered
 from cairn.bench.replay import Prompts, read_trace, run
+from cairn.bench.tier_engines import SMALL_BATCHES, TierBench
 from cairn.bench.workloads import seeded
 from cairn.cli.main import main
 from cairn.errors import ConfigError
@@ -198,6 +199,12 @@ def test_tier_small_batches_are_resident(folder: Path, capsys: pytest.CaptureFix
     assert all(row["resident"] == 1 and row["with / without"] > 0 for row in rows[3:])
 
 
+def test_tier_requests_outlive_what_is_measured() -> None:
+    bench = TierBench(concurrency=(1,), warm_steps=10, steps=5)
+    for batches in (1, 4):
+        assert bench.length(1000, batches) >= 1000 + len(SMALL_BATCHES) * (10 + 2 * 5)
+
+
 def test_tier_hits_grow_with_the_hot_cache(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -243,6 +250,7 @@ def test_tier_bandwidth(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["--parts", "speed"], "--parts has 'speed'; choose among throughput"),
         (["--contexts", "many"], "--contexts is 'many'; write numbers and commas"),
         (["--chunk", "0"], "--chunk must be above 0"),
+        (["--parts", "bandwidth", "--bandwidth-gib", "0.01"], "raise --bandwidth-gib"),
     ],
 )
 def test_bad_tier_benches_are_named(

@@ -16,6 +16,17 @@ def test_swap_in(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     swap_case.check(*shape, torch.device("cuda"), dtype, steps=20)
 
 
+def test_swap_in_after_a_month() -> None:
+    cuda, clock = torch.device("cuda"), swap_case.LATE - 6
+    swap_case.check(3, 5, 7, 40, cuda, torch.float32, clock=clock)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", swap_case.STAGED)
+def test_swap_in_for_prompts(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    swap_case.check_stage(*shape, torch.device("cuda"), dtype)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_whole_pages_between_host_and_device(dtype: torch.dtype) -> None:
     swap_case.check_pages(torch.device("cuda"), dtype)

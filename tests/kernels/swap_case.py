@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from cairn.kernels import swap_in
+from cairn.kernels.stage import reference
 from cairn.kernels.swap_in import (
     HotTables,
     LayerMemory,
@@ -13,6 +15,7 @@ from cairn.kernels.swap_in import (
     plan_swap,
 )
 from cairn.memory.copies import CopyEdits, Transfer
+from cairn.memory.device_swap import DeviceSwap, SwapShape
 from cairn.memory.groups import LayerGroup
 from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.memory.host_pool import HostPool
@@ -20,6 +23,9 @@ from cairn.memory.kv_pool import KVPool
 
 SHAPES = [(2, 1, 3, 12), (1, 4, 2, 8), (3, 5, 7, 40), (8, 16, 32, 600)]
 """kv heads, sequences, pages each selects, hot slots."""
+STAGED = [(1, 1, 3), (3, 5, 40), (2, 3, 1100)]
+"""kv heads, blocks of rows, pages of each."""
+LATE = swap_in._LATE.value
 
 
 def check(
@@ -30,9 +36,10 @@ def check(
     device: torch.device,
     dtype: torch.dtype,
     steps: int = 6,
+    clock: int = 0,
 ) -> None:
     """Same slots, same misses, same bytes as the oracle, step after step; pages change lives and
-    come and go on the device meanwhile."""
+    come and go on the device meanwhile. `clock`: how long the kernel's hot cache has been used."""
     torch.manual_seed(seqs)
     width, frames, num_pages, size, dim = 3 * topk + 5, 6, 4 * slots, 4, 6
     groups = [LayerGroup("full", ()), LayerGroup("resident", (0,), 8, copy_of=0)]
@@ -49,6 +56,7 @@ def check(
         pools[0], host, num_frames=frames, hot_slots=slots, asynchronous=False
     )
     hot = HotTables.empty(kv_heads, slots, num_pages + 1, device)
+    hot.clock.fill_(clock)
     scratch = SwapScratch.empty(seqs + 2, kv_heads, topk, num_pages + 1, device)
     lives = torch.ones(num_pages + 1, dtype=torch.int32)
     for step in range(steps):
@@ -92,6 +100,60 @@ def check(
             pools[0].layers[0][frames + 1 :].nan_to_num(7),
         )
     assert oracle.stats.misses > 0 and oracle.stats.hits > 0
+    assert hot.used.max() < LATE
+
+
+def check_stage(
+    kv_heads: int, blocks: int, width: int, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Every entry is told where its page is, each page is staged once, and its bytes are there."""
+    torch.manual_seed(blocks)
+    num_pages, frames, size, dim = 60, 20, 4, 6
+    groups = [LayerGroup("full", ()), LayerGroup("resident", (0, 1), 8, copy_of=0)]
+    pool = KVPool(groups, [num_pages, frames], size, kv_heads, dim, dtype, device, hot_slots=4)
+    host = HostPool((0, 1), num_pages, size, kv_heads, dim, dtype, device=device)
+    for tensor in host.layers.values():
+        tensor.copy_(torch.randn(tensor.shape))
+    frame_of = torch.zeros(num_pages + 1, dtype=torch.int32, device=device)
+    swap = DeviceSwap(
+        pool,
+        host,
+        frame_of,
+        first_hot=frames + 1,
+        hot_slots=4,
+        shape=SwapShape(max_seqs=1, topk=2, stage_pages=num_pages),
+    )
+    totals = 0
+    for layer, here in ((0, frames), (1, 0), (0, frames // 2)):
+        frame_of.zero_()
+        resident = 1 + torch.randperm(num_pages)[:here]
+        frame_of[resident.to(device)] = 1 + torch.arange(here, dtype=torch.int32, device=device)
+        # Entries behind their count are left over from somebody else.
+        pages = 1 + torch.randint(num_pages, (blocks, kv_heads, width), dtype=torch.int32)
+        pages[0, 0, 0] = 0
+        counts = torch.randint(1, width + 1, (blocks, kv_heads), dtype=torch.int32)
+        pages, counts = pages.to(device), counts.to(device)
+        found = swap.fill_stage(layer, pages, counts).cpu()
+        staged, expected = reference(pages, counts, frame_of)
+        totals += sum(map(len, staged))
+        entries = swap._tables.staged.entries[:, 0].cpu()
+        for head, own in enumerate(staged):
+            assert entries[head, : len(own)].sort().values.tolist() == own.tolist()
+            for block in range(blocks):
+                count = int(counts[block, head])
+                now, then = found[block, head, :count], expected[block, head, :count].cpu()
+                assert torch.equal(now[then >= 0], then[then >= 0])
+                ids = pages[block, head, :count].cpu()[then < 0].long()
+                for half in (head, kv_heads + head):
+                    there = host.layers[layer][ids, half]
+                    assert torch.equal(swap.stage.cpu()[-1 - now[then < 0], half], there)
+        assert swap.totals == [0, 0, 0, totals]
+    frame_of[1:] = torch.arange(1, num_pages + 1, device=device)
+    found = swap.in_frames(pages, counts)
+    there = torch.arange(width, device=device) < counts[..., None]
+    assert torch.equal(found[there], pages[there])
+    assert swap.totals[3] == totals > 0
+    host.close()
 
 
 def check_pages(device: torch.device, dtype: torch.dtype) -> None:

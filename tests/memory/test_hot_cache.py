@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -115,25 +114,6 @@ def make(pages: int, frames: int, hot: int) -> tuple[HiSparseCoordinator, HostPo
         tensor.fill_(float("nan"))
     tier = HiSparseCoordinator(pool, host, num_frames=frames, hot_slots=hot, asynchronous=False)
     return tier, host, pool
-
-
-@given(
-    resident=st.sets(st.integers(1, 12)),
-    sequences=st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=4), min_size=1),
-    again=st.sets(st.integers(1, 12)),
-)
-def test_the_host_knows_when_everything_is_on_the_device(
-    resident: set[int], sequences: list[list[int]], again: set[int]
-) -> None:
-    tier, _, _ = make(pages=12, frames=12, hot=4)
-    counts = np.array([len(pages) for pages in sequences])
-    tables = np.full((2, len(sequences), 6), 7)  # what is behind a sequence's pages is not its own
-    for s, pages in enumerate(sequences):
-        tables[0, s, : len(pages)] = pages
-    for now in (resident, again):
-        frames = tuple(Transfer(page, page if page in now else 0) for page in range(1, 13))
-        tier.begin_step(CopyEdits(frames))
-        assert tier.all_resident(tables, counts) == all(now >= set(pages) for pages in sequences)
 
 
 @given(data=st.data())

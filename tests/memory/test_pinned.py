@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
+import mmap
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,7 +35,17 @@ class Books:
         return None
 
     def unregister(self, address: int) -> None:
+        assert is_mapped(address)
         del self.held[address]
+
+
+def is_mapped(address: int) -> bool:
+    """In memory that no child of this process gets, as only memory of ours is."""
+    for block in re.split(r"^(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text(), flags=re.M):
+        span = re.match(r"([0-9a-f]+)-([0-9a-f]+)", block)
+        if span and int(span[1], 16) <= address < int(span[2], 16):
+            return re.search(r"^VmFlags:.*\bdc\b", block, re.M) is not None
+    return False
 
 
 def test_tensors_are_registered_at_their_exact_size_and_given_back() -> None:
@@ -61,6 +75,20 @@ def test_what_cannot_be_registered_is_named_and_nothing_is_kept() -> None:
     books = Books(room=9000)
     with pytest.raises(ConfigError, match=r"out of memory\); lower host_gib or host_to_device"):
         PinnedMemory(books, [5000, 5000])
+    assert not books.held
+
+
+def test_memory_that_the_system_does_not_give_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    books, given = Books(), mmap.mmap(-1, SYSTEM_PAGE)
+
+    def scarce(_: int, nbytes: int, flags: int) -> mmap.mmap:
+        if nbytes > SYSTEM_PAGE:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return given
+
+    monkeypatch.setattr(mmap, "mmap", scarce)
+    with pytest.raises(ConfigError, match=r"Cannot allocate memory\); lower host_gib"):
+        PinnedMemory(books, [SYSTEM_PAGE, 2 * SYSTEM_PAGE])
     assert not books.held
 
 

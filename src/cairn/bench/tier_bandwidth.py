@@ -10,6 +10,7 @@ import torch
 
 from cairn.bench.tier_engines import TierBench, release
 from cairn.engine.build import resolve_device
+from cairn.errors import ConfigError
 from cairn.memory.copies import CopyEdits, Transfer
 from cairn.memory.device_swap import SwapShape
 from cairn.memory.groups import LayerGroup
@@ -92,6 +93,11 @@ def _bursts(
     """Every row selects pages that nobody selected before it."""
     draw = torch.Generator().manual_seed(rows)
     bursts = min(_BURSTS, num_pages // (rows * topk))
+    if bursts < 2:  # the first is not timed
+        raise ConfigError(
+            f"bandwidth: {rows} rows read {rows * topk} pages at once and host memory has "
+            f"{num_pages}; raise --bandwidth-gib"
+        )
     order = 1 + torch.randperm(num_pages, generator=draw)[: bursts * rows * topk]
     tables = order.view(bursts, rows, topk).int().to(device)
     # A life of their own: what an earlier burst brought in is of no use.

@@ -27,6 +27,7 @@ from cairn.models.registry import read_spec
 
 _GIB = 2**30
 _SPARE = 1.02  # of host memory, for pages that are begun and not full
+SMALL_BATCHES = (1, 2, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +67,9 @@ class TierBench:
     def length(self, context: int, requests: int) -> int:
         """Tokens of a request that runs until all measurements of its engine are made."""
         each = self.warm_steps + 2 * self.steps
+        measurements = max(len(self.concurrency), len(SMALL_BATCHES))
         filling = requests * (-(-context // self.chunk) + 1)
-        return context + len(self.concurrency) * each + filling + 2 * self.page_size
+        return context + measurements * each + filling + 2 * self.page_size
 
     def host_gib(self, context: int, requests: int) -> float:
         """What so many contexts take."""

@@ -8,7 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from cairn.bench.tier_engines import Running, TierBench, engine, prompt, reads, totals
+from cairn.bench.tier_engines import (
+    SMALL_BATCHES,
+    Running,
+    TierBench,
+    engine,
+    prompt,
+    reads,
+    totals,
+)
 from cairn.engine.sampling_params import SamplingParams
 from cairn.llm import LLM
 
@@ -57,9 +65,9 @@ def small(bench: TierBench) -> Iterator[dict[str, Any]]:
     """What the tier costs batches of 1 to 4 whose pages are all on the device."""
     times: dict[tuple[bool, int], float] = {}
     for tier in (False, True):
-        with engine(bench, bench.short_context, 4, tier=tier) as llm:
+        with engine(bench, bench.short_context, max(SMALL_BATCHES), tier=tier) as llm:
             running = Running(llm, bench.short_context)
-            for batch in (1, 2, 4):
+            for batch in SMALL_BATCHES:
                 running.grow_to(batch)
                 before = totals(llm)
                 step = running.step_seconds(bench.warm_steps, 2 * bench.steps)

@@ -42,7 +42,7 @@ def most_decode_rows(seqs: int, landmarks: bool) -> int:
 class _Graph:
     graph: torch.cuda.CUDAGraph
     packed: torch.Tensor  # draws, then inputs
-    tables: torch.Tensor  # [groups, size, max_pages], generations behind pages
+    tables: torch.Tensor  # [groups, size, max_pages] of what all share, generations behind pages
     logits: torch.Tensor  # [size, vocab]
     tokens: torch.Tensor  # [size]
 
@@ -79,11 +79,13 @@ class DecodeGraphs:
     def record(self) -> None:
         """Largest first: the smaller ones then live in its memory."""
         pool = torch.cuda.graph_pool_handle()
+        whole = self._padding(self.largest).pack_tables(self._generations)
+        every = to_device(whole, self._device)
         for size, resident in itertools.product(reversed(self._sizes), self._kinds):
             host = replace(self._padding(size), resident=resident)
             draws = self._no_draws(size)
             packed = to_device(np.concatenate((draws.pack(), host.pack())), self._device)
-            tables = to_device(host.pack_tables(self._generations), self._device)
+            tables = every[:, :size]
             inputs = host.view(packed[4 * size :], tables, self._device)
             device_draws = DeviceDraws.view(packed[: 4 * size])
             stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]

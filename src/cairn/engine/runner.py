@@ -27,6 +27,7 @@ from cairn.memory.copies import Mover
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.hisparse import HiSparseCoordinator, TierStats
 from cairn.memory.kv_pool import KVPool
+from cairn.memory.residency import Residency
 from cairn.models.interface import LanguageModel
 from cairn.models.parallel import Alone, Parallel
 from cairn.sparsity.selection import Selection
@@ -157,6 +158,9 @@ class Runner:
         self._graphs: DecodeGraphs | None = None
         self.tier = tier
         """Where pages live in host memory."""
+        self._residency: Residency | None = None  # where kernels make use of it
+        if tier is not None and tier.swap is not None:
+            self._residency = Residency(tier.ids, tier.num_pages, num_slots)
 
     @property
     def mover(self) -> Mover | None:
@@ -331,6 +335,8 @@ class Runner:
     def _apply(self, plan: StepPlan) -> None:
         if self.tier is not None:
             self.tier.begin_step(plan.copies)
+        if self._residency is not None:
+            self._residency.move(plan.copies.frames)
         for admission in plan.admissions:
             self._sampler.admit(admission)
             self._top_logprobs[admission.slot] = admission.params.logprobs
@@ -339,6 +345,8 @@ class Runner:
             stop = edit.first + len(edit.page_ids)
             self._tables[edit.group, edit.slot, edit.first : stop] = edit.page_ids
             self._generations[edit.group, edit.slot, edit.first : stop] = edit.generations
+            if self._residency is not None and edit.group == self._residency.group:
+                self._residency.edit(edit.slot, edit.first)
 
     def _host_inputs(self, plan: StepPlan, rows: StepRows) -> HostInputs:
         slots = np.array([advance.slot for advance in plan.advances])
@@ -347,9 +355,9 @@ class Runner:
         traced = [s for s, advance in enumerate(plan.advances) if advance.traced]
         tables = self._tables[:, slots, :width]
         resident = False
-        if self.tier is not None:
+        if self._residency is not None:
             counts = -(-rows.kv_lens // self._geometry.page_size)
-            resident = self.tier.all_resident(tables, counts)
+            resident = self._residency.all_here(slots, tables[self._residency.group], counts)
         return HostInputs(
             rows,
             self._geometry.page_size,

@@ -64,7 +64,7 @@ def _drift_kernel(
     after = tl.where(moves, tl.rand(2 * own + 1, now * BLOCK_K + k), before)
     tl.store(where + own * TOPK + k, after, mask=k < TOPK)
     # With fewer candidates than pages to select, all of them are selected anyway.
-    place = ((k + after) * (limit / TOPK)).to(tl.int32)
+    place = tl.minimum(((k + after) * (limit / TOPK)).to(tl.int32), limit - 1)
     tl.store(selected + own * TOPK + k, place, mask=(k < TOPK) & (limit >= TOPK))
 
 

@@ -22,6 +22,7 @@ from cairn.kernels.interface import COPY_THREADS
 from cairn.kernels.pdl import pdl_options
 
 _UNCLAIMED = tl.constexpr(0x7FFFFFFF)
+_LATE = tl.constexpr(2**30)  # ages are set back then: after a month of steps, and within 32 bits
 _ENTRIES = 1024  # of the selection, looked at together
 _WORDS_PER_THREAD = 8  # of four bytes, that a program of a copy has on their way at once
 _COPY_PROGRAMS = 264
@@ -172,7 +173,13 @@ def _swap_plan_kernel(
         gdc_launch_dependents()
         gdc_wait()
     head = tl.program_id(0)
+    slots = tl.arange(0, BLOCK_SLOTS)
     now = tl.load(clock + head) + 2
+    if now >= _LATE:
+        now -= _LATE // 2
+        age = tl.load(used + head * SLOTS + slots, mask=slots < SLOTS, other=0)
+        tl.store(used + head * SLOTS + slots, tl.maximum(age - _LATE // 2, 0), mask=slots < SLOTS)
+        tl.debug_barrier()
     tl.store(clock + head, now)
     my_missed = missed + head * (3 * room)
 
@@ -216,7 +223,6 @@ def _swap_plan_kernel(
         tl.debug_barrier()
 
         # As many slots as there are misses: those used longest ago, ties to the lower one.
-        slots = tl.arange(0, BLOCK_SLOTS)
         age = tl.load(used + head * SLOTS + slots, mask=slots < SLOTS, other=0x7FFFFFFF)
         low, high = 0, now
         while low < high:
@@ -295,7 +301,9 @@ def _swap_copy_kernel(
         tl.store(pool + into, moved, mask=words < WORDS)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(
+    do_not_specialize=["count"], do_not_specialize_on_alignment=["from_pages", "into_pages"]
+)
 def _swap_pages_kernel(
     source,  # [pages, WORDS] int32 of the first layer
     target,  # [pages, WORDS] int32 of the first layer

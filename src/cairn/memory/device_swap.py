@@ -35,13 +35,14 @@ class SwapBytes(NamedTuple):
     """What the device keeps besides frames and hot slots."""
 
     per_page: int
-    """For each page id: where every layer and kv head put it, who claims it, its frame."""
+    """For each page id: where every layer and kv head put it, who claims it, for the hot cache and
+    for the stage, and its frame."""
     per_slot: int
     """For each hot slot: tags and ages, the planner's in torch included."""
 
     @classmethod
     def of(cls, layers: int, kv_heads: int) -> SwapBytes:
-        return cls(4 * kv_heads * (layers + 1) + 8, layers * kv_heads * (3 * 4 + 2 * 8))
+        return cls(4 * kv_heads * (layers + 2) + 4, layers * kv_heads * (3 * 4 + 2 * 8))
 
 
 class DeviceSwap:
@@ -55,7 +56,8 @@ class DeviceSwap:
         hot_slots: int,
         shape: SwapShape,
     ) -> None:
-        from cairn.kernels.swap_in import HotTables, LayerMemory, Misses, SwapScratch
+        from cairn.kernels.stage import StageTables
+        from cairn.kernels.swap_in import HotTables, LayerMemory, SwapScratch
 
         self._pool = pool
         self._host = host
@@ -71,10 +73,7 @@ class DeviceSwap:
         like = pool.layers[next(iter(host.layers))]
         size = (shape.stage_pages, *like.shape[1:])
         self.stage = torch.zeros(size, dtype=like.dtype, device=device)
-        # One entry more: where pages that are not staged are put.
-        self._staged = Misses.empty(heads, shape.stage_pages + 1, device)
-        self._staged.entries[:, 2] = torch.arange(shape.stage_pages + 1, device=device)
-        self._page_ids = torch.arange(num_pages, dtype=torch.int32, device=device)
+        self._tables = StageTables.empty(heads, shape.stage_pages, num_pages, device)
         self._on_device = LayerMemory.of((pool.layers[layer] for layer in host.layers), device)
         self._on_host = LayerMemory.of(host.layers.values(), device)
 
@@ -128,38 +127,28 @@ class DeviceSwap:
 
     def in_frames(self, pages: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """What `fill_stage` returns where every page is in a frame."""
-        return self.frame_of[_ids(pages, counts)]
+        return self._places(pages, counts, staged=False)
 
     def fill_stage(
         self,
         layer: int,
-        pages: torch.Tensor,  # [blocks, kv_heads, n] page ids
-        counts: torch.Tensor,  # [blocks, kv_heads] how many of them there are
+        pages: torch.Tensor,  # [blocks, kv_heads, n] int32 page ids
+        counts: torch.Tensor,  # [blocks, kv_heads] int32, how many of them there are
     ) -> torch.Tensor:
         """Where they are, [blocks, kv_heads, n]: a page of the pool, or -1 - a page of the stage.
 
         The stage must have room for all different pages of the neediest kv head.
         """
+        from cairn.kernels.stage import claim_missing
         from cairn.kernels.swap_in import copy_missed
 
-        ids = _ids(pages, counts).transpose(0, 1).flatten(1)  # [kv_heads, entries]
-        frames = self.frame_of[ids]
-        missing = torch.where(frames == 0, ids, 0)
-        marked = torch.zeros(len(ids), len(self._page_ids), dtype=torch.int32, device=ids.device)
-        marked.scatter_(1, missing, 1)
-        marked[:, 0] = 0
-        slot = marked.cumsum(1, dtype=torch.int32) - 1  # [kv_heads, pages]
-        staged = self._staged
-        place = torch.where(marked > 0, slot, len(self.stage)).long()
-        staged.entries[:, 0].scatter_(1, place, self._page_ids.expand_as(slot))
-        staged.counts.copy_(marked.sum(1))
-        self._scratch.totals[3] += staged.counts.sum()
-        copy_missed(staged, self._host.layers[layer], self.stage, 0, threads=self._threads)
-        found = torch.where(frames > 0, frames, -1 - slot.gather(1, ids))
-        return found.view(len(ids), len(pages), -1).transpose(0, 1).contiguous()
+        claim_missing(self._tables, pages, counts, self.frame_of)
+        host, staged = self._host.layers[layer], self._tables.staged
+        copy_missed(staged, host, self.stage, 0, threads=self._threads)
+        return self._places(pages, counts, staged=True)
 
+    def _places(self, pages: torch.Tensor, counts: torch.Tensor, *, staged: bool) -> torch.Tensor:
+        from cairn.kernels.stage import tell_places
 
-def _ids(pages: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Page ids to look up, the null page where there is none."""
-    there = torch.arange(pages.shape[2], device=pages.device) < counts[..., None]
-    return torch.where(there, pages, 0).long()
+        total = self._scratch.totals[3:]
+        return tell_places(self._tables, pages, counts, self.frame_of, total, staged=staged)

@@ -49,18 +49,16 @@ class HiSparseCoordinator:
         """`pool` has `hot_slots` pages behind its null page and `num_frames` frames; tables of
         layer group `ids` name pages of `host`."""
         self._pool = pool
-        self._ids = ids
+        self.ids = ids
         self._host = host
         self._first_hot = num_frames + 1
         device = next(iter(pool.layers.values())).device
         self._device = device
         num_pages = len(next(iter(host.layers.values())))
+        self.num_pages = num_pages - 1  # without the null page
         self._page_bytes = sum(tensor[0].nbytes for tensor in host.layers.values())
         self._slice_bytes = 2 * next(iter(host.layers.values()))[0, 0].nbytes
         self._frame_of = torch.zeros(num_pages, dtype=torch.int32, device=device)
-        # The same for the host, as of the step that is being launched.
-        self._is_resident = np.zeros(num_pages, dtype=bool)
-        self._not_resident = 0  # sequence of the last step in which a page was missing
         self._hot = {layer: HotCache(pool.kv_heads, hot_slots, device) for layer in host.layers}
         self.swap: DeviceSwap | None = None
         """Stands in for `swap_in_selected_pages` where attention runs by kernels."""
@@ -99,8 +97,6 @@ class HiSparseCoordinator:
         if edits.frames:
             pages, frames = self._index(edits.frames)
             self._frame_of[pages] = frames.int()
-            moved = np.array(edits.frames)
-            self._is_resident[moved[:, 0]] = moved[:, 1] > 0
         if edits.fetches:
             begin = time.perf_counter()
             pages, frames = self._index(edits.fetches)
@@ -112,20 +108,6 @@ class HiSparseCoordinator:
                     device[frames] = host[pages.cpu()].to(device.device)
             self._stats.bytes_in += len(pages) * self._page_bytes
             self._stats.stall_seconds += time.perf_counter() - begin
-
-    def all_resident(self, tables: np.ndarray, counts: np.ndarray) -> bool:
-        """Whether all pages of a step's sequences are in frames: `tables` [groups, seqs, pages], of
-        which `counts` [seqs] are theirs."""
-        seqs = range(len(counts))
-        # A sequence with a page on the host alone mostly has one in the next step too.
-        if self._not_resident < len(counts):
-            seqs = range(self._not_resident, self._not_resident + len(counts))
-        for s in seqs:
-            own = s % len(counts)
-            if not self._is_resident[tables[self._ids, own, : counts[own]]].all():
-                self._not_resident = own
-                return False
-        return True
 
     # -- between selection and attention ------------------------------------------------------
 
@@ -228,7 +210,7 @@ class HiSparseCoordinator:
 
     def _index(self, transfers: Sequence[Transfer]) -> tuple[torch.Tensor, torch.Tensor]:
         """Pages and frames on the device, without waiting for what it is doing."""
-        index = torch.tensor(transfers, dtype=torch.int64).t().contiguous()
+        index = torch.from_numpy(np.array(transfers, dtype=np.int64).T.copy())
         pages, frames = index.to(self._device, non_blocking=True)
         return pages, frames
 

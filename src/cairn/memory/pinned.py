@@ -81,8 +81,11 @@ class PinnedMemory:
         begin = told = time.monotonic()
         total, done = sum(sizes), 0
         for nbytes in sizes:
-            tensor = _map(nbytes)
-            problem = registry.register(tensor.data_ptr(), tensor.nbytes)
+            try:
+                tensor = _map(nbytes)
+                problem = registry.register(tensor.data_ptr(), tensor.nbytes)
+            except OSError as error:  # the system promises no more memory than it has
+                problem = str(error)
             if problem is not None:
                 self.close()
                 raise ConfigError(
@@ -107,7 +110,9 @@ class PinnedMemory:
 
 def _unregister(registry: Registry, regions: list[_Region]) -> None:
     while regions:
-        registry.unregister(regions.pop().address)
+        # It stays in the list, and so mapped, until CUDA has let go of it.
+        registry.unregister(regions[-1].address)
+        regions.pop()
 
 
 def _map(nbytes: int) -> torch.Tensor:

@@ -1,0 +1,189 @@
+"""Where a chunk of a prompt reads its pages: in frames, or in a stage filled from host memory.
+
+    1. of the entries that name a page in no frame, the first to come claims it: it is to be staged
+    2. the copy of all claimed pages (`swap_in.copy_missed`)
+    3. every entry is told where its page is
+
+Claims come in any order, so that pages have other places in the stage each time; what is read is
+the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from cairn.kernels.swap_in import Misses
+
+_LEAST, _MOST = 128, 1024  # entries looked at together; a thread has one at least
+
+
+@dataclass(frozen=True, slots=True)
+class StageTables:
+    """What is staged; all layers use the same memory."""
+
+    zeroed: torch.Tensor  # the two below, at the head of every layer
+    claims: torch.Tensor  # [kv_heads, pages] int32: 0, 1 if claimed, then 2 + its page of the stage
+    staged: Misses
+
+    @classmethod
+    def empty(
+        cls, kv_heads: int, stage_pages: int, num_pages: int, device: torch.device
+    ) -> StageTables:
+        zeroed = torch.zeros(kv_heads * (num_pages + 1), dtype=torch.int32, device=device)
+        entries = Misses.empty(kv_heads, stage_pages, device).entries
+        entries[:, 2] = torch.arange(stage_pages, device=device)
+        staged = Misses(entries, zeroed[:kv_heads])
+        return cls(zeroed, zeroed[kv_heads:].view(kv_heads, num_pages), staged)
+
+
+@triton.jit
+def _stage_claim_kernel(
+    pages,  # [blocks, KV_HEADS, WIDTH] page ids
+    counts,  # [blocks, KV_HEADS]
+    frame_of,  # [num_pages]
+    claims,
+    staged,  # [KV_HEADS, 3, room]
+    staged_counts,  # [KV_HEADS]
+    room,
+    num_pages,
+    KV_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    head = tl.program_id(0)
+    own = tl.program_id(1) * KV_HEADS + head
+    first_entry = own.to(tl.int64) * WIDTH
+    count = tl.load(counts + own)
+    for start in range(0, count, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        there = entry < count
+        page = tl.load(pages + first_entry + entry, mask=there, other=0)
+        missing = (page > 0) & (tl.load(frame_of + page, mask=there, other=1) == 0)
+        claim = claims + head * num_pages + page
+        # Most pages have been claimed by neighbours; an old answer only costs an atomic.
+        missing &= tl.load(claim, mask=missing, other=1) == 0
+        one = tl.full((BLOCK,), 1, tl.int32)
+        first = missing & (tl.atomic_max(claim, one, mask=missing) == 0)
+        place = tl.atomic_add(staged_counts + head, tl.sum(first.to(tl.int32)))
+        place += tl.cumsum(first.to(tl.int32), 0) - 1
+        tl.store(staged + head * (3 * room) + place, page, mask=first)
+        tl.store(claim, place + 2, mask=first)
+
+
+@triton.jit
+def _stage_tell_kernel(
+    pages,  # [blocks, KV_HEADS, WIDTH] page ids
+    counts,  # [blocks, KV_HEADS]
+    frame_of,  # [num_pages]
+    claims,
+    staged_counts,  # [KV_HEADS]
+    total,  # [1]
+    found,  # as pages
+    num_pages,
+    STAGED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    head = tl.program_id(0)
+    own = tl.program_id(1) * KV_HEADS + head
+    first_entry = own.to(tl.int64) * WIDTH
+    count = tl.load(counts + own)
+    for start in range(0, count, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        there = entry < count
+        page = tl.load(pages + first_entry + entry, mask=there, other=0)
+        at = tl.load(frame_of + page, mask=there, other=0)
+        if STAGED:
+            missing = there & (page > 0) & (at == 0)
+            claim = tl.load(claims + head * num_pages + page, mask=missing, other=1)
+            at = tl.where(missing, 1 - claim, at)
+        tl.store(found + first_entry + entry, at, mask=there)
+    if STAGED and tl.program_id(1) == 0:
+        tl.atomic_add(total, tl.load(staged_counts + head).to(tl.int64))
+
+
+def claim_missing(
+    tables: StageTables,
+    pages: torch.Tensor,  # [blocks, kv_heads, n] int32 page ids
+    counts: torch.Tensor,  # [blocks, kv_heads] int32, how many of them there are
+    frame_of: torch.Tensor,  # [num_pages] int32, 0 for none
+) -> None:
+    """Fill `tables.staged` with the different pages of each kv head that are in no frame.
+
+    There must be room for them.
+    """
+    tables.zeroed.zero_()
+    blocks, kv_heads, width = pages.shape
+    _stage_claim_kernel[(kv_heads, blocks)](
+        pages,
+        counts,
+        frame_of,
+        tables.claims,
+        tables.staged.entries,
+        tables.staged.counts,
+        tables.staged.entries.shape[2],
+        len(frame_of),
+        KV_HEADS=kv_heads,
+        WIDTH=width,
+        BLOCK=_block(width),
+        num_warps=4,
+    )
+
+
+def tell_places(
+    tables: StageTables,
+    pages: torch.Tensor,  # [blocks, kv_heads, n] int32 page ids
+    counts: torch.Tensor,  # [blocks, kv_heads] int32
+    frame_of: torch.Tensor,  # [num_pages] int32
+    total: torch.Tensor,  # [1] int64, to which pages staged are added
+    *,
+    staged: bool,  # after `claim_missing`; else all pages are in frames
+) -> torch.Tensor:
+    """[blocks, kv_heads, n]: a page of the pool, or -1 - a page of the stage; no more of them are
+    set than there are pages."""
+    found = torch.empty_like(pages)
+    blocks, kv_heads, width = pages.shape
+    _stage_tell_kernel[(kv_heads, blocks)](
+        pages,
+        counts,
+        frame_of,
+        tables.claims,
+        tables.staged.counts,
+        total,
+        found,
+        len(frame_of),
+        STAGED=staged,
+        KV_HEADS=kv_heads,
+        WIDTH=width,
+        BLOCK=_block(width),
+        num_warps=4,
+    )
+    return found
+
+
+def _block(width: int) -> int:
+    return max(_LEAST, min(_MOST, int(triton.next_power_of_2(width))))
+
+
+def reference(
+    pages: torch.Tensor,  # [blocks, kv_heads, n] page ids
+    counts: torch.Tensor,  # [blocks, kv_heads]
+    frame_of: torch.Tensor,  # [num_pages]
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """In plain torch, and in the order of page ids: the pages each kv head stages, and where every
+    entry finds its own, the null page where there is none."""
+    there = torch.arange(pages.shape[2], device=pages.device) < counts[..., None]
+    ids = torch.where(there, pages, 0).long().transpose(0, 1).flatten(1)  # [kv_heads, entries]
+    frames = frame_of[ids]
+    marked = torch.zeros(len(ids), len(frame_of), dtype=torch.int32, device=ids.device)
+    marked.scatter_(1, torch.where(frames == 0, ids, 0), 1)
+    marked[:, 0] = 0
+    slots = marked.cumsum(1, dtype=torch.int32) - 1
+    found = torch.where(frames > 0, frames, -1 - slots.gather(1, ids)).masked_fill(ids == 0, 0)
+    staged = [own.nonzero().squeeze(1) for own in marked]
+    return staged, found.view(len(ids), len(pages), -1).transpose(0, 1).contiguous()

@@ -1,0 +1,55 @@
+"""Which steps find all pages of their sequences on the device, as their launches see it.
+
+Asked with every step: what has been seen to be there is not looked at again until a page leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cairn.memory.copies import Transfer
+from cairn.memory.pages import NULL_PAGE
+
+
+class Residency:
+    def __init__(self, group: int, num_pages: int, num_slots: int) -> None:
+        """For page ids 0..num_pages, which tables of layer group `group` name, and as many running
+        requests as there are slots."""
+        self.group = group
+        self._here = np.zeros(num_pages + 1, dtype=bool)
+        # Pages at the head of each slot's table that are there, as far as is known.
+        self._known = np.zeros(num_slots, dtype=np.int64)
+        self._gap = (-1, 0)  # slot and place of the page that was missing last
+
+    def move(self, frames: Sequence[Transfer]) -> None:
+        """Pages are in another frame than before, or in none."""
+        if not frames:
+            return
+        pages, places = np.array(frames).T
+        here = places != NULL_PAGE
+        self._here[pages] = here
+        if not here.all():
+            self._known[:] = 0
+
+    def edit(self, slot: int, first: int) -> None:
+        """The slot's table is another one from `first` on."""
+        self._known[slot] = min(self._known[slot], first)
+
+    def all_here(self, slots: np.ndarray, table: np.ndarray, counts: np.ndarray) -> bool:
+        """Whether all pages of these slots are there: `table` [seqs, pages], of which the first
+        `counts` [seqs] are theirs."""
+        slot, place = self._gap
+        # A page that is on the host alone mostly is in the next step too.
+        for s in np.flatnonzero(slots == slot):
+            if place < counts[s] and not self._here[table[s, place]]:
+                return False
+        known = self._known[slots]
+        for s in np.flatnonzero(known < counts):
+            missing = ~self._here[table[s, known[s] : counts[s]]]
+            if missing.any():
+                self._gap = (int(slots[s]), int(known[s] + missing.argmax()))
+                return False
+            self._known[slots[s]] = counts[s]
+        return True
