@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from cairn.config import EngineConfig
 from cairn.errors import ConfigError
 
 if TYPE_CHECKING:
+    from cairn.eval.needle import Answer
     from cairn.eval.settings import Setting
 
 _TASKS = ("single", "multikey", "multiquery", "variables", "absent")
@@ -157,17 +159,29 @@ def _needle(arguments: argparse.Namespace) -> int:
     engine = collect(arguments, EngineConfig)
     with LLM(**engine) as llm, loading_bar("Asking") as progress:
         model = llm.config.model
-        answers = ask(llm, text, options, progress)
-    asked = {"model": model, "text": arguments.text, **asdict(options)}
+        answers, whole = _take(ask(llm, text, options, progress), arguments.answers)
+    asked = {"model": model, "text": arguments.text, **asdict(options), "whole": whole}
     record = make_record("needle", engine, asked, tally(answers))
     show_needle(record)
-    if arguments.answers is not None:
-        lines = "".join(json.dumps(asdict(answer)) + "\n" for answer in answers)
-        Path(arguments.answers).write_text(lines, encoding="utf-8")
     if arguments.plot is not None:
         plot_needle(record, Path(arguments.plot))
     finish(record, arguments.output)
     return 0
+
+
+def _take(asking: Iterator[Answer], path: str | None) -> tuple[list[Answer], bool]:
+    """All answers, or those until Ctrl-C, each written to the file as it comes; whether all."""
+    answers: list[Answer] = []
+    with open(path or os.devnull, "w", encoding="utf-8") as file:
+        try:
+            for answer in asking:
+                answers.append(answer)
+                print(json.dumps(asdict(answer)), file=file, flush=True)
+        except KeyboardInterrupt:
+            if not answers:
+                raise
+            return answers, False
+    return answers, True
 
 
 def _ppl(arguments: argparse.Namespace) -> int:

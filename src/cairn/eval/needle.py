@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ def need_tokenizer(llm: LLM) -> Tokenizer:
 
 def ask(
     llm: LLM, text: str, options: NeedleOptions, progress: Callable[[int, int], None]
-) -> list[Answer]:
+) -> Iterator[Answer]:
     """All questions of a sample are asked over one text at once, the deepest facts first: pages
     up to where two texts differ are computed once, which changes no answer."""
     tokenizer = need_tokenizer(llm)
@@ -66,7 +66,6 @@ def ask(
     prose = Prose(text, encode)
     depths = sorted(options.depths, reverse=True)
     total = len(options.tasks) * len(options.lengths) * options.samples
-    answers: list[Answer] = []
     done = 0
     for task in options.tasks:
         for length in options.lengths:
@@ -82,22 +81,19 @@ def ask(
                 )
                 for case, result in zip(cases, results, strict=True):
                     said = result.text or ""
-                    answers.append(
-                        Answer(
-                            task,
-                            length,
-                            case.depth,
-                            sample,
-                            case.query.name,
-                            case.answer,
-                            said,
-                            is_right(said, case.answer),
-                            result.usage.cached_tokens,
-                        )
+                    yield Answer(
+                        task,
+                        length,
+                        case.depth,
+                        sample,
+                        case.query.name,
+                        case.answer,
+                        said,
+                        is_right(said, case.answer),
+                        result.usage.cached_tokens,
                     )
                 done += 1
                 progress(done, total)
-    return answers
 
 
 def _check_lengths(llm: LLM, options: NeedleOptions) -> None:
