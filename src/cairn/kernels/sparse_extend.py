@@ -88,7 +88,7 @@ def _attend_kernel(
     block_seq,
     block_begin,
     pages,
-    kv_pages,  # where they are, if STAGED: a page of the pool, or -1 - a page of the stage
+    kv_pages,  # where they are in the pool, if LOCATED; if STAGED -1 - a page of the stage as well
     readers,
     counts,
     window_out,  # [rows, HEADS, DIM]
@@ -113,6 +113,7 @@ def _attend_kernel(
     BY_LSE: tl.constexpr,
     NULL_SPLIT: tl.constexpr,
     BOUNDED: tl.constexpr,
+    LOCATED: tl.constexpr,
     STAGED: tl.constexpr,
     TMA: tl.constexpr,
     UNION: tl.constexpr,
@@ -171,16 +172,16 @@ def _attend_kernel(
     for i in range(0, tl.load(counts + block * KV_HEADS + kv_head)):
         page = tl.load(pages + base + i).to(tl.int64)
         bits = tl.load(readers + base + i)
-        if STAGED:
+        at = page
+        if LOCATED:
             at = tl.load(kv_pages + base + i).to(tl.int64)
-            staged = at < 0
-            at = tl.where(staged, -1 - at, at)
-            shift = tl.where(staged, stage_shift.to(tl.int64), 0) * 16
-            inside = pool + shift + (at * (2 * KV_HEADS) + kv_head) * (PAGE_SIZE * DIM)
-        else:
-            inside = pool + (page * (2 * KV_HEADS) + kv_head) * (PAGE_SIZE * DIM)
+        shift = tl.zeros((), tl.int64)
+        if STAGED:
+            shift = tl.where(at < 0, stage_shift.to(tl.int64), 0) * 16
+            at = tl.where(at < 0, -1 - at, at)
+        inside = pool + shift + (at * (2 * KV_HEADS) + kv_head) * (PAGE_SIZE * DIM)
         if TMA:
-            first = ((page * (2 * KV_HEADS) + kv_head) * PAGE_SIZE).to(tl.int32)
+            first = ((at * (2 * KV_HEADS) + kv_head) * PAGE_SIZE).to(tl.int32)
             k = tiles.load([first, 0]).T
             v = tiles.load([first + KV_HEADS * PAGE_SIZE, 0])
         else:
@@ -250,11 +251,12 @@ def attend_selected(
     workspace: Workspace,
     *,
     normalizer: torch.Tensor | None = None,  # [rows, heads] as `select_pages` gives it
+    locate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
     stage: torch.Tensor | None = None,  # pages beside the pool, of its shape and type
-    fill_stage: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Attention over window and pages into `out`; returns how many pages each block and kv head
-    read, [blocks, kv_heads]."""
+    read, [blocks, kv_heads]. Where page ids are not pages of the pool, `locate` takes ids and these
+    counts, and says where they are: in the pool or, as -1 - page, in the stage."""
     heads, dim = query.shape[1:]
     group_pad = triton.next_power_of_2(heads // shape.kv_heads)
     block_k = triton.next_power_of_2(shape.topk)
@@ -283,8 +285,9 @@ def attend_selected(
         num_warps=4,
     )
     kv_pages, shift = pages, 0
-    if stage is not None and fill_stage is not None:
-        kv_pages = fill_stage(pages, counts)
+    if locate is not None:
+        kv_pages = locate(pages, counts)
+    if stage is not None:
         shift, rest = divmod(stage.data_ptr() - pool.data_ptr(), 16 * pool.element_size())
         assert rest == 0, "tensors lie on whole cache lines"
     padded = max(16, triton.next_power_of_2(vectors.shape[1] // shape.kv_heads))
@@ -329,6 +332,7 @@ def attend_selected(
         BY_LSE=shape.by_lse,
         NULL_SPLIT=shape.null_split,
         BOUNDED=normalizer is not None and not shape.by_lse,
+        LOCATED=locate is not None,
         STAGED=stage is not None,
         TMA=tma,
         UNION=union,

@@ -357,13 +357,6 @@ class KernelSparse:
             state = DriftState.empty(self._shape, seqs, device)
             self._drift[layer] = partial(drift, self._shape, state, change=change)
 
-    def _staging(
-        self, layer: int, batch: AttentionBatch
-    ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-        if self._swap is None:
-            return None
-        return self._swap.in_frames if batch.resident else partial(self._swap.fill_stage, layer)
-
     def _save_completed(self, layer: int, prior: torch.Tensor, decode: DecodeRows) -> None:
         """Landmarks of a policy without a kernel: of every sequence's last page, and kept on the
         null page where that is not complete, so that nothing depends on lengths."""
@@ -430,6 +423,11 @@ class KernelSparse:
         if self.revise is not None:
             selected = self.revise(selected, chunks)
         self.selected_pages = selected
+        locate, stage = None, None
+        if self._swap is not None and batch.resident:
+            locate = self._swap.in_frames
+        elif self._swap is not None:
+            locate, stage = partial(self._swap.fill_stage, layer), self._swap.stage
         read = []
         for blocks in chunks.reading:
             assert isinstance(blocks, ExtendBlocks)
@@ -450,8 +448,8 @@ class KernelSparse:
                     out,
                     chunks.workspace,
                     normalizer=normalizer,
-                    stage=None if self._swap is None else self._swap.stage,
-                    fill_stage=self._staging(layer, batch),
+                    locate=locate,
+                    stage=stage,
                 )
             )
         self.pages_read = read
