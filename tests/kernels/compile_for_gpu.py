@@ -19,8 +19,10 @@ from cairn.kernels import (
     rope_angles,
     rope_kv,
     sampling,
-    sparse_decode,
     sparse_extend,
+    sparse_pages,
+    sparse_score,
+    sparse_scratch,
     sparse_select,
     stage,
     swap_in,
@@ -190,13 +192,13 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
     build(landmark._pool_kernel)
     for at_home in (False, True):
         constants["AT_HOME"] = at_home
-        build(sparse_decode._begin_kernel)
-    build(sparse_decode._score_kernel, num_stages=3)
-    build(sparse_decode._topk_kernel)
-    build(sparse_decode._choose_kernel)
+        build(sparse_scratch._begin_kernel)
+    build(sparse_score.score_kernel, num_stages=3)
+    build(sparse_pages.topk_kernel)
+    build(sparse_pages.choose_kernel)
     for located, counted in ((False, False), (True, False), (False, True)):
         constants |= {"LOCATED": located, "COUNTED": counted}
-        build(sparse_decode._pages_kernel, num_stages=2)
+        build(sparse_pages.pages_kernel, num_stages=2)
     build(sparse_select._lay_out_kernel)
     for tma in (False, True):
         for tile, collect in ((128, False), (64, True)):

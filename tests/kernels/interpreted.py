@@ -16,7 +16,7 @@ from cairn import LLM
 from cairn.attention.hsa.backend import HSABackend
 from cairn.attention.hsa.kernel_sparse import KernelSparse
 from cairn.kernels import paged_decode as paged_decode_module
-from cairn.kernels import sparse_decode, sparse_extend, sparse_select
+from cairn.kernels import sparse_decode, sparse_extend, sparse_scratch, sparse_select
 from cairn.kernels.activation import silu_and_mul, silu_and_mul_reference
 from cairn.kernels.drift import DriftState, drift
 from cairn.kernels.gemv import gemv, gemv_reference
@@ -28,7 +28,7 @@ from cairn.kernels.reference import paged_attention
 from cairn.kernels.rope_angles import rope_angles, rope_angles_reference
 from cairn.kernels.rope_kv import rope_kv, rope_kv_reference
 from cairn.kernels.sampling import sample, sample_reference
-from cairn.kernels.sparse_decode import SparseShape
+from cairn.kernels.sparse_shape import SparseShape
 from cairn.kernels.top_pages import keep_best, threshold_in_memory, threshold_of_rows
 from cairn.sparsity.selection import top_positions
 from tests.engine.lanes import tier_of
@@ -246,7 +246,8 @@ def test_sampling_takes_what_the_reference_takes() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_sparse_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse_decode, "_CHUNK", 16)  # several chunks, on few pages
+    for module in (sparse_decode, sparse_scratch):
+        monkeypatch.setattr(module, "CHUNK", 16)  # several chunks, on few pages
     monkeypatch.setattr(sparse_select, "_ROWS", 64)  # fewer programs, which are slow here
     monkeypatch.setattr(sparse_select, "_GROUPS", 4)
     # Half of the cases load tiles by descriptor.

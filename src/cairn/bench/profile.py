@@ -16,8 +16,9 @@ from cairn.llm import LLM
 _KINDS = {
     "host memory": ("_swap_", "_drift_kernel"),
     "sparse attention": (
-        *("_score_kernel", "_topk_kernel", "_pages_kernel", "_begin_kernel", "_pool_kernel"),
-        *("_normalizer_kernel", "_rank_kernel", "_threshold_kernel", "_choose_kernel"),
+        *("score_kernel", "topk_kernel", "pages_kernel", "_begin_kernel", "_pool_kernel"),
+        *("_lay_out_kernel", "_survey_kernel", "_rank_kernel", "_threshold_kernel"),
+        "choose_kernel",
         *("_union_kernel", "_attend_kernel"),
     ),
     "attention": ("flash", "_decode_kernel", "_extend_kernel", "_plan_kernel"),

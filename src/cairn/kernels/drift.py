@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cairn.kernels.pdl import pdl_options
-from cairn.kernels.sparse_decode import SparseShape, candidate_limit
+from cairn.kernels.sparse_shape import SparseShape, candidate_limit
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cairn.kernels.paged_extend import ExtendBlocks, worth_describing
 from cairn.kernels.softmax import LOG2E
-from cairn.kernels.sparse_decode import SparseShape, load_scoring
+from cairn.kernels.sparse_shape import SparseShape, load_scoring
 from cairn.kernels.workspace import Workspace
 
 

@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cairn.kernels.paged_extend import ExtendBlocks, can_describe
 from cairn.kernels.softmax import LN2, LOG2E
-from cairn.kernels.sparse_decode import (
+from cairn.kernels.sparse_shape import (
     STRATEGIES,
     SUM_GROUP,
     SparseShape,

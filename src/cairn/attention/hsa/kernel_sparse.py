@@ -79,7 +79,8 @@ class KernelSparse:
         max_pages: int,
         swap: DeviceSwap | None = None,
     ) -> None:
-        from cairn.kernels.sparse_decode import Homes, SparseScratch, SparseShape
+        from cairn.kernels.sparse_scratch import Homes, SparseScratch
+        from cairn.kernels.sparse_shape import SparseShape
 
         self._config = config
         self._pool = pool
@@ -255,7 +256,7 @@ class KernelSparse:
     def begin(self, metadata: KernelMetadata) -> None:
         if metadata.decode is None:
             return
-        from cairn.kernels.sparse_decode import begin
+        from cairn.kernels.sparse_scratch import begin
 
         decode = metadata.decode
         begin(

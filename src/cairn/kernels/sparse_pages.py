@@ -1,0 +1,310 @@
+"""The other launches of a sparse decode layer: the best pages, attention inside them, the merge."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from cairn.kernels.paged_decode import merge_splits
+from cairn.kernels.sparse_shape import SOFTMAX_HEAD, SUM_GROUP, candidate_limit
+from cairn.kernels.top_pages import keep_best
+
+
+@triton.jit
+def topk_kernel(
+    kv_lens,
+    scores,
+    score_lse,
+    partial_lse,
+    best_rank,
+    best_index,
+    candidate_stride,
+    best_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DENSE_BELOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    STRATEGY: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STRIPS: tl.constexpr,
+    WINDOW_PARTS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    chunk = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    seq = tl.program_id(2)
+    length = tl.load(kv_lens + seq).to(tl.int32)
+    limit = candidate_limit(length - 1, WINDOW, PAGE_SIZE, DENSE_BELOW)
+    if chunk * CHUNK >= limit:
+        return
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    there = index < limit
+    rank = tl.full((CHUNK,), 0.0 if STRATEGY == SUM_GROUP else float("-inf"), tl.float32)
+    for g in range(GROUP):
+        head = seq * HEADS + kv_head * GROUP + g
+        score = tl.load(
+            scores + head.to(tl.int64) * candidate_stride + index, mask=there, other=float("-inf")
+        )
+        if (STRATEGY == SOFTMAX_HEAD) and (GROUP > 1):
+            # A page's share of the head's whole attention: the window counts too.
+            strip = tl.load(score_lse + head * STRIPS + tl.arange(0, STRIPS))
+            part = tl.arange(0, BLOCK_PARTS)
+            window = tl.load(
+                partial_lse + (seq * PARTS + part) * HEADS + kv_head * GROUP + g,
+                mask=part < WINDOW_PARTS,
+                other=float("-inf"),
+            )
+            most = tl.maximum(tl.max(strip), tl.max(window))
+            total = tl.sum(tl.exp(strip - most)) + tl.sum(tl.exp(window - most))
+            score -= most + tl.log(total)
+        if STRATEGY == SUM_GROUP:
+            rank += score
+        else:
+            rank = tl.maximum(rank, score)
+    rank = tl.where(there, rank, float("-inf"))
+    if SINKS > 0:
+        rank = tl.where((index < SINKS) & (rank > float("-inf")), float("inf"), rank)
+    keep = keep_best(rank, TOPK)
+    place = tl.cumsum(keep.to(tl.int32), 0) - 1
+    base = (seq * KV_HEADS + kv_head).to(tl.int64) * best_stride + chunk * TOPK
+    tl.store(best_rank + base + place, rank, mask=keep)
+    tl.store(best_index + base + place, index, mask=keep)
+    slot = tl.arange(0, BLOCK_K)
+    empty = (slot >= tl.sum(keep.to(tl.int32))) & (slot < TOPK)
+    tl.store(best_rank + base + slot, tl.full((BLOCK_K,), float("-inf"), tl.float32), mask=empty)
+    tl.store(best_index + base + slot, tl.full((BLOCK_K,), -1, tl.int32), mask=empty)
+
+
+@triton.jit
+def _choose(
+    best_rank,
+    best_index,
+    chosen,
+    limit,
+    store,
+    TOPK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BEST: tl.constexpr,
+):
+    """Of what the chunks kept the best: each one's number among them or -1, its place in the
+    sequence, and how many there are. Kept in `chosen` if `store`."""
+    chunks = tl.cdiv(limit, CHUNK)
+    slot = tl.arange(0, BEST)
+    in_chunks = slot < chunks * TOPK
+    kept_index = tl.load(best_index + slot, mask=in_chunks, other=-1)
+    count = tl.sum((kept_index >= 0).to(tl.int32))
+    place = slot
+    if chunks > 1:
+        rank = tl.load(best_rank + slot, mask=in_chunks, other=float("-inf"))
+        keep = keep_best(rank, TOPK)
+        count = tl.sum(keep.to(tl.int32))
+        place = tl.where(keep, tl.cumsum(keep.to(tl.int32), 0) - 1, -1)
+    if store:
+        tl.store(chosen + place, kept_index, mask=(place >= 0) & (place < TOPK))
+        empty = tl.arange(0, BLOCK_K)
+        tl.store(
+            chosen + empty,
+            tl.full((BLOCK_K,), -1, tl.int32),
+            mask=(empty >= count) & (empty < TOPK),
+        )
+    return place, kept_index, count
+
+
+@triton.jit
+def choose_kernel(
+    kv_lens,
+    best_rank,
+    best_index,
+    selected,
+    best_stride,
+    KV_HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DENSE_BELOW: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BEST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    kv_head = tl.program_id(0)
+    seq = tl.program_id(1)
+    length = tl.load(kv_lens + seq).to(tl.int32)
+    limit = candidate_limit(length - 1, WINDOW, PAGE_SIZE, DENSE_BELOW)
+    base = (seq * KV_HEADS + kv_head).to(tl.int64) * best_stride
+    chosen = selected + (seq * KV_HEADS + kv_head) * TOPK
+    _choose(best_rank + base, best_index + base, chosen, limit, True, TOPK, BLOCK_K, CHUNK, BEST)
+
+
+@triton.jit
+def pages_kernel(
+    query,
+    pool,
+    page_table,
+    located,  # [seqs, KV_HEADS, TOPK] where selected pages are in the pool, if LOCATED
+    kv_lens,
+    rows,
+    scores,
+    best_rank,
+    best_index,
+    selected,
+    partial,
+    partial_lse,
+    arrivals,
+    launches,
+    reads,  # counts pages if COUNTED
+    out,  # [rows, HEADS, DIM]
+    scale,
+    query_stride,
+    table_stride,
+    candidate_stride,
+    best_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DENSE_BELOW: tl.constexpr,
+    HIDE_LAST: tl.constexpr,
+    BY_LSE: tl.constexpr,
+    NULL_SPLIT: tl.constexpr,
+    LOCATED: tl.constexpr,  # pages have been chosen and brought in
+    COUNTED: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BEST: tl.constexpr,  # power of two, at least what all chunks together keep
+    WINDOW_PARTS: tl.constexpr,
+    PAGE_PARTS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    MERGE_G: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    part = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    seq = tl.program_id(2)
+    if (part == 0) & (kv_head == 0) & (seq == 0):
+        tl.store(launches, tl.load(launches) + 1)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    PARTS: tl.constexpr = WINDOW_PARTS + PAGE_PARTS
+    length = tl.load(kv_lens + seq).to(tl.int32)
+    row = tl.load(rows + seq).to(tl.int64)
+    limit = candidate_limit(length - 1, WINDOW, PAGE_SIZE, DENSE_BELOW)
+    base = (seq * KV_HEADS + kv_head).to(tl.int64) * best_stride
+    chosen = selected + (seq * KV_HEADS + kv_head) * TOPK
+
+    offs_g = tl.arange(0, BLOCK_G)
+    offs_d = tl.arange(0, DIM)
+    offs_n = tl.arange(0, PAGE_SIZE)
+    in_group = offs_g < GROUP
+    head = kv_head * GROUP + offs_g
+    q = tl.load(
+        query + row * query_stride + head[:, None] * DIM + offs_d[None, :],
+        mask=in_group[:, None],
+        other=0.0,
+    )
+    most = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_G,), tl.float32)
+    acc = tl.zeros((BLOCK_G, DIM), tl.float32)
+
+    if LOCATED:
+        slot = tl.arange(0, BLOCK_K)
+        kept_index = tl.load(chosen + slot, mask=slot < TOPK, other=-1)
+        place = slot
+        count = tl.sum((kept_index >= 0).to(tl.int32))
+    else:
+        # What the chunks kept is short: every program chooses from it for itself.
+        place, kept_index, count = _choose(
+            best_rank + base,
+            best_index + base,
+            chosen,
+            limit,
+            part == 0,
+            TOPK,
+            BLOCK_K,
+            CHUNK,
+            BEST,
+        )
+
+    if COUNTED:
+        tl.atomic_add(reads, tl.where(part == 0, count, 0))
+
+    for wanted in range(part, count, PAGE_PARTS):
+        index = tl.max(tl.where(place == wanted, kept_index, -1))
+        if LOCATED:
+            page = tl.load(located + (seq * KV_HEADS + kv_head) * TOPK + wanted).to(tl.int64)
+        else:
+            page = tl.load(page_table + seq * table_stride + index).to(tl.int64)
+        inside = pool + (page * (2 * KV_HEADS) + kv_head) * (PAGE_SIZE * DIM)
+        k = tl.load(inside + offs_n[None, :] * DIM + offs_d[:, None])
+        v = tl.load(inside + (KV_HEADS * PAGE_SIZE * DIM) + offs_n[:, None] * DIM + offs_d[None, :])
+        logits = tl.dot(q, k, input_precision="ieee") * scale
+        if HIDE_LAST:
+            logits = tl.where((offs_n < PAGE_SIZE - 1)[None, :], logits, float("-inf"))
+        inside_most = tl.max(logits, 1)
+        shares = tl.exp(logits - inside_most[:, None])
+        inside_total = tl.sum(shares, 1)
+        if BY_LSE:
+            mass = inside_most + tl.log(inside_total)
+        else:
+            mass = tl.load(
+                scores + (seq.to(tl.int64) * HEADS + head) * candidate_stride + index,
+                mask=in_group,
+                other=0.0,
+            )
+        new_most = tl.maximum(most, mass)
+        safe = tl.where(new_most == float("-inf"), 0.0, new_most)
+        fade = tl.exp(most - safe)
+        weight = tl.exp(mass - safe)
+        shares = shares * (weight / inside_total)[:, None]
+        acc = tl.dot(shares.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+        total = total * fade + weight
+        most = new_most
+
+    own = (seq * PARTS + WINDOW_PARTS + part).to(tl.int64) * HEADS + head
+    tl.store(
+        partial + own[:, None] * DIM + offs_d[None, :],
+        acc / tl.where(total > 0, total, 1.0)[:, None],
+        mask=in_group[:, None],
+    )
+    lse = tl.where(total > 0, most + tl.log(total), float("-inf"))
+    tl.store(partial_lse + own, lse, mask=in_group)
+    tl.debug_barrier()  # all of the program's stores come before its arrival
+    counter = arrivals + seq * KV_HEADS + kv_head
+    if tl.atomic_add(counter, 1, sem="acq_rel") == PAGE_PARTS - 1:
+        tl.store(counter, 0)
+        merge_splits(
+            partial,
+            partial_lse,
+            out + row * (HEADS * DIM),
+            partial_lse,
+            seq * PARTS,
+            PARTS,
+            kv_head,
+            HEADS,
+            GROUP,
+            DIM,
+            DIM,
+            1,
+            NULL_SPLIT,
+            False,
+            MERGE_G,
+        )

@@ -1,0 +1,164 @@
+"""The first launch of a sparse decode layer: landmark scores, the window, the completed page.
+
+Nothing of this depends on anything else here, so that it is one kernel whose programs do one or
+the other.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from cairn.kernels.landmark import pool_page
+from cairn.kernels.softmax import LOG2E, softmax_result, softmax_step
+from cairn.kernels.sparse_shape import candidate_limit, load_scoring
+
+
+@triton.jit
+def score_kernel(
+    query,  # [rows, HEADS, DIM]
+    scoring,  # [rows, HEADS, WIDTH], mapped by the policy
+    prior,  # [rows, HEADS, DIM], for landmarks
+    pool,  # [pages, 2 * KV_HEADS, PAGE_SIZE, DIM]
+    vectors,  # [pages, LANDMARK_HEADS, WIDTH]
+    bias,  # [pages, LANDMARK_HEADS]
+    page_table,  # page ids, of landmarks
+    kv_table,  # pages of the pool
+    kv_lens,
+    rows,  # [seqs] row of each sequence's query
+    candidates,
+    scores,
+    score_lse,
+    partial,
+    partial_lse,
+    scale,
+    query_stride,
+    scoring_stride,
+    prior_stride,
+    table_stride,
+    candidate_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    LANDMARK_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DENSE_BELOW: tl.constexpr,
+    HIDE_LAST: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    POOLING: tl.constexpr,  # -1 where landmarks are made elsewhere
+    STRIPS: tl.constexpr,
+    WINDOW_PARTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_S: tl.constexpr,  # queries that share a landmark, padded to what a product takes
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    task = tl.program_id(0)
+    seq = tl.program_id(1)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    SHARED: tl.constexpr = HEADS // LANDMARK_HEADS
+    length = tl.load(kv_lens + seq).to(tl.int32)
+    row = tl.load(rows + seq).to(tl.int64)
+    limit = candidate_limit(length - 1, WINDOW, PAGE_SIZE, DENSE_BELOW)
+    if task < STRIPS * LANDMARK_HEADS:
+        strip = task % STRIPS
+        own = task // STRIPS  # landmark head
+        offs_w = tl.arange(0, WIDTH)
+        offs_s = tl.arange(0, BLOCK_S)
+        head = own * SHARED + offs_s
+        in_group = (offs_s < SHARED)[:, None]
+        q = load_scoring(scoring, row * scoring_stride, head[:, None], in_group, WIDTH, SPLIT)
+        most = tl.full((BLOCK_S,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_S,), tl.float32)
+        table = candidates + seq.to(tl.int64) * candidate_stride
+        for start in range(strip * BLOCK_P, limit, STRIPS * BLOCK_P):
+            index = start + tl.arange(0, BLOCK_P)
+            there = index < limit
+            page = tl.load(table + index, mask=there, other=-1).to(tl.int64)
+            landmark = tl.load(
+                vectors + (page * LANDMARK_HEADS + own)[:, None] * WIDTH + offs_w[None, :],
+                mask=(page >= 0)[:, None],
+                other=0.0,
+            )  # [BLOCK_P, WIDTH]
+            if SHARED == 1:
+                product = tl.sum(q.to(tl.float32) * landmark.to(tl.float32), 1)[None, :]
+            else:
+                product = tl.dot(q, tl.trans(landmark), input_precision="ieee")
+            product = product * scale  # [BLOCK_S, BLOCK_P]
+            if HAS_BIAS:
+                more = tl.load(bias + page * LANDMARK_HEADS + own, mask=page >= 0, other=0.0)
+                product += more[None, :]
+            product = tl.where((page >= 0)[None, :], product, float("-inf"))
+            place = (seq.to(tl.int64) * HEADS + head)[:, None] * candidate_stride + index[None, :]
+            tl.store(scores + place, product, mask=(offs_s < SHARED)[:, None] & there[None, :])
+            new_most = tl.maximum(most, tl.max(product, 1))
+            safe = tl.where(new_most == float("-inf"), 0.0, new_most)
+            total = total * tl.exp(most - safe) + tl.sum(tl.exp(product - safe[:, None]), 1)
+            most = new_most
+        lse = tl.where(total > 0, most + tl.log(total), float("-inf"))
+        tl.store(score_lse + (seq * HEADS + head) * STRIPS + strip, lse, mask=offs_s < SHARED)
+    elif task < STRIPS * LANDMARK_HEADS + WINDOW_PARTS * KV_HEADS:
+        task -= STRIPS * LANDMARK_HEADS
+        part = task % WINDOW_PARTS
+        kv_head = task // WINDOW_PARTS
+        offs_g = tl.arange(0, BLOCK_G)
+        offs_d = tl.arange(0, DIM)
+        offs_n = tl.arange(0, PAGE_SIZE)
+        in_group = offs_g < GROUP
+        head = kv_head * GROUP + offs_g
+        q = tl.load(
+            query + row * query_stride + head[:, None] * DIM + offs_d[None, :],
+            mask=in_group[:, None],
+            other=0.0,
+        )
+        most = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_G,), tl.float32)
+        acc = tl.zeros((BLOCK_G, DIM), tl.float32)
+        for index in range(limit + part, tl.cdiv(length, PAGE_SIZE), WINDOW_PARTS):
+            page = tl.load(kv_table + seq * table_stride + index).to(tl.int64)
+            base = pool + (page * (2 * KV_HEADS) + kv_head) * (PAGE_SIZE * DIM)
+            there = index * PAGE_SIZE + offs_n < length
+            k = tl.load(
+                base + offs_n[None, :] * DIM + offs_d[:, None], mask=there[None, :], other=0.0
+            )
+            v = tl.load(
+                base + (KV_HEADS * PAGE_SIZE * DIM) + offs_n[:, None] * DIM + offs_d[None, :],
+                mask=there[:, None],
+                other=0.0,
+            )
+            logits = tl.dot(q, k, input_precision="ieee") * (scale * LOG2E)
+            if HIDE_LAST:
+                there = there & (offs_n < PAGE_SIZE - 1)
+            logits = tl.where(there[None, :], logits, float("-inf"))
+            most, total, acc = softmax_step(logits, v, most, total, acc, False)
+        place = (seq * PARTS + part).to(tl.int64) * HEADS + head
+        out, lse = softmax_result(most, total, acc)
+        tl.store(partial + place[:, None] * DIM + offs_d[None, :], out, mask=in_group[:, None])
+        tl.store(partial_lse + place, lse, mask=in_group)
+    elif POOLING >= 0:
+        kv_head = task - STRIPS * LANDMARK_HEADS - WINDOW_PARTS * KV_HEADS
+        if length % PAGE_SIZE == 0:
+            last = seq * table_stride + length // PAGE_SIZE - 1
+            page = tl.load(page_table + last).to(tl.int64)
+            kv_page = tl.load(kv_table + last).to(tl.int64)
+            pool_page(
+                pool + (kv_page * (2 * KV_HEADS) + kv_head) * (PAGE_SIZE * DIM),
+                prior + row * prior_stride,
+                vectors + page * (LANDMARK_HEADS * WIDTH),
+                bias + page * LANDMARK_HEADS,
+                kv_head,
+                scale,
+                GROUP,
+                DIM,
+                PAGE_SIZE,
+                POOLING,
+                BLOCK_G,
+            )

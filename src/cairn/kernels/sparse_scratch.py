@@ -1,0 +1,146 @@
+"""Memory of sparse decode steps, and what all their layers share: which pages may be candidates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from cairn.kernels.sparse_shape import SparseShape
+
+CHUNK = 1024
+"""Candidates that one program chooses the best of."""
+
+
+@dataclass(frozen=True, slots=True)
+class SparseScratch:
+    """Memory that the launches of a layer hand on to each other; all layers use the same."""
+
+    candidates: torch.Tensor  # [seqs, pages] int32 page id, -1 where it must not be read
+    scores: torch.Tensor  # [seqs, heads, pages] float32
+    score_lse: torch.Tensor  # [seqs, heads, strips] float32
+    best_rank: torch.Tensor  # [seqs, kv_heads, chunks * topk] float32
+    best_index: torch.Tensor  # [seqs, kv_heads, chunks * topk] int32, -1 for none
+    selected: torch.Tensor  # [seqs, kv_heads, topk] int32 place in the sequence, -1 for none
+    partial: torch.Tensor  # [seqs, parts, heads, dim] float32
+    partial_lse: torch.Tensor  # [seqs, parts, heads] float32
+    arrivals: torch.Tensor  # [seqs, kv_heads] int32
+    launches: torch.Tensor  # [1] int64, layers that were attended to, counted by the device
+
+    @classmethod
+    def empty(
+        cls, shape: SparseShape, max_seqs: int, max_pages: int, device: torch.device
+    ) -> SparseScratch:
+        def floats(*size: int) -> torch.Tensor:
+            return torch.empty(size, dtype=torch.float32, device=device)
+
+        def ints(*size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=device)
+
+        best = triton.cdiv(max_pages, CHUNK) * shape.topk
+        return cls(
+            ints(max_seqs, max_pages),
+            floats(max_seqs, shape.heads, max_pages),
+            floats(max_seqs, shape.heads, strips_of(shape, 1)),
+            floats(max_seqs, shape.kv_heads, best),
+            ints(max_seqs, shape.kv_heads, best),
+            ints(max_seqs, shape.kv_heads, shape.topk),
+            floats(max_seqs, shape.parts, shape.heads, shape.head_dim),
+            floats(max_seqs, shape.parts, shape.heads),
+            ints(max_seqs, shape.kv_heads),
+            torch.zeros(1, dtype=torch.int64, device=device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """Pages of host memory, where those of all sequences of a step are on the device too."""
+
+    frame_of: torch.Tensor  # [page ids] int32, where each is in the pool
+    table: torch.Tensor  # [seqs, pages] int32, the same by sequence; `begin` fills it in
+    reads: torch.Tensor  # [1] int64, counts pages that were read
+
+
+def strips_of(shape: SparseShape, seqs: int) -> int:
+    """Programs that share the candidates of one sequence and landmark head."""
+    # Measured on an H200: two for every processor are best for one sequence, four for more.
+    programs = max(1, min(64, (264 if seqs == 1 else 528) // (seqs * shape.landmark_heads)))
+    return int(triton.next_power_of_2(programs))
+
+
+@triton.jit
+def _begin_kernel(
+    page_table,  # [seqs, ...]
+    generations,  # [seqs, ...]
+    sealed,  # [pages] generation that each page's landmark belongs to
+    kv_lens,  # [seqs]
+    candidates,
+    frame_of,
+    homes,  # [seqs, ...], filled in if AT_HOME
+    table_stride,
+    candidate_stride,
+    homes_stride,
+    seal,
+    AT_HOME: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    seq = tl.program_id(1)
+    length = tl.load(kv_lens + seq).to(tl.int32)
+    complete = length // PAGE_SIZE
+    for start in range(tl.program_id(0) * BLOCK, complete, PROGRAMS * BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        there = index < complete
+        page = tl.load(page_table + seq * table_stride + index, mask=there, other=0)
+        generation = tl.load(generations + seq * table_stride + index, mask=there, other=0)
+        own = tl.load(sealed + page, mask=there, other=-1)
+        tl.store(
+            candidates + seq * candidate_stride + index,
+            tl.where(own == generation, page, -1),
+            mask=there,
+        )
+        if AT_HOME:
+            frame = tl.load(frame_of + page, mask=there, other=0)
+            tl.store(homes + seq * homes_stride + index, frame, mask=there)
+    if (seal > 0) & (tl.program_id(0) == 0) & (length % PAGE_SIZE == 0):
+        last = seq * table_stride + complete - 1
+        page = tl.load(page_table + last)
+        # Rows that only pad a batch are on page 0, which has no landmark.
+        tl.store(sealed + page, tl.load(generations + last), mask=page > 0)
+
+
+def begin(
+    scratch: SparseScratch,
+    page_table: torch.Tensor,  # [seqs, pages] int32
+    generations: torch.Tensor,  # [seqs, pages] int32, of the same stride
+    sealed: torch.Tensor,  # [pages] int32
+    kv_lens: torch.Tensor,  # [seqs] int32
+    *,
+    page_size: int,
+    seal: bool,  # every sequence adds one row, and pages that it completes are sealed here
+    homes: Homes | None = None,
+) -> None:
+    seqs = len(kv_lens)
+    programs = 8 if seqs < 32 else 1
+    table = scratch.candidates if homes is None else homes.table
+    _begin_kernel[(programs, seqs)](
+        page_table,
+        generations,
+        sealed,
+        kv_lens,
+        scratch.candidates,
+        sealed if homes is None else homes.frame_of,
+        table,
+        page_table.stride(0),
+        scratch.candidates.stride(0),
+        table.stride(0),
+        int(seal),
+        AT_HOME=homes is not None,
+        PAGE_SIZE=page_size,
+        BLOCK=512,
+        PROGRAMS=programs,
+        num_warps=4,
+    )

@@ -1,0 +1,76 @@
+"""What all kernels of sparse attention have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+SUM_GROUP = tl.constexpr(1)
+SOFTMAX_HEAD = tl.constexpr(2)
+STRATEGIES = {"head": 0, "group": 1, "softmax_head": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class SparseShape:
+    """What all sparse layers of a model have in common."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    landmark_heads: int
+    landmark_width: int
+    topk: int
+    window: int
+    scale: float
+    strategy: str  # of STRATEGIES
+    by_lse: bool
+    """Pages weigh as much as their log-sum-exp, not as their landmark's score."""
+    sinks: int
+    null_split: bool
+    hide_last: bool
+    """The last row of a page is a landmark row."""
+    dense_below: int
+    split_query: bool = False
+    """Scoring queries come as they are; kernels take their positive and their negative part."""
+
+    @property
+    def block_g(self) -> int:
+        return max(16, int(triton.next_power_of_2(self.heads // self.kv_heads)))
+
+    @property
+    def window_parts(self) -> int:
+        """Programs that share a window, of three pages each."""
+        rows = max(self.window, self.dense_below) + self.page_size
+        return max(1, min(16, -(-rows // (3 * self.page_size))))
+
+    @property
+    def page_parts(self) -> int:
+        """Programs that share the selected pages, of two each."""
+        return max(1, min(16, self.topk // 2))
+
+    @property
+    def parts(self) -> int:
+        return self.window_parts + self.page_parts
+
+
+@triton.jit
+def candidate_limit(position, WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, dense_until):
+    """Pages before it are candidates of the query at `position`; its window starts there."""
+    limit = tl.maximum(position - WINDOW + 1, 0) // PAGE_SIZE
+    return tl.where(position < dense_until, 0, limit)
+
+
+@triton.jit
+def load_scoring(scoring, row_offset, head, mask, WIDTH: tl.constexpr, SPLIT: tl.constexpr):
+    """[n, WIDTH] scoring queries; row_offset and head are [n, 1], or one for all rows"""
+    OWN: tl.constexpr = WIDTH // 2 if SPLIT else WIDTH
+    offs_w = tl.arange(0, WIDTH)[None, :]
+    q = tl.load(scoring + row_offset + head * OWN + offs_w % OWN, mask=mask, other=0.0)
+    if SPLIT:
+        wide = q.to(tl.float32)
+        part = tl.where(offs_w < OWN, tl.maximum(wide, 0.0), tl.minimum(wide, 0.0))
+        q = part.to(q.dtype)
+    return q
