@@ -197,6 +197,19 @@ class Running:
         self.requests.clear()
 
 
+def stop_copying(llm: LLM) -> bool:
+    """Decode steps plan what they would bring in, and go on without it: a probe of what copies
+    cost. False where no kernels do that."""
+    runner = llm.engine._runner
+    tier = getattr(runner, "tier", None)
+    if tier is None or tier.swap is None:
+        return False
+    tier.swap.probing = True
+    if runner.graph_sizes:
+        runner.record_graphs()
+    return True
+
+
 def totals(llm: LLM) -> TierStats:
     """Nothing, where there is no tier."""
     report = llm.engine.tier()

@@ -15,6 +15,7 @@ from cairn.bench.tier_engines import (
     engine,
     prompt,
     reads,
+    stop_copying,
     totals,
 )
 from cairn.engine.sampling_params import SamplingParams
@@ -34,7 +35,8 @@ def throughput(bench: TierBench) -> Iterator[dict[str, Any]]:
             most = bench.fitting(context)
             with engine(bench, context, most, tier=tier, drifting=True) as llm:
                 for row in _by_concurrency(bench, llm, context, most):
-                    best[tier] = max(best.get(tier, 0.0), row["tokens_per_s"])
+                    if "copies" not in row:
+                        best[tier] = max(best.get(tier, 0.0), row["tokens_per_s"])
                     yield {"part": "throughput", "tier": tier, "context": context, **row}
         ratio = round(best[True] / best[False], 2)
         yield {"part": "throughput", "context": context, "best_with / best_without": ratio}
@@ -57,6 +59,14 @@ def _by_concurrency(
             "ms": round(1e3 * step, 3),
             "tokens_per_s": round(count / step, 1),
             **reads(before, after, bench.warm_steps + bench.steps),
+        }
+    if stop_copying(llm):
+        step = running.step_seconds(bench.warm_steps, bench.steps)
+        yield {
+            "running": len(running.requests),
+            "copies": "none",
+            "ms": round(1e3 * step, 3),
+            "tokens_per_s": round(len(running.requests) / step, 1),
         }
     running.end()
 

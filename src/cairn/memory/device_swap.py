@@ -64,6 +64,8 @@ class DeviceSwap:
         self.frame_of = frame_of
         self._first_hot = first_hot
         self._threads = shape.copy_threads
+        self.probing = False
+        """Plan, and copy nothing: decode rows read what is not theirs, and show what copies cost."""
         device, num_pages = frame_of.device, len(frame_of)
         heads = pool.kv_heads
         self._hot: dict[int, HotTables] = {
@@ -100,13 +102,14 @@ class DeviceSwap:
 
         hot, scratch = self._hot[layer], self._scratch
         plan_swap(hot, scratch, selected, page_table, generations, self.frame_of, self._first_hot)
-        copy_missed(
-            scratch.misses,
-            self._host.layers[layer],
-            self._pool.layers[layer],
-            self._first_hot,
-            threads=self._threads,
-        )
+        if not self.probing:
+            copy_missed(
+                scratch.misses,
+                self._host.layers[layer],
+                self._pool.layers[layer],
+                self._first_hot,
+                threads=self._threads,
+            )
         return scratch.located
 
     def forget(self, layer: int) -> None:
