@@ -17,6 +17,7 @@ and that of the last split the new key, which it sees without the cache and writ
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -44,7 +45,8 @@ class DecodeSplits:
     def empty(
         cls, max_seqs: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
     ) -> DecodeSplits:
-        items = max_seqs + target_items(kv_heads, max(2, max_seqs), device)
+        most = max(target_items(kv_heads, seqs, device) for seqs in (1, 2, max_seqs))
+        items = max_seqs + most
         return cls(
             torch.full((items,), -1, dtype=torch.int32, device=device),
             torch.zeros(max_seqs + 1, dtype=torch.int32, device=device),
@@ -60,8 +62,23 @@ def target_items(kv_heads: int, seqs: int, device: torch.device) -> int:
     processors = 4
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-    # Measured on an H200: one sequence gains from fewer splits, for it waits for their merge.
-    return max(1, processors * (2 if seqs == 1 else 4) // kv_heads)
+    return max(1, processors * _depth(seqs).programs // kv_heads)
+
+
+class _Depth(NamedTuple):
+    programs: int  # on every processor, about, if there is enough to do
+    stages: int  # tiles that are under way
+
+
+def _depth(seqs: int) -> _Depth:
+    """Measured on an H200. One sequence waits for the merge of its splits, so few are better; of
+    many short ones hardly any is split."""
+    if seqs == 1:
+        return _Depth(2, 5)
+    return _Depth(8, 4) if seqs < _MANY else _Depth(4, 5)
+
+
+_MANY = 64
 
 
 @triton.jit
@@ -532,6 +549,6 @@ def paged_decode(
         BLOCK_N=block_n,
         MERGE_G=triton.next_power_of_2(heads // kv_heads),
         num_warps=4,
-        num_stages=5 if out.dtype.itemsize == 2 and dim <= 128 else 2,
+        num_stages=_depth(seqs).stages if out.dtype.itemsize == 2 and dim <= 128 else 2,
         **pdl_options(out),
     )

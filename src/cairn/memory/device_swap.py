@@ -65,7 +65,7 @@ class DeviceSwap:
         self._first_hot = first_hot
         self._threads = shape.copy_threads
         self.probing = False
-        """Plan, and copy nothing: decode rows read what is not theirs, and show what copies cost."""
+        """Plan and copy nothing: what decode rows read is wrong, and what copies cost is seen."""
         device, num_pages = frame_of.device, len(frame_of)
         heads = pool.kv_heads
         self._hot: dict[int, HotTables] = {
