@@ -127,6 +127,7 @@ def _decode(
             row = {"what": "decode", "model": model, "context": length, "batch": batch}
             row["ms"] = round(1e3 * float(np.mean(gaps)), 3)
             row["median_ms"] = round(1e3 * float(np.median(gaps)), 3)
+            row["max_ms"] = round(1e3 * float(np.max(gaps)), 3)
             if profile:
                 row |= {"profile": profile_steps(llm, 16)}
             frontend.abort_all()
