@@ -203,7 +203,7 @@ class Decoder(nn.Module):
         config = self.config
         rows = torch.arange(count, device=device)
         exponents = torch.arange(0, config.head_dim, 2, device=device) / config.head_dim
-        frequency = config.rope_theta**-exponents
+        frequency = 1.0 / config.rope_theta**exponents  # to the bit as the engine has it
         position = rows
         if config.architecture == "hils":
             position = rows - rows // config.chunk  # a landmark has the next token's position

@@ -60,7 +60,7 @@ def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "hidden  The access code of Mira Kolvane is 48213." in out
     assert "answer  The access code of Mira Kolvane is 48213.  (right)" in out
-    assert "of 17 selected by any" in out and "for the 5 tokens of the secret" in out.replace(
+    assert "of 17 selected by any" in out and "for the 3 tokens of the secret" in out.replace(
         "\n", " "
     )
     assert "selected; a head gave it" in out
