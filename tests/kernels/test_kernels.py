@@ -14,14 +14,22 @@ pytest.importorskip("triton")
 
 
 def test_kernels_agree_with_their_references_in_the_interpreter() -> None:
+    """In two processes, of which each takes every other test: there are two cores at least."""
     tests = Path(__file__).with_name("interpreted.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
+    halves = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, "TRITON_INTERPRET": "1", "EVERY_OTHER_TEST": half},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for half in ("0", "1")
+    ]
+    for half in halves:
+        printed, _ = half.communicate()
+        assert half.returncode == 0, printed[-3000:]
 
 
 def test_kernels_compile_for_a_gpu_that_is_not_here() -> None:

@@ -132,7 +132,18 @@ class ServerProcess:
         raise AssertionError(f"the engine is not idle: {stats}")
 
     def log_lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.log.read_text().splitlines()]
+        whole = self.log.read_text().rpartition("\n")[0]
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def logged(self, request_id: str, seconds: float = 30) -> dict[str, Any]:
+        """The line about a request, which is written once its answer is on the way."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            for line in self.log_lines():
+                if line["id"] == request_id:
+                    return line
+            time.sleep(0.02)
+        raise AssertionError(f"nothing was logged about {request_id}")
 
     def stop(self) -> None:
         if self._process.poll() is None:

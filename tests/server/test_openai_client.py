@@ -184,7 +184,7 @@ def test_fields_that_ask_for_nothing_are_taken(
     )
     assert answer.choices[0].finish_reason == "length"
     assert answer._request_id == "my-own-id"
-    (line,) = [line for line in server.log_lines() if line["id"] == "my-own-id"]
+    line = server.logged("my-own-id")
     assert line["user"] == "u-1" and line["metadata"] == {"run": "7"}
     assert line["completion_tokens"] == 2 and line["finish"] == ["length"]
 

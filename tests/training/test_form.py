@@ -73,7 +73,7 @@ def test_training_form_equals_engine_on_the_shipped_checkpoint(top_k: int) -> No
     with LLM("cairn-nano", hsa_topk=top_k, **options) as llm:
         ids = need_tokenizer(llm).encode(read_text(None), add_special_tokens=False)[:4096]
         expected = scores_of(model, ids)
-        for length in (1, 63, 64, 129, 500, 1008, 4096):
+        for length in (63, 1008, 4096):
             apart = (llm.logprobs(ids[:length]) - expected[:length]).abs().amax(1)
             assert (apart < 1e-4).float().mean() >= (1.0 if top_k == 64 or length <= 1008 else 0.9)
 
