@@ -146,6 +146,7 @@ def test_tools_are_called(client: openai.OpenAI, server: ServerProcess) -> None:
         tools=TOOLS,
         tool_choice="none",
         max_tokens=5,
+        extra_body={"ignore_eos": True},
     )
     assert again.usage.completion_tokens == 5
 
