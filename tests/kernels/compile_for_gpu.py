@@ -24,6 +24,7 @@ from cairn.kernels import (
     sparse_score,
     sparse_scratch,
     sparse_select,
+    sparse_survey,
     stage,
     swap_in,
 )
@@ -199,7 +200,7 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
     for located, counted in ((False, False), (True, False), (False, True)):
         constants |= {"LOCATED": located, "COUNTED": counted}
         build(sparse_pages.pages_kernel, num_stages=2)
-    build(sparse_select._lay_out_kernel)
+    build(sparse_survey.lay_out_kernel)
     for tma in (False, True):
         for tile, collect in ((128, False), (64, True)):
             constants |= {"TILE": tile, "COLLECT": collect, "TMA": tma}
@@ -207,7 +208,7 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
             types |= {"queries": tile_of(64, width) if tma else BF16}
             build(sparse_select._rank_kernel, num_stages=3)
             if not collect:
-                build(sparse_select._survey_kernel, num_stages=3)
+                build(sparse_survey.survey_kernel, num_stages=3)
     build(sparse_select._threshold_kernel, num_warps=1)
     build(sparse_select._choose_kernel, I32, num_warps=1)
     constants["ROWS"] = 8

@@ -17,7 +17,7 @@ _KINDS = {
     "host memory": ("_swap_", "_drift_kernel"),
     "sparse attention": (
         *("score_kernel", "topk_kernel", "pages_kernel", "_begin_kernel", "_pool_kernel"),
-        *("_lay_out_kernel", "_survey_kernel", "_rank_kernel", "_threshold_kernel"),
+        *("lay_out_kernel", "survey_kernel", "_rank_kernel", "_threshold_kernel"),
         "choose_kernel",
         *("_union_kernel", "_attend_kernel"),
     ),

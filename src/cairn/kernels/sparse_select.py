@@ -6,7 +6,8 @@
     3. a threshold for each row, which its best k groups reach
     4. the pages that reach it are collected, and of those the best k are chosen
 
-Ranks of all pages are never in memory: of a row there are some hundred groups, whatever the length.
+Ranks of all pages are never in memory: of a row there are at most a few hundred groups, up to some
+million tokens, and beyond that one for every tile of pages.
 A group's best page stands for it, so that at least k pages reach the threshold, and no more than k
 groups hold a better one. Its pages lie apart from each other, for good pages come in clusters.
 """
@@ -21,13 +22,17 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cairn.kernels.paged_extend import ExtendBlocks, can_describe
-from cairn.kernels.softmax import LN2, LOG2E
 from cairn.kernels.sparse_shape import (
     STRATEGIES,
     SUM_GROUP,
     SparseShape,
-    candidate_limit,
     load_scoring,
+)
+from cairn.kernels.sparse_survey import (
+    lay_out_kernel,
+    rows_and_limits,
+    scores_of_tile,
+    survey_kernel,
 )
 from cairn.kernels.top_pages import (
     entry_key,
@@ -57,207 +62,6 @@ class CandidatePages:
     offsets: torch.Tensor  # [seqs] int32, the first of each sequence; 0 for others
     longest: int
     """Most pages of one sequence."""
-
-
-@triton.jit(do_not_specialize=["count"])
-def _lay_out_kernel(
-    vectors,  # [pages, LANDMARK_HEADS, WIDTH]
-    bias,  # [pages, LANDMARK_HEADS]
-    pages,  # [count]
-    flat,  # [LANDMARK_HEADS * room, WIDTH] written
-    flat_bias,  # [LANDMARK_HEADS, room] written, -inf where a page must not be read
-    count,
-    room,
-    LANDMARK_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    head = tl.program_id(1).to(tl.int64)
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    offs_w = tl.arange(0, WIDTH)
-    page = tl.load(pages + index, mask=index < count, other=-1).to(tl.int64)
-    there = page >= 0
-    vector = tl.load(
-        vectors + (page * LANDMARK_HEADS + head)[:, None] * WIDTH + offs_w[None, :],
-        mask=there[:, None],
-        other=0.0,
-    )
-    more = tl.where(there, 0.0, float("-inf"))
-    if HAS_BIAS:
-        more = tl.load(bias + page * LANDMARK_HEADS + head, mask=there, other=float("-inf"))
-    place = head * room + index
-    tl.store(flat + place[:, None] * WIDTH + offs_w[None, :], vector, mask=(index < room)[:, None])
-    tl.store(flat_bias + place, more, mask=index < room)
-
-
-@triton.jit
-def _rows_and_limits(
-    block_seq,
-    block_begin,
-    kv_lens,
-    cu_query,
-    dense_until,
-    WINDOW: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """Of this program's block: its sequence, rows of the step, which of them are there, and how
-    many candidates each has."""
-    block = tl.program_id(1)
-    seq = tl.load(block_seq + block)
-    first_row = tl.load(cu_query + seq).to(tl.int32)
-    query_len = tl.load(cu_query + seq + 1).to(tl.int32) - first_row
-    past = tl.load(kv_lens + seq).to(tl.int32) - query_len
-    new = tl.load(block_begin + block) + tl.arange(0, BLOCK_M)
-    in_rows = new < query_len
-    until = tl.load(dense_until + seq).to(tl.int32)
-    limit = tl.where(in_rows, candidate_limit(past + new, WINDOW, PAGE_SIZE, until), 0)
-    return seq, (first_row + new).to(tl.int64), in_rows, limit
-
-
-@triton.jit
-def _scores(
-    q, flat, flat_bias, first, scale, WIDTH: tl.constexpr, TILE: tl.constexpr, TMA: tl.constexpr
-):
-    """[rows, TILE] scores of the landmarks from `first` on; the same sum, to the bit, in every
-    kernel that calls it."""
-    place = first + tl.arange(0, TILE)
-    if TMA:
-        landmark = flat.load([first, 0]).T
-    else:
-        landmark = tl.load(
-            flat + place.to(tl.int64)[None, :] * WIDTH + tl.arange(0, WIDTH)[:, None]
-        )
-    product = tl.dot(q, landmark, input_precision="ieee")
-    more = tl.load(flat_bias + place)
-    return tl.fma(product, tl.full(product.shape, scale, tl.float32), more[None, :])
-
-
-@triton.jit
-def _survey_tile(
-    q,
-    flat,
-    flat_bias,
-    first,
-    start,
-    limit,
-    most,
-    total,
-    maxima,
-    in_rows,
-    scale,
-    WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
-    GROUP_PAGES: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    MASKED: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    score = _scores(q, flat, flat_bias, first + start, scale, WIDTH, TILE, TMA)
-    if MASKED:
-        index = start + tl.arange(0, TILE)
-        score = tl.where(index[None, :] < limit[:, None], score, float("-inf"))
-    GROUPS: tl.constexpr = TILE // GROUP_PAGES
-    best = tl.max(tl.reshape(score, (score.shape[0], GROUP_PAGES, GROUPS)), 1)
-    group = start // GROUP_PAGES + tl.arange(0, GROUPS)
-    tl.store(maxima + group[None, :], best, mask=in_rows[:, None])
-    if NORMALIZE:
-        new_most = tl.maximum(most, tl.max(best, 1))
-        scaled = new_most * LOG2E
-        total = total * tl.exp2(most * LOG2E - scaled)
-        total += tl.sum(tl.exp2(score * LOG2E - scaled[:, None]), 1)
-        most = new_most
-    return most, total
-
-
-@triton.jit
-def _survey_kernel(
-    scoring,  # [rows, HEADS, WIDTH]
-    flat,  # [LANDMARK_HEADS * room, WIDTH], described if TMA
-    flat_bias,
-    offsets,
-    kv_lens,
-    cu_query,
-    dense_until,  # [seqs] rows before it see everything
-    block_seq,
-    block_begin,
-    window_lse,  # [rows, HEADS]
-    normalizer,  # [rows, HEADS] written if NORMALIZE
-    maxima,  # [rows, HEADS, groups] written
-    limits,  # [rows] written: candidates of each row
-    scale,
-    scoring_stride,
-    room,
-    groups,
-    HEADS: tl.constexpr,
-    LANDMARK_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    GROUP_PAGES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    TILE: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    head = tl.program_id(0)
-    seq, row, in_rows, limit = _rows_and_limits(
-        block_seq, block_begin, kv_lens, cu_query, dense_until, WINDOW, PAGE_SIZE, BLOCK_M
-    )
-    if head == 0:
-        tl.store(limits + row, limit, mask=in_rows)
-    q = load_scoring(scoring, row[:, None] * scoring_stride, head, in_rows[:, None], WIDTH, SPLIT)
-    most = tl.load(window_lse + row * HEADS + head, mask=in_rows, other=0.0)
-    total = tl.full((BLOCK_M,), 1.0, tl.float32)
-    first = head // (HEADS // LANDMARK_HEADS) * room + tl.load(offsets + seq)
-    own = maxima + ((row * HEADS + head) * groups)[:, None]
-    # Tiles that all rows see whole need no mask.
-    clear = tl.min(tl.where(in_rows, limit, 0x7FFFFFFF)) // TILE * TILE
-    for start in range(0, clear, TILE):
-        most, total = _survey_tile(
-            q,
-            flat,
-            flat_bias,
-            first,
-            start,
-            limit,
-            most,
-            total,
-            own,
-            in_rows,
-            scale,
-            WIDTH,
-            TILE,
-            GROUP_PAGES,
-            NORMALIZE,
-            False,
-            TMA,
-        )
-    for start in range(clear, tl.max(limit), TILE):
-        most, total = _survey_tile(
-            q,
-            flat,
-            flat_bias,
-            first,
-            start,
-            limit,
-            most,
-            total,
-            own,
-            in_rows,
-            scale,
-            WIDTH,
-            TILE,
-            GROUP_PAGES,
-            NORMALIZE,
-            True,
-            TMA,
-        )
-    if NORMALIZE:
-        lse = most + tl.log2(total) * LN2
-        tl.store(normalizer + row * HEADS + head, lse, mask=in_rows)
 
 
 @triton.jit
@@ -303,7 +107,7 @@ def _rank_kernel(
     """Ranks of pages, over all heads of a kv head: those that reach the threshold are kept; or, of
     ranks that no single head decides, the best of every group."""
     kv_head = tl.program_id(0)
-    seq, row, in_rows, limit = _rows_and_limits(
+    seq, row, in_rows, limit = rows_and_limits(
         block_seq, block_begin, kv_lens, cu_query, dense_until, WINDOW, PAGE_SIZE, BLOCK_M
     )
     HEADS_OF_KV: tl.constexpr = HEADS // KV_HEADS
@@ -334,7 +138,7 @@ def _rank_kernel(
                 scoring, row[:, None] * scoring_stride, head, in_rows[:, None], WIDTH, SPLIT
             )
         tile = head // SHARED * room + first + start
-        score = _scores(q, flat, flat_bias, tile, scale, WIDTH, TILE, TMA)
+        score = scores_of_tile(q, flat, flat_bias, tile, scale, WIDTH, TILE, TMA)
         if NORMALIZE:
             whole = tl.load(normalizer + row * HEADS + head, mask=in_rows, other=0.0)
             score -= whole[:, None]
@@ -493,7 +297,7 @@ def select_pages(
     room = _up_to_16(count + tile)  # tiles at the end are read whole
     flat = workspace.take("flat", landmark_heads * room, width, dtype=vectors.dtype)
     flat_bias = workspace.take("flat_bias", landmark_heads, room)
-    _lay_out_kernel[(triton.cdiv(room, 32), landmark_heads)](
+    lay_out_kernel[(triton.cdiv(room, 32), landmark_heads)](
         vectors,
         vectors if bias is None else bias,
         candidates.pages,
@@ -569,7 +373,7 @@ def select_pages(
     if summed:
         rank(collect=False)
     else:
-        _survey_kernel[(heads, len(blocks.seq))](
+        survey_kernel[(heads, len(blocks.seq))](
             scoring,
             described(flat, tile),
             flat_bias,
