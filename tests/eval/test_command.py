@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cairn import LLM
 from cairn.cli.main import main
 
 CPU = ["--device", "cpu", "--kv-cache-gib", "0.05"]
@@ -39,6 +40,32 @@ def test_needle(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert cells["multiquery", 500, 1.0]["asked"] == 2
     again = run([a for a in arguments if a != str(files["plot"]) and a != "--plot"], capsys)
     assert again == record
+
+
+def test_answers_until_ctrl_c_are_reported(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    answers, calls, generate = tmp_path / "answers", [], LLM.generate
+
+    def interrupted(self: LLM, *args: Any, **options: Any) -> Any:
+        calls.append(len(answers.read_text().splitlines()))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return generate(self, *args, **options)
+
+    monkeypatch.setattr(LLM, "generate", interrupted)
+    arguments = ["eval", "needle", "--model", str(folder), *CPU, "--lengths", "500"]
+    arguments += ["--depths", "0,100", "--samples", "5", "--max-tokens", "3"]
+    assert main([*arguments, "--answers", str(answers)]) == 0
+    printed = capsys.readouterr()
+    record = json.loads(printed.out.strip().splitlines()[-1])
+    assert calls == [0, 2, 4]  # each is in the file before the next text is asked about
+    assert not record["asked"]["whole"]
+    assert {row["depth"]: row["asked"] for row in record["results"]} == {0.0: 2, 1.0: 2, None: 4}
+    assert "stopped by Ctrl-C after 4 answers" in printed.err
 
 
 def test_sparse_with_all_pages_is_as_perplexed_as_dense(

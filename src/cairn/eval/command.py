@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -163,6 +164,8 @@ def _needle(arguments: argparse.Namespace) -> int:
     asked = {"model": model, "text": arguments.text, **asdict(options), "whole": whole}
     record = make_record("needle", engine, asked, tally(answers))
     show_needle(record)
+    if not whole:
+        print(f"cairn: stopped by Ctrl-C after {len(answers)} answers", file=sys.stderr)
     if arguments.plot is not None:
         plot_needle(record, Path(arguments.plot))
     finish(record, arguments.output)
