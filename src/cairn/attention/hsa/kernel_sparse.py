@@ -224,7 +224,6 @@ class KernelSparse:
         from cairn.kernels.sparse_select import CandidatePages
 
         tables = batch.groups[self._groups.ids]
-        assert tables.host_pages is not None and tables.host_generations is not None
         counts = batch.kv_lens[seqs] // batch.page_size
         within = np.arange(counts.max(initial=0)) < counts[:, None]
         pages, lives = (
