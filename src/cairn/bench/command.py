@@ -97,6 +97,7 @@ def _add_replay(kinds: Any) -> None:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
+    from cairn.bench.collector import settle
     from cairn.bench.replay import read_trace, run
     from cairn.bench.report import show_rows
     from cairn.llm import LLM
@@ -109,6 +110,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     options = collect(arguments, EngineConfig)
     with LLM(**options) as llm:
         llm.generate([1, 2, 3], max_tokens=8, ignore_eos=True)  # warm up
+        settle()
         result = run(llm, trace, time_scale=arguments.time_scale)
     show_rows("replay", [{**result, **options}], arguments.output)
     return 0
@@ -207,12 +209,14 @@ def _hsa(arguments: argparse.Namespace) -> int:
 
 
 def _mix(arguments: argparse.Namespace) -> int:
+    from cairn.bench.collector import settle
     from cairn.bench.mix import run
     from cairn.bench.report import show_rows
     from cairn.llm import LLM
 
     options = collect(arguments, EngineConfig)
     with LLM(**options) as llm:
+        settle()
         result = run(
             llm,
             long_tokens=arguments.long_tokens,
@@ -247,6 +251,7 @@ def _profile(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
+    from cairn.bench.collector import settle
     from cairn.bench.measure import Measurement, TransformersBaseline, measure_cairn
     from cairn.bench.report import make_record, show
     from cairn.engine.build import resolve_device, resolve_dtype
@@ -281,6 +286,7 @@ def _bench(arguments: argparse.Namespace) -> int:
             dtype = resolve_dtype(llm.config.dtype, source.config, device)
             baseline = TransformersBaseline(source, dtype, device)
             baseline.warm_up()
+        settle()
         runs: list[list[Measurement]] = [[], []]
         for _ in range(arguments.repeat):  # in turn, so that both meet the same machine
             llm.engine.scheduler.cache.tree.clear()  # every run starts cold

@@ -8,7 +8,6 @@ selection of a trained model's locality (2.5x fewer pages for 4 neighbouring row
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ import torch
 
 from cairn.attention.hsa.backend import HSABackend
 from cairn.attention.hsa.kernel_sparse import ChunkRows, KernelSparse
+from cairn.bench.collector import release, settle
 from cairn.bench.profile import profile_call, profile_steps
 from cairn.engine.sampling_params import SamplingParams
 from cairn.llm import LLM
@@ -71,14 +71,8 @@ def _prefill_part(
     release()
 
 
-def release() -> None:
-    """Give memory of engines that are closed back to the device."""
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
 def _llm(model: str, longest: int, requests: int) -> LLM:
-    return LLM(
+    llm = LLM(
         model,
         load_format="dummy",
         dtype="bfloat16",
@@ -87,6 +81,8 @@ def _llm(model: str, longest: int, requests: int) -> LLM:
         max_running_requests=requests,
         chunked_prefill_size=_CHUNK,
     )
+    settle()
+    return llm
 
 
 def _prompt(tokens: int, seed: int, vocab: int) -> list[int]:

@@ -76,10 +76,12 @@ def profile_call(call: Callable[[], object], steps: int = 1) -> dict[str, Any]:
             by_kind[kind_of(event.name)] += span.end - span.start
             by_name[event.name[:48]] += span.end - span.start
     busy = covered(spans)
+    first, last = min(begin for begin, _ in spans), max(end for _, end in spans)
     return {
         "ms_per_step": round(1e3 * wall / steps, 3),
         "by_kind_ms": {kind: round(us / 1e3 / steps, 3) for kind, us in sorted(by_kind.items())},
         "by_kernel_us": {name: round(us / steps, 1) for name, us in by_name.most_common(_NAMES)},
         "kernels_per_step": round(len(spans) / steps),
+        "idle_between_ms": round((last - first - busy) / 1e3 / steps, 3),
         "host_gap_share": round(max(0.0, 1 - busy / (1e6 * wall)), 4),
     }

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from cairn.bench.tier_engines import TierBench, release
+from cairn.bench.collector import release
+from cairn.bench.tier_engines import TierBench
 from cairn.engine.build import resolve_device
 from cairn.errors import ConfigError
 from cairn.memory.copies import CopyEdits, Transfer

@@ -3,7 +3,6 @@ device budget, contexts of their own for every request, and the time of a decode
 
 from __future__ import annotations
 
-import gc
 import json
 import random
 import time
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 
 from cairn.attention.hsa.backend import HSABackend
+from cairn.bench.collector import release, settle
 from cairn.config import EngineConfig
 from cairn.engine.build import resolve_dtype
 from cairn.engine.load import locate
@@ -123,15 +123,9 @@ def engine(
     with LLM(bench.model, **options) as llm:
         if tier and drifting and bench.change > 0:
             drift(llm, bench.change)
+        settle()
         yield llm
     release()
-
-
-def release() -> None:
-    """Give memory of engines that are closed back."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def drift(llm: LLM, change: float) -> None:

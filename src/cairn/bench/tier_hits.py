@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from cairn.bench.tier_engines import TierBench, reads, release, totals
+from cairn.bench.collector import release
+from cairn.bench.tier_engines import TierBench, reads, totals
 from cairn.config import EngineConfig
 from cairn.engine.load import locate
 from cairn.engine.sampling_params import SamplingParams
