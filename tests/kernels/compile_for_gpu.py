@@ -59,11 +59,8 @@ def main() -> None:
         splits |= {"partial": FP32, "partial_lse": FP32, "arrivals": I32, "group_arrivals": I32}
         block_n = 16 if page_size == 16 else 64
         decode = {**shape, "BLOCK_G": 16, "BLOCK_N": block_n, "MERGE_G": 2}
-        turning = {"cos": BF16, "sin": BF16, "q_weight": BF16, "k_weight": BF16, "eps": "fp32"}
-        types = {**ATTENTION, **splits, **turning}
-        for projected in (False, True):
-            decode |= {"PROJECTED": projected, "NORM": projected}
-            compile_kernel(paged_decode._decode_kernel, types, decode, num_stages=5)
+        types = {**ATTENTION, **splits}
+        compile_kernel(paged_decode._decode_kernel, types, decode, num_stages=5)
         blocks = {"cu_query": I32, "block_seq": I32, "block_begin": I32}
         blocks["dense_until"] = I32
         for tma in {False, page_size % 64 == 0}:

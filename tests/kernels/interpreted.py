@@ -20,7 +20,7 @@ from cairn.kernels import sparse_decode, sparse_extend, sparse_scratch, sparse_s
 from cairn.kernels.activation import silu_and_mul, silu_and_mul_reference
 from cairn.kernels.drift import DriftState, drift
 from cairn.kernels.gemv import gemv, gemv_reference
-from cairn.kernels.interface import NewRows, ScoringHeads
+from cairn.kernels.interface import ScoringHeads
 from cairn.kernels.norm import add_rms_norm, rms_norm, rms_norm_reference
 from cairn.kernels.paged_decode import DecodeSplits, paged_decode, plan_splits
 from cairn.kernels.paged_extend import ExtendBlocks, paged_extend
@@ -111,43 +111,6 @@ def test_paged_attention(
         )
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("case", [case for case in SHAPES if max(case[1]) == 1], ids=str)
-def test_decode_of_rows_as_projected(
-    case: tuple[list[int], list[int], int, int, int, int, int, bool],
-    norm: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Norm, rotation and the write of keys and values within attention, against one by one."""
-    monkeypatch.setattr(paged_decode_module, "target_items", lambda *_: 40)
-    monkeypatch.setattr(paged_decode_module, "_LEAST_PAGES", 0)
-    torch.manual_seed(0)
-    lengths, _, heads, kv_heads, dim, page_size, window, hide = case
-    rows = len(lengths)
-    pool, table = paged(lengths, kv_heads, dim, page_size)
-    last = torch.tensor(lengths) - 1
-    pages, offsets = table[torch.arange(rows), last // page_size].long(), last % page_size
-    pool[pages, :, offsets] = NAN  # written by the kernel, and not read before
-    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim + 3)
-    cos, sin = torch.randn(rows, dim), torch.randn(rows, dim)
-    q_weight, k_weight = (torch.randn(dim), torch.randn(dim)) if norm else (None, None)
-    reference = pool.clone()
-    new = NewRows(qkv, cos, sin, q_weight, k_weight, 1e-6)
-    query, _ = rope_kv_reference(*new, reference, pages, offsets, heads)
-    kv_lens = torch.tensor(lengths, dtype=torch.int32)
-    splits = DecodeSplits.empty(rows, heads, kv_heads, dim, CPU)
-    plan_splits(splits, kv_lens, kv_heads=kv_heads, page_size=page_size, window=window)
-    found = []
-    for given, own in ((query, reference), (new, pool)):
-        out, lse = torch.full((rows, heads, dim), NAN), torch.full((rows, heads), NAN)
-        options = {"scale": dim**-0.5, "window": window, "hide_last": hide, "lse": lse}
-        every = torch.arange(rows, dtype=torch.int32)
-        paged_decode(given, own, table, kv_lens, every, splits, out, **options)
-        found.append((out, lse, own))
-    for expected, got in zip(*found, strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("lengths", [[1], [5000], [64] * 9, [1, 100, 9000, 64, 3000]])

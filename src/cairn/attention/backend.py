@@ -15,7 +15,6 @@ import torch
 
 from cairn.attention.batch import AttentionBatch, HostBatch, Scoring
 from cairn.errors import ConfigError
-from cairn.kernels.interface import NewRows
 from cairn.memory.groups import LayerGroup
 from cairn.memory.kv_pool import KVPool
 from cairn.sparsity.selection import Selection
@@ -82,11 +81,6 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def forward_projected(self, layer: int, new: NewRows, metadata: Any) -> torch.Tensor | None:
-        """`forward` for rows of which nothing is in the pool: writes keys and values as well. None
-        where that is not one kernel."""
-        ...
-
     def selections(self, metadata: Any, row: int) -> dict[int, Selection]:
         """Pages that a traced row of the step read, by layer."""
         ...
@@ -148,9 +142,6 @@ class DenseBackend:
     ) -> torch.Tensor:
         assert scoring is None, "dense attention scores no landmarks"
         return self.attend(layer, query, metadata)
-
-    def forward_projected(self, layer: int, new: NewRows, metadata: Any) -> torch.Tensor | None:
-        return None
 
     def attend(self, layer: int, query: torch.Tensor, metadata: Any) -> torch.Tensor:
         """`forward`, for layers without landmarks."""

@@ -14,7 +14,6 @@ import torch
 
 from cairn.attention.backend import DenseBackend
 from cairn.attention.batch import AttentionBatch, HostBatch, Scoring
-from cairn.kernels.interface import NewRows
 from cairn.sparsity.selection import Selection
 
 
@@ -54,9 +53,6 @@ class PairBackend:
         scoring: Scoring | None = None,
     ) -> torch.Tensor:
         return metadata.backend.forward(layer, query, metadata.metadata, scoring)
-
-    def forward_projected(self, layer: int, new: NewRows, metadata: _Chosen) -> torch.Tensor | None:
-        return metadata.backend.forward_projected(layer, new, metadata.metadata)
 
     def selections(self, metadata: _Chosen, row: int) -> dict[int, Selection]:
         return {}

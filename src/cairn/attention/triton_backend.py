@@ -10,7 +10,6 @@ import torch
 
 from cairn.attention.backend import AttentionShape, DenseBackend, missing_module
 from cairn.attention.batch import AttentionBatch, to_device
-from cairn.kernels.interface import NewRows
 from cairn.memory.kv_pool import KVPool
 
 
@@ -82,41 +81,8 @@ class TritonBackend(DenseBackend):
                 window=group.window,
             )
 
-    def forward_projected(
-        self, layer: int, new: NewRows, metadata: _Metadata
-    ) -> torch.Tensor | None:
-        if metadata.blocks is not None:
-            return None
-        size = (len(new.qkv), self._shape.num_heads, self._shape.head_dim)
-        out = torch.empty(size, dtype=new.qkv.dtype, device=new.qkv.device)
-        self._decode(layer, new, metadata, out)
-        return out
-
-    def _decode(
-        self,
-        layer: int,
-        query: torch.Tensor | NewRows,
-        metadata: _Metadata,
-        out: torch.Tensor,
-    ) -> None:
-        from cairn.kernels.paged_decode import paged_decode
-
-        assert metadata.decode_rows is not None
-        g = self._pool.group_of[layer]
-        paged_decode(
-            query,
-            self._pool.layers[layer],
-            metadata.decode_tables[g],
-            metadata.decode_lens,
-            metadata.decode_rows,
-            self._splits[g],
-            out,
-            scale=self._shape.scale,
-            window=self._shape.groups[g].window,
-            hide_last=self._shape.hides_landmark_rows,
-        )
-
     def attend(self, layer: int, query: torch.Tensor, metadata: _Metadata) -> torch.Tensor:
+        from cairn.kernels.paged_decode import paged_decode
         from cairn.kernels.paged_extend import ExtendBlocks, paged_extend
 
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -125,7 +91,18 @@ class TritonBackend(DenseBackend):
         pool = self._pool.layers[layer]
         hide = self._shape.hides_landmark_rows
         if metadata.decode_rows is not None:
-            self._decode(layer, query, metadata, out)
+            paged_decode(
+                query,
+                pool,
+                metadata.decode_tables[g],
+                metadata.decode_lens,
+                metadata.decode_rows,
+                self._splits[g],
+                out,
+                scale=self._shape.scale,
+                window=window,
+                hide_last=hide,
+            )
         if metadata.blocks is not None:
             assert isinstance(metadata.blocks, ExtendBlocks)
             batch = metadata.batch

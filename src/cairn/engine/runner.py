@@ -22,7 +22,7 @@ from cairn.engine.logprobs import TokenLogprob, token_logprobs
 from cairn.engine.plan import Advance, StepPlan
 from cairn.engine.rows import StepRows, build_rows
 from cairn.engine.sampler import Draw, Sampler
-from cairn.kernels.interface import NewRows, ScoringHeads
+from cairn.kernels.interface import ScoringHeads
 from cairn.memory.copies import Mover
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.hisparse import HiSparseCoordinator, TierStats
@@ -97,14 +97,9 @@ class _Attend:
     ) -> torch.Tensor:
         from cairn.kernels.rope_kv import rope_kv
 
-        q_weight, k_weight, eps = (None, None, 0.0) if norm is None else norm
-        if not hils:
-            new = NewRows(qkv, cos_sin[0], cos_sin[1], q_weight, k_weight, eps)
-            out = self._backend.forward_projected(layer, new, self._metadata)
-            if out is not None:
-                return out
         pool = self._pool.layers[layer]
         tables = self._batch.groups[self._pool.group_of[layer]]
+        q_weight, k_weight, eps = (None, None, 0.0) if norm is None else norm
         query, scored = rope_kv(
             qkv,
             cos_sin[0],

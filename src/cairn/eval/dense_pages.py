@@ -14,7 +14,6 @@ import torch
 
 from cairn.attention.backend import AttentionBackend
 from cairn.attention.batch import AttentionBatch, HostBatch, Scoring
-from cairn.kernels.interface import NewRows
 from cairn.memory.kv_pool import KVPool
 from cairn.sparsity.selection import Selection
 
@@ -102,9 +101,6 @@ class DensePages:
             for row in metadata.rows:
                 row.record.shares[layer] = self._shares(layer, query[row.row], row).cpu()
         return self._inner.forward(layer, query, metadata.inner, scoring)
-
-    def forward_projected(self, layer: int, new: NewRows, metadata: _Metadata) -> None:
-        """Queries are wanted: they come by `forward`."""
 
     def selections(self, metadata: _Metadata, row: int) -> dict[int, Selection]:
         return self._inner.selections(metadata.inner, row)

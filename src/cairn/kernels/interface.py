@@ -23,14 +23,3 @@ class ScoringHeads(NamedTuple):
     add_query: bool
     """They are what is projected plus the query, before its norm."""
     norm_weight: torch.Tensor  # [head_dim]
-
-
-class NewRows(NamedTuple):
-    """Queries, keys and values as projected: not normed, not rotated, in no cache yet."""
-
-    qkv: torch.Tensor  # [rows, (heads + 2 * kv_heads) * head_dim and more]
-    cos: torch.Tensor  # [rows, head_dim]
-    sin: torch.Tensor  # [rows, head_dim], the sign of the exchange in it
-    q_weight: torch.Tensor | None  # [head_dim], norm of each query head; None for no norm
-    k_weight: torch.Tensor | None
-    eps: float

@@ -9,9 +9,6 @@ that a recorded graph follows lengths that change:
 
 Every item and kv head is a program. Splits are merged in groups of eight by the program of a group
 that comes last, and the groups by the last of those. Counters of arrivals end at zero again.
-
-Rows may come as they were projected. Every program then norms and rotates its queries for itself,
-and that of the last split the new key, which it sees without the cache and writes there.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cairn.kernels.interface import NewRows
 from cairn.kernels.pdl import pdl_options
 from cairn.kernels.softmax import LOG2E, softmax_result, softmax_step
 
@@ -201,80 +197,8 @@ def merge_splits(
 
 
 @triton.jit
-def _turned(
-    heads,  # [n, 1] pointers
-    weight,
-    c,
-    s,
-    eps,
-    mask,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    """Heads as projected -> normed and rotated, [n, BLOCK_D]"""
-    offs_d = tl.arange(0, BLOCK_D)
-    other_d = (offs_d + DIM // 2) % DIM
-    x = tl.load(heads + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(heads + other_d[None, :], mask=mask, other=0.0).to(tl.float32)
-    if NORM:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
-        inside = offs_d < DIM
-        x *= scale * tl.load(weight + offs_d, mask=inside, other=0.0).to(tl.float32)[None, :]
-        y *= scale * tl.load(weight + other_d, mask=inside, other=0.0).to(tl.float32)[None, :]
-    return x * c[None, :] + y * s[None, :]
-
-
-@triton.jit
-def _with_new_key(
-    projected,  # the new key of this kv head; its value is KV_HEADS further on
-    pool,  # from this kv head on
-    table,
-    k_weight,
-    c,
-    s,
-    eps,
-    q,
-    length,
-    is_last,  # of the splits
-    most,
-    total,
-    acc,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HIDE_LAST: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    """Put the newest row into the cache, and add it to what was seen: most, total and acc."""
-    if is_last:
-        offs_d = tl.arange(0, BLOCK_D)[None, :]
-        inside = offs_d < DIM
-        head = projected + tl.zeros((1, 1), tl.int32)
-        key = _turned(head, k_weight, c, s, eps, inside, DIM, BLOCK_D, NORM)
-        key = key.to(q.dtype)  # [1, BLOCK_D]
-        value = tl.load(projected + KV_HEADS * DIM + offs_d, mask=inside, other=0.0)
-        page = tl.load(table + (length - 1) // PAGE_SIZE).to(tl.int64)
-        slot = (page * (2 * KV_HEADS * PAGE_SIZE) + (length - 1) % PAGE_SIZE) * DIM + offs_d
-        tl.store(pool + slot, key, mask=inside)
-        tl.store(pool + KV_HEADS * PAGE_SIZE * DIM + slot, value, mask=inside)
-        score = tl.sum(q.to(tl.float32) * key.to(tl.float32), 1)
-        if HIDE_LAST:
-            score = tl.where(length % PAGE_SIZE == 0, float("-inf"), score)
-        new_most = tl.maximum(most, score)
-        safe = tl.where(new_most == float("-inf"), 0.0, new_most)
-        fade = tl.exp2(most - safe)
-        share = tl.exp2(score - safe)
-        acc = acc * fade[:, None] + share[:, None] * value.to(tl.float32)
-        total = total * fade + share
-        most = new_most
-    return most, total, acc
-
-
-@triton.jit
 def _decode_kernel(
-    query,  # [rows, HEADS, DIM]; if PROJECTED [rows, (HEADS + 2 * KV_HEADS) * DIM and more]
+    query,  # [rows, HEADS, DIM]
     pool,  # [pages, 2 * KV_HEADS, PAGE_SIZE, DIM]
     page_table,  # [seqs, ...]
     kv_lens,  # [seqs]
@@ -287,11 +211,6 @@ def _decode_kernel(
     partial_lse,
     arrivals,  # [seqs, KV_HEADS]
     group_arrivals,  # [items, KV_HEADS]
-    cos,  # [rows, DIM], if PROJECTED, and likewise all below
-    sin,
-    q_weight,  # [DIM], if NORM
-    k_weight,
-    eps,
     scale,
     query_stride,
     table_stride,
@@ -303,8 +222,6 @@ def _decode_kernel(
     WINDOW: tl.constexpr,
     HIDE_LAST: tl.constexpr,  # the last row of a page is not seen
     WITH_LSE: tl.constexpr,
-    PROJECTED: tl.constexpr,
-    NORM: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MERGE_G: tl.constexpr,
@@ -337,15 +254,11 @@ def _decode_kernel(
     in_group = offs_g < GROUP
     in_dim = offs_d < DIM
     head = kv_head * GROUP + offs_g
-    mask = in_group[:, None] & in_dim[None, :]
-    heads = query + row * query_stride + head[:, None] * DIM
-    if PROJECTED:
-        c = tl.load(cos + row * DIM + offs_d, mask=in_dim, other=0.0).to(tl.float32)
-        s = tl.load(sin + row * DIM + offs_d, mask=in_dim, other=0.0).to(tl.float32)
-        q = _turned(heads, q_weight, c, s, eps, mask, DIM, BLOCK_D, NORM)
-        q = q.to(query.dtype.element_ty)
-    else:
-        q = tl.load(heads + offs_d[None, :], mask=mask, other=0.0)  # [BLOCK_G, BLOCK_D]
+    q = tl.load(
+        query + row * query_stride + head[:, None] * DIM + offs_d[None, :],
+        mask=in_group[:, None] & in_dim[None, :],
+        other=0.0,
+    )  # [BLOCK_G, BLOCK_D]
     q = (q * (scale * LOG2E)).to(q.dtype)  # scores in base 2
 
     most = tl.full((BLOCK_G,), float("-inf"), tl.float32)
@@ -354,12 +267,9 @@ def _decode_kernel(
     PAGE_STRIDE: tl.constexpr = 2 * KV_HEADS * PAGE_SIZE * DIM
     VALUES: tl.constexpr = KV_HEADS * PAGE_SIZE * DIM
     table = page_table + seq * table_stride
-    cached = end
-    if PROJECTED:
-        cached = tl.minimum(end, length - 1)
-    for start in range(begin, cached, BLOCK_N):
+    for start in range(begin, end, BLOCK_N):
         n = start + offs_n
-        seen = n < cached
+        seen = n < end
         if PAGE_SIZE % BLOCK_N == 0:
             page = tl.load(table + start // PAGE_SIZE).to(tl.int64)
             base = page * PAGE_STRIDE + kv_head * (PAGE_SIZE * DIM)
@@ -385,30 +295,8 @@ def _decode_kernel(
         scores = tl.where(seen[None, :], scores, float("-inf"))
         most, total, acc = softmax_step(scores, v, most, total, acc, False)
 
-    if PROJECTED:
-        most, total, acc = _with_new_key(
-            query + row * query_stride + (HEADS + kv_head) * DIM,
-            pool + kv_head * (PAGE_SIZE * DIM),
-            table,
-            k_weight,
-            c,
-            s,
-            eps,
-            q,
-            length,
-            end == length,
-            most,
-            total,
-            acc,
-            KV_HEADS,
-            DIM,
-            BLOCK_D,
-            PAGE_SIZE,
-            HIDE_LAST,
-            NORM,
-        )
-
     result, lse = softmax_result(most, total, acc)
+    mask = in_group[:, None] & in_dim[None, :]
     if splits == 1:
         place = row * (HEADS * DIM) + head[:, None] * DIM + offs_d[None, :]
         tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
@@ -489,7 +377,7 @@ def _decode_kernel(
 
 
 def paged_decode(
-    query: torch.Tensor | NewRows,  # [rows, heads, dim], heads contiguous
+    query: torch.Tensor,  # [rows, heads, dim], heads contiguous
     pool: torch.Tensor,  # [pages, 2 * kv_heads, page_size, dim]
     page_table: torch.Tensor,  # [seqs, pages] int32
     kv_lens: torch.Tensor,  # [seqs] int32
@@ -502,19 +390,15 @@ def paged_decode(
     hide_last: bool = False,
     lse: torch.Tensor | None = None,  # [rows, heads] float32, filled if given
 ) -> None:
-    """Rows as projected have their keys and values written here."""
-    heads, dim = out.shape[1:]
+    heads, dim = query.shape[1:]
     kv_heads, page_size = pool.shape[1] // 2, pool.shape[2]
-    new = query if isinstance(query, NewRows) else None
-    rows_in = query.qkv if isinstance(query, NewRows) else query
-    norm = new is not None and new.q_weight is not None
     seqs = len(kv_lens)
-    items = seqs + target_items(kv_heads, seqs, out.device)
+    items = seqs + target_items(kv_heads, seqs, query.device)
     block_n = min(64, max(16, triton.next_power_of_2(page_size)))
     if page_size % block_n:
         block_n = 64
     _decode_kernel[(kv_heads, items)](
-        rows_in,
+        query,
         pool,
         page_table,
         kv_lens,
@@ -527,13 +411,8 @@ def paged_decode(
         splits.partial_lse,
         splits.arrivals,
         splits.group_arrivals,
-        out if new is None else new.cos,
-        out if new is None else new.sin,
-        out if new is None or new.q_weight is None else new.q_weight,
-        out if new is None or new.k_weight is None else new.k_weight,
-        0.0 if new is None else new.eps,
         scale,
-        rows_in.stride(0),
+        query.stride(0),
         page_table.stride(0),
         HEADS=heads,
         KV_HEADS=kv_heads,
@@ -543,12 +422,10 @@ def paged_decode(
         WINDOW=window or 0,
         HIDE_LAST=hide_last,
         WITH_LSE=lse is not None,
-        PROJECTED=new is not None,
-        NORM=norm,
         BLOCK_G=max(16, triton.next_power_of_2(heads // kv_heads)),
         BLOCK_N=block_n,
         MERGE_G=triton.next_power_of_2(heads // kv_heads),
         num_warps=4,
-        num_stages=_depth(seqs).stages if out.dtype.itemsize == 2 and dim <= 128 else 2,
-        **pdl_options(out),
+        num_stages=_depth(seqs).stages if query.dtype.itemsize == 2 and dim <= 128 else 2,
+        **pdl_options(query),
     )

@@ -22,7 +22,6 @@ from cairn.attention.hsa.metadata import (
     traced_tiles,
 )
 from cairn.attention.hsa.torch_sparse import TorchSparse
-from cairn.kernels.interface import NewRows
 from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.landmarks import LandmarkPool
@@ -213,9 +212,6 @@ class HSABackend:
             for i, row in enumerate(tile.traced_rows):
                 metadata.selections.setdefault(row, {})[layer] = selection.row(i)
         return attended
-
-    def forward_projected(self, layer: int, new: NewRows, metadata: object) -> None:
-        """Layers are few that gain by it, of models with sparse and dense ones."""
 
     def selections(self, metadata: HSAMetadata, row: int) -> dict[int, Selection]:
         return metadata.selections.get(row, {})
