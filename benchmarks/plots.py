@@ -29,8 +29,11 @@ def main() -> None:
     for file in arguments.files:
         for line in file.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
-            for name, draw in DRAWINGS.get(record["workload"], {}).items():
-                draw(record["results"], f"{record['device']}, {record['date']}")
+            for name, (belongs, draw) in DRAWINGS.get(record["workload"], {}).items():
+                rows = [row for row in record["results"] if belongs(row)]
+                if not rows:
+                    continue
+                draw(rows, f"{record['device']}, {record['date']}")
                 path = arguments.out / f"{name}.png"
                 pyplot.tight_layout()
                 pyplot.savefig(path, dpi=110)
@@ -40,7 +43,7 @@ def main() -> None:
 
 def attention_decode(rows: Rows, where: str) -> None:
     """Bytes of keys and values per second."""
-    _bars(rows, "TB/s", "decode", f"Decode attention, one layer ({where})")
+    _bars(rows, "TB/s", f"Decode attention, one layer ({where})")
     for row in rows:
         if row["case"].startswith("plain read"):
             label = f"{row['case']}: {row['TB/s']}"
@@ -49,12 +52,11 @@ def attention_decode(rows: Rows, where: str) -> None:
 
 
 def attention_prefill(rows: Rows, where: str) -> None:
-    _bars(rows, "TFLOP/s", "", f"Prefill attention, one layer ({where})")
+    _bars(rows, "TFLOP/s", f"Prefill attention, one layer ({where})")
 
 
-def _bars(rows: Rows, unit: str, prefix: str, title: str) -> None:
-    measured = [row for row in rows if unit in row and "backend" in row]
-    measured = [row for row in measured if row["case"].startswith(prefix)]
+def _bars(rows: Rows, unit: str, title: str) -> None:
+    measured = [row for row in rows if "backend" in row]
     cases = list(dict.fromkeys(row["case"] for row in measured))
     backends = list(dict.fromkeys(row["backend"] for row in measured))
     pyplot.figure(figsize=(8, 3.6))
@@ -75,17 +77,16 @@ def _bars(rows: Rows, unit: str, prefix: str, title: str) -> None:
 
 def hsa_decode(rows: Rows, where: str) -> None:
     """Milliseconds of a step against the context, hsa beside dense."""
-    _lines(rows, "decode", f"Decode step, 345M parameters ({where})")
+    _lines(rows, f"Decode step, 345M parameters ({where})")
 
 
 def hsa_prefill(rows: Rows, where: str) -> None:
-    _lines(rows, "prefill", f"Time to the first token, 345M parameters ({where})")
+    _lines(rows, f"Time to the first token, 345M parameters ({where})")
     pyplot.yscale("log")
 
 
-def _lines(rows: Rows, what: str, title: str) -> None:
+def _lines(measured: Rows, title: str) -> None:
     pyplot.figure(figsize=(6.4, 3.8))
-    measured = [row for row in rows if row["what"] == what]
 
     def series(row: dict[str, Any]) -> tuple[str, int, str]:
         return row["model"], row["batch"], row.get("selection", "")
@@ -110,10 +111,53 @@ def _lines(rows: Rows, what: str, title: str) -> None:
     pyplot.legend(fontsize=8)
 
 
-DRAWINGS: dict[str, dict[str, Callable[[Rows, str], None]]] = {
-    "attention": {"attention-decode": attention_decode, "attention-prefill": attention_prefill},
-    "hsa": {"hsa-decode": hsa_decode, "hsa-prefill": hsa_prefill},
+def tier_throughput(rows: Rows, where: str) -> None:
+    """Tokens per second against requests that run at once, with the tier and without."""
+    context = rows[0]["context"]
+    pyplot.figure(figsize=(5.2, 3.4))
+    for tier, name in ((False, "device alone"), (True, "with host memory")):
+        own = [row for row in rows if row["tier"] == tier and "copies" not in row]
+        pyplot.plot(
+            [row["running"] for row in own],
+            [row["tokens_per_s"] for row in own],
+            marker="o",
+            label=name,
+        )
+    pyplot.xticks(sorted({row["running"] for row in rows}))
+    pyplot.ylim(bottom=0)
+    pyplot.xlabel("requests at once")
+    pyplot.ylabel("tokens/s")
+    pyplot.title(f"{context // 1024}K contexts, 16 GiB of device memory ({where})", fontsize=9)
+    pyplot.legend(fontsize=8)
+
+
+Belongs = Callable[[dict[str, Any]], bool]
+Draw = Callable[[Rows, str], None]
+
+
+def _of(name: str, value: Any) -> Belongs:
+    return lambda row: row.get(name) == value
+
+
+def _throughput(context: int) -> Belongs:
+    return lambda row: "running" in row and row["context"] == context
+
+
+DRAWINGS: dict[str, dict[str, tuple[Belongs, Draw]]] = {
+    "attention": {
+        "attention-decode": (lambda row: "TB/s" in row, attention_decode),
+        "attention-prefill": (lambda row: "TFLOP/s" in row, attention_prefill),
+    },
+    "hsa": {
+        "hsa-decode": (_of("what", "decode"), hsa_decode),
+        "hsa-prefill": (_of("what", "prefill"), hsa_prefill),
+    },
+    "tier": {
+        "tier-128k": (_throughput(131072), tier_throughput),
+        "tier-32k": (_throughput(32768), tier_throughput),
+    },
 }
+"""What a picture shows, and who draws it."""
 
 
 if __name__ == "__main__":
