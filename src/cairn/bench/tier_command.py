@@ -52,6 +52,7 @@ def add_tier_bench(kinds: Any) -> None:
         tier.add_argument(_flag(name), default=default, metavar="A,B", help=f"{text}: %(default)s.")
     for name, (kind, text) in _NUMBERS.items():
         tier.add_argument(_flag(name), type=kind, metavar="N", help=f"{text}.")
+    tier.add_argument("--profile", action="store_true", help="throughput: show kernels of a step.")
     tier.add_argument("--output", metavar="FILE", help="Write the JSON line to a file too.")
     tier.set_defaults(run=_run)
 
@@ -68,6 +69,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is 'cuda', but torch finds no CUDA device; add --device cpu")
+    if arguments.profile and arguments.device != "cuda":
+        raise ConfigError("--profile shows kernels of a GPU; leave it out with --device cpu")
     parts = arguments.parts.split(",")
     unknown = sorted(set(parts) - set(_PARTS))
     if unknown:
@@ -83,7 +86,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _settings(arguments: argparse.Namespace) -> TierBench:
     from cairn.bench.tier_engines import TierBench
 
-    given: dict[str, Any] = {"device": arguments.device}
+    given: dict[str, Any] = {"device": arguments.device, "profile": arguments.profile}
     given["dtype"] = arguments.dtype or ("float32" if arguments.device == "cpu" else "bfloat16")
     for name in ("model", "text", *_NUMBERS):
         value = getattr(arguments, name)

@@ -63,6 +63,7 @@ class TierBench:
     hot_sizes: Sequence[float] = (1.0, 2.0, 4.0)
     burst_rows: Sequence[int] = (1, 4, 16)
     bandwidth_gib: float = 2.0
+    profile: bool = False
 
     def length(self, context: int, requests: int) -> int:
         """Tokens of a request that runs until all measurements of its engine are made."""

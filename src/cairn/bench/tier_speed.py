@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from cairn.bench.profile import profile_steps
 from cairn.bench.tier_engines import (
     SMALL_BATCHES,
     Running,
@@ -25,6 +26,7 @@ _LINK = 45e9  # bytes per second that host memory must be read with, at least
 _SUFFIX = 64
 _REPEATS = 5
 _BRANCHES = 16
+_PROFILED = 16  # steps
 
 
 def throughput(bench: TierBench) -> Iterator[dict[str, Any]]:
@@ -53,13 +55,16 @@ def _by_concurrency(
         before = totals(llm)
         step = running.step_seconds(bench.warm_steps, bench.steps)
         after = totals(llm)
-        yield {
+        row = {
             "running": count,
             "fill_s": round(seconds, 2),
             "ms": round(1e3 * step, 3),
             "tokens_per_s": round(count / step, 1),
             **reads(before, after, bench.warm_steps + bench.steps),
         }
+        if bench.profile:
+            row["profile"] = profile_steps(llm, _PROFILED)
+        yield row
     if stop_copying(llm):
         step = running.step_seconds(bench.warm_steps, bench.steps)
         yield {
