@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cairn import LLM
-from cairn.bench.profile import covered
+from cairn.bench.profile import idle_before
 from cairn.bench.replay import Prompts, read_trace, run
 from cairn.bench.tier_engines import SMALL_BATCHES, TierBench
 from cairn.bench.workloads import seeded
@@ -83,8 +83,9 @@ def test_bad_workloads_are_named(
 
 
 def test_kernels_that_overlap_are_not_counted_twice() -> None:
-    assert covered([]) == 0
-    assert covered([(0, 4), (3, 6), (1, 2), (10, 11)]) == 7
+    assert idle_before([]) == {}
+    spans = [(0, 4, "a"), (3, 6, "b"), (1, 2, "c"), (10, 11, "a"), (11, 12, "b"), (15, 16, "a")]
+    assert idle_before(spans) == {"a": 7}
 
 
 def write_trace(path: Path) -> Path:

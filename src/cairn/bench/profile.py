@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -26,7 +25,7 @@ _KINDS = {
     "sampling": ("_best_kernel", "_pick_kernel", "argmax", "softmax", "sort"),
     "copies": ("memcpy", "memset"),
 }
-_NAMES = 14  # kernels that are listed
+_NAMES, _IDLE = 14, 6  # kernels that are listed
 
 
 def kind_of(kernel: str) -> str:
@@ -37,14 +36,16 @@ def kind_of(kernel: str) -> str:
     return "norms, rope and the rest"
 
 
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length that spans cover together: kernels start while their predecessors drain, so that
-    their times add up to more than passes."""
-    total, reached = 0.0, -math.inf
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return total
+def idle_before(spans: Iterable[tuple[float, float, str]]) -> dict[str, float]:
+    """Time in which nothing runs, by the name of what it ends with. Kernels start while their
+    predecessors drain, so that their own times add up to more than passes."""
+    idle: dict[str, float] = {}
+    reached = None
+    for begin, end, name in sorted(spans):
+        if reached is not None and begin > reached:
+            idle[name] = idle.get(name, 0.0) + begin - reached
+        reached = end if reached is None else max(reached, end)
+    return idle
 
 
 def profile_steps(llm: LLM, steps: int) -> dict[str, Any]:
@@ -68,20 +69,22 @@ def profile_call(call: Callable[[], object], steps: int = 1) -> dict[str, Any]:
         wall = time.perf_counter() - begin
     by_kind: Counter[str] = Counter()
     by_name: Counter[str] = Counter()
-    spans: list[tuple[float, float]] = []  # microseconds
+    spans: list[tuple[float, float, str]] = []  # microseconds
     for event in recorded.events():
         if event.device_type.name == "CUDA":
-            span = event.time_range
-            spans.append((span.start, span.end))
+            span, name = event.time_range, event.name[:48]
+            spans.append((span.start, span.end, name))
             by_kind[kind_of(event.name)] += span.end - span.start
-            by_name[event.name[:48]] += span.end - span.start
-    busy = covered(spans)
-    first, last = min(begin for begin, _ in spans), max(end for _, end in spans)
+            by_name[name] += span.end - span.start
+    idle = idle_before(spans)
+    first, last = min(begin for begin, _, _ in spans), max(end for _, end, _ in spans)
+    busy = last - first - sum(idle.values())
+    waits = sorted(idle.items(), key=lambda item: -item[1])[:_IDLE]
     return {
         "ms_per_step": round(1e3 * wall / steps, 3),
         "by_kind_ms": {kind: round(us / 1e3 / steps, 3) for kind, us in sorted(by_kind.items())},
         "by_kernel_us": {name: round(us / steps, 1) for name, us in by_name.most_common(_NAMES)},
         "kernels_per_step": round(len(spans) / steps),
-        "idle_between_ms": round((last - first - busy) / 1e3 / steps, 3),
+        "idle_before_us": {name: round(us / steps, 1) for name, us in waits},
         "host_gap_share": round(max(0.0, 1 - busy / (1e6 * wall)), 4),
     }
