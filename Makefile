@@ -15,6 +15,8 @@ help:
 	@echo "make chat      set up and talk to a model in the terminal"
 	@echo "make test      set up, lint, type-check and test (about thirteen minutes)"
 	@echo "make test-all  the same with the long suites, and make test-sglang"
+	@echo "make lint      the linter and the type checker alone"
+	@echo "make clean     remove what was set up"
 	@echo "make test-sglang  set up stock SGLang in an environment of its own, and test the plug-in in it"
 
 $(VENV)/installed: pyproject.toml

@@ -1,6 +1,6 @@
 """Time a long prompt with dense and with sparse attention, in turn: a tiny model on this machine.
 
-python benchmarks/sparse_cpu.py tests/goldens/hf_qwen3_gqa_tied --tokens 32768
+python benchmarks/sparse_cpu.py --tokens 32768
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """N copies of `cairn serve` behind a cache-aware router, on one machine.
 
-    pip install 'cairn[server,grammar,router]'      # or, for smg: pip install smg
+    pip install -e '.[server,grammar,router]'      # or, for smg: pip install smg
     python examples/replicas.py --model smollm2
     python examples/replicas.py --router smg --replicas 4 --gpus --model Qwen/Qwen3-0.6B
 
