@@ -92,8 +92,8 @@ def poison_free_memory(
 ) -> None:
     """NaN in every slot nobody owns, now and whenever a page is freed; in landmarks too, and in
     host memory. `when` says when freed memory may be written to."""
-    pool, cache = engine._runner._pool, engine.scheduler.cache
-    landmarks = getattr(engine._runner._backend, "_landmarks", None)
+    pool, cache = engine.runner._pool, engine.scheduler.cache
+    landmarks = getattr(engine.runner._backend, "_landmarks", None)
     by_page_id: list[torch.Tensor] = []  # of sparse layers
     sparse_group = -1
     if landmarks is not None:
@@ -101,8 +101,8 @@ def poison_free_memory(
         of = cache.groups[sparse_group].copy_of
         sparse_group = sparse_group if of is None else of
         by_page_id += [*landmarks.vectors.values(), *landmarks.biases.values()]
-    if engine._runner.tier is not None:
-        by_page_id += engine._runner.tier._host.layers.values()
+    if engine.runner.tier is not None:
+        by_page_id += engine.runner.tier._host.layers.values()
     for tensor in (*pool.layers.values(), *by_page_id):
         tensor.fill_(float("nan"))
     for g, allocator in enumerate(cache.allocators):

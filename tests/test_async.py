@@ -75,7 +75,7 @@ def test_an_engine_failure_reaches_every_waiting_caller(folder: Path) -> None:
         def broken(plan: object) -> None:
             raise RuntimeError("the device is gone")
 
-        llm._frontend.engine._runner.launch = broken  # type: ignore
+        llm._frontend.engine.runner.launch = broken  # type: ignore
         calls = [llm.generate("x", max_tokens=4) for _ in range(3)]
         for result in await asyncio.gather(*calls, return_exceptions=True):
             assert isinstance(result, CairnError)

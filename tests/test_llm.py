@@ -213,7 +213,7 @@ def test_a_failing_step_loses_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch)
     llm.engine.scheduler.cache.tree.clear()
     stream = llm.stream(prompts[0], max_tokens=20, ignore_eos=True)
     tokens = list(next(stream).token_ids)
-    runner = llm.engine._runner
+    runner = llm.engine.runner
     whole = type(runner).launch
     calls = iter(range(100))
 

@@ -33,7 +33,7 @@ class Stream(Iterator[Chunk]):
         self._chunks: deque[Chunk] = deque()
         self._ids = [request.id for request in requests]
         self._open = len(requests)
-        llm._frontend_or_fail().submit(requests, self._chunks.append)
+        llm.frontend.submit(requests, self._chunks.append)
 
     @property
     def request_id(self) -> str:
@@ -45,7 +45,7 @@ class Stream(Iterator[Chunk]):
             raise StopIteration
         try:
             while not self._chunks:
-                frontend = self._llm._frontend_or_fail()
+                frontend = self._llm.frontend
                 if not any(frontend.is_live(request_id) for request_id in self._ids):
                     raise CairnError("this stream's request was lost in an engine failure")
                 frontend.step()
@@ -90,16 +90,23 @@ class LLM:
         return llm
 
     @property
+    def frontend(self) -> Frontend:
+        """For who submits requests and makes steps himself."""
+        if self._frontend is None:
+            raise CairnError("this LLM is closed")
+        return self._frontend
+
+    @property
     def config(self) -> EngineConfig:
-        return self._frontend_or_fail().config
+        return self.frontend.config
 
     @property
     def engine(self) -> Engine:
-        return self._frontend_or_fail().engine
+        return self.frontend.engine
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        return self._frontend_or_fail().tokenizer
+        return self.frontend.tokenizer
 
     # -- generating ---------------------------------------------------------------------------
 
@@ -156,7 +163,7 @@ class LLM:
     ) -> Stream:
         """Complete one prompt, a chunk at a time."""
         params = make_params(sampling_params, sampling)
-        requests = self._frontend_or_fail().prepare(prompt, params, cache_salt, trace=trace)
+        requests = self.frontend.prepare(prompt, params, cache_salt, trace=trace)
         return Stream(self, requests)
 
     def chat(
@@ -169,7 +176,7 @@ class LLM:
         **sampling: Any,
     ) -> Generation:
         """Answer a conversation: messages with a role and a content, in the model's own format."""
-        ids = self._frontend_or_fail().encode_chat(messages)
+        ids = self.frontend.encode_chat(messages)
         return self.generate(ids, sampling_params, cache_salt=cache_salt, trace=trace, **sampling)
 
     def stream_chat(
@@ -181,7 +188,7 @@ class LLM:
         trace: bool = False,
         **sampling: Any,
     ) -> Stream:
-        ids = self._frontend_or_fail().encode_chat(messages)
+        ids = self.frontend.encode_chat(messages)
         return self.stream(ids, sampling_params, cache_salt=cache_salt, trace=trace, **sampling)
 
     def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
@@ -211,11 +218,6 @@ class LLM:
 
     # -- inside -------------------------------------------------------------------------------
 
-    def _frontend_or_fail(self) -> Frontend:
-        if self._frontend is None:
-            raise CairnError("this LLM is closed")
-        return self._frontend
-
     def _generate(
         self,
         prompts: Sequence[Prompt],
@@ -235,9 +237,7 @@ class LLM:
         prepared = []
         for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
             try:
-                prepared.append(
-                    self._frontend_or_fail().prepare(prompt, each, cache_salt, trace=trace)
-                )
+                prepared.append(self.frontend.prepare(prompt, each, cache_salt, trace=trace))
             except RequestError as error:
                 where = f"prompts[{index}]: " if len(prompts) > 1 else ""
                 raise RequestError(f"{where}{error}") from error
@@ -245,7 +245,7 @@ class LLM:
 
     def _run(self, prepared: Sequence[list[Request]]) -> list[list[Live]]:
         """Submit, as fast as the queue takes them, and step until all have ended."""
-        frontend = self._frontend_or_fail()
+        frontend = self.frontend
         lives: list[list[Live]] = []
         try:
             for requests in prepared:

@@ -19,8 +19,8 @@ from cairn.memory.hisparse import HiSparseCoordinator
 
 
 def tier_of(engine: Engine) -> HiSparseCoordinator:
-    assert engine._runner.tier is not None
-    return engine._runner.tier
+    assert engine.runner.tier is not None
+    return engine.runner.tier
 
 
 class Lane:
@@ -50,11 +50,11 @@ class LaggingRunner:
     """Stands before an engine's runner; a launch only puts the step into the lane."""
 
     def __init__(self, engine: Engine, lane: Lane) -> None:
-        self.real: Runner = engine._runner
+        self.real: Runner = engine.runner
         self.lane = lane
         self.tier = self.real.tier
         self._steps: dict[int, tuple[int, list[InFlight]]] = {}
-        engine._runner = self  # type: ignore[assignment]
+        engine.runner = self  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)

@@ -40,7 +40,7 @@ PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
 
 def start(llm: LLM, prompts: list[list[int]], params: SamplingParams = PARAMS) -> list[Any]:
     """Requests that have a token each and a step in flight."""
-    frontend = llm._frontend_or_fail()
+    frontend = llm.frontend
     requests = [frontend.prepare(prompt, params)[0] for prompt in prompts]
     for request in requests:
         frontend.submit_one(request)
@@ -53,8 +53,8 @@ def start(llm: LLM, prompts: list[list[int]], params: SamplingParams = PARAMS) -
 
 def drain(llm: LLM) -> None:
     while llm.engine.has_work:
-        llm._frontend_or_fail().step()
-    llm._frontend_or_fail().step()  # what is still in flight lands
+        llm.frontend.step()
+    llm.frontend.step()  # what is still in flight lands
     llm.engine.scheduler.check()
 
 
@@ -74,7 +74,7 @@ def test_abort_in_flight_frees_pages_and_spares_the_others(folder: Path) -> None
         assert llm.abort(gone.id)
         llm.engine.scheduler.check()
         # Its pages and its slot go to a newcomer while the step that writes them is in flight.
-        frontend = llm._frontend_or_fail()
+        frontend = llm.frontend
         (newcomer,) = frontend.prepare(tokens_of(25, seed=2), PARAMS)
         frontend.submit_one(newcomer)
         drain(llm)
@@ -127,7 +127,7 @@ def test_retraction_in_flight_keeps_the_token_that_is_coming(folder: Path) -> No
         scheduler._retract(victim)
         assert victim.state is State.WAITING and victim.pending == 1
         scheduler.check()
-        llm._frontend_or_fail().step()
+        llm.frontend.step()
         assert victim.pending == 0 and len(victim.token_ids) == known + 1
         drain(llm)
         for prompt, request in zip(prompts, requests, strict=True):
@@ -137,7 +137,7 @@ def test_retraction_in_flight_keeps_the_token_that_is_coming(folder: Path) -> No
 def test_requests_that_need_their_token_on_the_host_take_turns(folder: Path) -> None:
     prompts = [tokens_of(20), tokens_of(30, seed=1)]
     with load(folder) as llm:
-        frontend = llm._frontend_or_fail()
+        frontend = llm.frontend
         slow, fast = (frontend.prepare(prompt, PARAMS)[0] for prompt in prompts)
         slow.host_tokens = True
         for request in (slow, fast):
@@ -156,7 +156,7 @@ def test_a_failure_while_two_steps_are_out_loses_no_token(
     prompts = [tokens_of(20), tokens_of(40, seed=1)]
     with load(folder) as llm:
         requests = start(llm, prompts)
-        runner = llm.engine._runner
+        runner = llm.engine.runner
 
         def broken(step: Any) -> Any:
             raise RuntimeError("the device is gone")
@@ -164,7 +164,7 @@ def test_a_failure_while_two_steps_are_out_loses_no_token(
         with monkeypatch.context() as patch:
             patch.setattr(runner, "finish", broken)
             with pytest.raises(RuntimeError, match="gone"):
-                llm._frontend_or_fail().step()
+                llm.frontend.step()
         llm.engine.scheduler.check()
         assert all(request.pending == 0 for request in requests)
         drain(llm)

@@ -75,7 +75,7 @@ def check(engine: Engine) -> None:
     """All invariants, and every tag against the bytes of the page it names, where the device has
     caught up with the host."""
     engine.scheduler.check()
-    lane = getattr(engine._runner, "lane", None)
+    lane = getattr(engine.runner, "lane", None)
     if lane is not None and lane.ran < lane.end:
         return
     memory = engine.scheduler.cache

@@ -64,7 +64,7 @@ def test_graphs_and_overlap_change_nothing(backend: str) -> None:
             max_running_requests=8,
             **switches,
         ) as llm:
-            assert (llm.engine._runner.graph_sizes > 0) == (
+            assert (llm.engine.runner.graph_sizes > 0) == (
                 backend == "triton" and "disable_cuda_graph" not in switches
             )
             answers.append([r.token_ids for r in llm.generate(prompts, params)])
@@ -88,7 +88,7 @@ def test_memory_fraction_sizes_the_pool() -> None:
     free, total = torch.cuda.mem_get_info()
     share = 1 - (free - 2**28) / total  # leaves about a quarter of a gigabyte
     with LLM(case, device="cuda", mem_fraction_static=share) as llm:
-        assert 2**26 < llm.engine._runner._pool.nbytes < 1.1 * 2**28
+        assert 2**26 < llm.engine.runner._pool.nbytes < 1.1 * 2**28
 
 
 def test_batched_and_warm_equals_alone() -> None:

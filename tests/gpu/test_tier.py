@@ -57,7 +57,7 @@ def test_tier_changes_no_token(model: str, graph: bool, folders: dict[str, Path]
     misses = []
     for frames in (28, 200):
         with tiered(folders[model], frames=frames, hot=48, overlap=True, **options) as llm:
-            assert (llm.engine._runner.graph_sizes > 0) == graph
+            assert (llm.engine.runner.graph_sizes > 0) == graph
             assert answers(llm) == expected
             report = llm.engine.tier()
             assert report is not None and report.totals.resident > 0
@@ -109,10 +109,10 @@ def test_a_frame_is_held_until_its_copy_is_done() -> None:
 
 def delay(llm: LLM, place: str) -> None:
     tier = tier_of(llm.engine)
-    pool, cache = llm.engine._runner._pool, llm.engine.scheduler.cache
+    pool, cache = llm.engine.runner._pool, llm.engine.scheduler.cache
     mover = tier._mover
     assert isinstance(mover, StreamMover)
-    copy, launch = mover._copy, llm.engine._runner.launch
+    copy, launch = mover._copy, llm.engine.runner.launch
 
     def late(transfers: Sequence[Transfer]) -> None:
         if place == "before":
@@ -127,7 +127,7 @@ def delay(llm: LLM, place: str) -> None:
 
     mover._copy = late
     if place == "steps":
-        llm.engine._runner.launch = lagging  # type: ignore[method-assign]
+        llm.engine.runner.launch = lagging  # type: ignore[method-assign]
     # What nobody owns holds something else: numbers, since NaN might be drawn as no token at all.
     for tensor in (*pool.layers.values(), *tier._host.layers.values()):
         tensor.fill_(3.0)

@@ -65,7 +65,7 @@ def test_a_sharded_checkpoint_is_the_same_model(folder: Path) -> None:
 def test_fused_weights_are_the_checkpoints_rows(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     with load(folder) as llm:
-        model = llm.engine._runner._model
+        model = llm.engine.runner._model
         assert isinstance(model, CausalLM)
         linear = dict(model.named_modules())["model.layers.1.self_attn.qkv_proj"]
         assert isinstance(linear, Linear)

@@ -23,14 +23,14 @@ def load(folder: Path, tp: int, **options: Any) -> LLM:
 
 
 def lead(engine: Engine) -> LeadRunner:
-    assert isinstance(engine._runner, LeadRunner)
-    return engine._runner
+    assert isinstance(engine.runner, LeadRunner)
+    return engine.runner
 
 
 def in_step(engine: Engine) -> None:
     """The books balance, and every rank has the tables, generations and tokens of rank 0."""
     engine.scheduler.check()
-    engine._runner.check()
+    engine.runner.check()
 
 
 class FailsOnRankOne(MeanPolicy):

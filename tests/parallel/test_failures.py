@@ -99,7 +99,7 @@ def test_a_stuck_rank_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch)
         llm.generate(tokens_of(8), max_tokens=2)
 
     def look(llm: LLM) -> None:
-        llm.engine._runner.check()
+        llm.engine.runner.check()
 
     for use, message in ((generate, "rank 0: .*"), (look, "rank 1 said nothing for 3 s; ")):
         with load(folder, 2) as llm:
@@ -165,7 +165,7 @@ def test_ranks_end_with_their_parent(folder: Path) -> None:
         "from cairn import LLM\n"
         "if __name__ == '__main__':\n"
         "    llm = LLM(sys.argv[1], device='cpu', tp=2)\n"
-        "    print(*llm.engine._runner.ranks.pids, flush=True)\n"
+        "    print(*llm.engine.runner.ranks.pids, flush=True)\n"
         "    llm.generate([5], max_tokens=500, ignore_eos=True) and sys.stdin.read()\n"
     )
     path = folder / "script.py"

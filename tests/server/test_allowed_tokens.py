@@ -37,7 +37,7 @@ def test_only_allowed_tokens_are_taken(
     with LLM(model_folder, device="cpu", dtype="float64", page_size=4, kv_cache_gib=6e-5) as llm:
         free = llm.generate("free", params).token_ids
         llm.engine.overlap = overlap
-        frontend = llm._frontend_or_fail()
+        frontend = llm.frontend
         bound = frontend.prepare("bound", params)
         others = [frontend.prepare("free", params)[0] for _ in range(3)]
         bound[0].allowed_tokens = rule

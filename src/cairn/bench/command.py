@@ -236,7 +236,7 @@ def _profile(arguments: argparse.Namespace) -> int:
 
     options = collect(arguments, EngineConfig)
     with LLM(**options) as llm:
-        frontend = llm._frontend_or_fail()
+        frontend = llm.frontend
         params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=1000)
         workload = seeded(arguments.requests, llm.engine.spec.vocab_size)
         for prompt in workload.prompts:

@@ -99,7 +99,7 @@ def _decode(
     steps: int = 127,
 ) -> Iterator[dict[str, Any]]:
     """Milliseconds of a decode step."""
-    frontend = llm._frontend_or_fail()
+    frontend = llm.frontend
     endless = SamplingParams(max_tokens=512, ignore_eos=True)
     for length in lengths:
         for batch in batches:
@@ -181,7 +181,7 @@ def _first_token(llm: LLM, prompts: list[list[int]]) -> float:
 
 
 def _kernels(llm: LLM) -> KernelSparse | None:
-    backend = llm.engine._runner._backend
+    backend = llm.engine.runner.backend
     return backend.kernels if isinstance(backend, HSABackend) else None
 
 

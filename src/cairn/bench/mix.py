@@ -30,7 +30,7 @@ def run(
     alone = time.perf_counter() - begin
     llm.engine.scheduler.cache.tree.clear()
 
-    frontend = llm._frontend_or_fail()
+    frontend = llm.frontend
     times: dict[str, list[float]] = {}
 
     def sink(chunk: Chunk) -> None:

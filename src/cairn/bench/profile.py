@@ -50,7 +50,7 @@ def idle_before(spans: Iterable[tuple[float, float, str]]) -> dict[str, float]:
 
 def profile_steps(llm: LLM, steps: int) -> dict[str, Any]:
     """Milliseconds per step by kind, over the next steps of what is running."""
-    frontend = llm._frontend_or_fail()
+    frontend = llm.frontend
 
     def run() -> None:
         for _ in range(steps):

@@ -91,7 +91,7 @@ class Prompts:
 
 def run(llm: LLM, trace: Sequence[TracedRequest], *, time_scale: float) -> dict[str, Any]:
     """Replay; `time_scale` 2 takes twice as long as it took, 0 has all come at once."""
-    frontend, engine = llm._frontend_or_fail(), llm.engine
+    frontend, engine = llm.frontend, llm.engine
     prompts = Prompts(engine.spec.vocab_size)
     times: dict[str, list[float]] = {}
     due: dict[str, float] = {}

@@ -131,8 +131,8 @@ def engine(
 
 def drift(llm: LLM, change: float) -> None:
     """Let decode rows select made-up pages, where kernels select them."""
-    runner = llm.engine._runner
-    backend = runner._backend
+    runner = llm.engine.runner
+    backend = runner.backend
     if isinstance(backend, HSABackend) and backend.kernels is not None:
         backend.kernels.drift_by(change)
         if runner.graph_sizes:
@@ -149,7 +149,7 @@ class Running:
 
     def __init__(self, llm: LLM, context: int) -> None:
         self._llm = llm
-        self._frontend = llm._frontend_or_fail()
+        self._frontend = llm.frontend
         self._context = context
         self._params = SamplingParams(
             max_tokens=llm.engine.max_tokens - context, ignore_eos=True, temperature=0.0
@@ -195,7 +195,7 @@ class Running:
 def stop_copying(llm: LLM) -> bool:
     """Decode steps plan what they would bring in, and go on without it: a probe of what copies
     cost. False where no kernels do that."""
-    runner = llm.engine._runner
+    runner = llm.engine.runner
     tier = getattr(runner, "tier", None)
     if tier is None or tier.swap is None:
         return False

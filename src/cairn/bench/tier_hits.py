@@ -56,7 +56,7 @@ def _read(
         **options,
     ) as llm:
         ids = encode_text(llm, text, bench.text_tokens)
-        frontend, engine = llm._frontend_or_fail(), llm.engine
+        frontend, engine = llm.frontend, llm.engine
         cache, scheduler = engine.scheduler.cache, engine.scheduler
         llm.generate(ids[: -bench.text_rows], max_tokens=1, ignore_eos=True)
         while cache.reclaim():

@@ -131,7 +131,7 @@ def _warm(llm: LLM, prefix: Sequence[int], place: str) -> dict[str, Any]:
 def _branches(llm: LLM, prefix: Sequence[int]) -> dict[str, Any]:
     """Many continuations of one prefix: pages that they take on the device besides it."""
     settle(llm)
-    frontend = llm._frontend_or_fail()
+    frontend = llm.frontend
     before = llm.engine.usage()[-1]
     vocab = llm.engine.spec.vocab_size
     params = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -170,7 +170,7 @@ def beyond(bench: TierBench) -> Iterator[dict[str, Any]]:
 
 def first_token(llm: LLM, prefix: Sequence[int], seed: int) -> float:
     """Seconds to the first token behind a prefix and a few tokens of its own."""
-    frontend = llm._frontend_or_fail()
+    frontend = llm.frontend
     tokens = [*prefix, *prompt(_SUFFIX, seed, llm.engine.spec.vocab_size)]
     params = SamplingParams(max_tokens=1, ignore_eos=True)
     (request,) = frontend.prepare(tokens, params)
@@ -183,7 +183,7 @@ def first_token(llm: LLM, prefix: Sequence[int], seed: int) -> float:
 
 def settle(llm: LLM) -> None:
     """Wait until nothing runs and every page that is complete is in host memory."""
-    frontend = llm._frontend_or_fail()
+    frontend = llm.frontend
     while llm.engine.has_work:
         frontend.step()
     while llm.engine.scheduler.cache.reclaim():

@@ -92,7 +92,7 @@ class Engine:
         self.context_length = context_length
         self.max_tokens = min(context_length, scheduler.cache.max_tokens)
         """Tokens of the longest request, prompt and output."""
-        self._runner = runner
+        self.runner = runner
         self.eos_token_ids = eos_token_ids
         self._random = random.Random(seed)
         self._ids = itertools.count()
@@ -171,7 +171,7 @@ class Engine:
 
     def tier(self) -> TierReport | None:
         """Where pages are and what moved, with a host tier."""
-        totals = self._runner.tier_stats()
+        totals = self.runner.tier_stats()
         if totals is None:
             return None
         self.scheduler.cache.poll()
@@ -182,20 +182,20 @@ class Engine:
 
     def watch(self) -> None:
         """Raise if a part of the engine that runs in another process has gone."""
-        self._runner.watch()
+        self.runner.watch()
 
     def close(self) -> None:
         """Wait for what is under way, let go of host memory and end other processes."""
         step, self._in_flight = self._in_flight, None
         try:
             if step is not None:
-                self._runner.finish(step)
+                self.runner.finish(step)
         finally:
-            self._runner.close()
+            self.runner.close()
 
     def wrap_attention(self, wrap: Callable[[AttentionBackend, KVPool], AttentionBackend]) -> None:
         """Put a backend in front of the engine's own, for who wants to watch it."""
-        self._runner.wrap_attention(wrap)
+        self.runner.wrap_attention(wrap)
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class Engine:
         if finished is None:
             if launched is None:
                 self.scheduler.check()
-                self._runner.check()
+                self.runner.check()
             self.stats.step_seconds += time.perf_counter() - begin
             return []
         result = self._finish(finished)
@@ -245,7 +245,7 @@ class Engine:
 
     def _launch(self, plan: StepPlan) -> InFlight:
         try:
-            launched = self._runner.launch(plan)
+            launched = self.runner.launch(plan)
         except BaseException:  # Ctrl-C too: the books must balance whatever happens
             self.scheduler.undo(plan)
             raise
@@ -258,7 +258,7 @@ class Engine:
 
     def _finish(self, step: InFlight) -> StepResult:
         try:
-            return self._runner.finish(step)
+            return self.runner.finish(step)
         except BaseException:
             self.scheduler.undo(step.plan, launched=True)
             if self._in_flight is not None:  # built on what failed

@@ -158,6 +158,10 @@ class Runner:
             self._residency = Residency(tier.ids, tier.num_pages, num_slots)
 
     @property
+    def backend(self) -> AttentionBackend:
+        return self._backend
+
+    @property
     def mover(self) -> Mover | None:
         """Who copies complete pages to host memory."""
         return self.tier
