@@ -30,7 +30,7 @@ class ModelConfig:
     content to any distance; the others see every phase within a short training sample."""
     rope_multiplier: float = 2.0
     norm_eps: float = 1e-6
-    context: int = 1 << 24
+    context: int = 1 << 21
 
     @property
     def head_dim(self) -> int:
