@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from cairn import LLM
+from cairn.bench.collector import settled
 from cairn.bench.profile import idle_before
 from cairn.bench.replay import Prompts, read_trace, run
 from cairn.bench.tier_engines import SMALL_BATCHES, TierBench
@@ -80,6 +82,19 @@ def test_bad_workloads_are_named(
 ) -> None:
     assert main(["bench", *arguments, "--model", str(folder), "--device", "cpu"]) == 2
     assert named in capsys.readouterr().err
+
+
+def test_profiles_need_a_gpu(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "profile", "--model", str(folder), "--device", "cpu"]) == 2
+    assert "it needs a CUDA device" in capsys.readouterr().err
+
+
+def test_the_collector_is_let_go_of_again() -> None:
+    before = gc.get_freeze_count()
+    with pytest.raises(ZeroDivisionError), settled():
+        assert gc.get_freeze_count() > before
+        raise ZeroDivisionError
+    assert gc.get_freeze_count() == 0
 
 
 def test_kernels_that_overlap_are_not_counted_twice() -> None:
@@ -252,6 +267,7 @@ def test_tier_bandwidth(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["--contexts", "many"], "--contexts is 'many'; write numbers and commas"),
         (["--chunk", "0"], "--chunk must be above 0"),
         (["--parts", "bandwidth", "--bandwidth-gib", "0.01"], "raise --bandwidth-gib"),
+        (["--profile"], "--profile shows kernels of a GPU; leave it out with --device cpu"),
     ],
 )
 def test_bad_tier_benches_are_named(

@@ -97,7 +97,7 @@ def _add_replay(kinds: Any) -> None:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    from cairn.bench.collector import settle
+    from cairn.bench.collector import settled
     from cairn.bench.replay import read_trace, run
     from cairn.bench.report import show_rows
     from cairn.llm import LLM
@@ -110,8 +110,8 @@ def _replay(arguments: argparse.Namespace) -> int:
     options = collect(arguments, EngineConfig)
     with LLM(**options) as llm:
         llm.generate([1, 2, 3], max_tokens=8, ignore_eos=True)  # warm up
-        settle()
-        result = run(llm, trace, time_scale=arguments.time_scale)
+        with settled():
+            result = run(llm, trace, time_scale=arguments.time_scale)
     show_rows("replay", [{**result, **options}], arguments.output)
     return 0
 
@@ -209,14 +209,13 @@ def _hsa(arguments: argparse.Namespace) -> int:
 
 
 def _mix(arguments: argparse.Namespace) -> int:
-    from cairn.bench.collector import settle
+    from cairn.bench.collector import settled
     from cairn.bench.mix import run
     from cairn.bench.report import show_rows
     from cairn.llm import LLM
 
     options = collect(arguments, EngineConfig)
-    with LLM(**options) as llm:
-        settle()
+    with LLM(**options) as llm, settled():
         result = run(
             llm,
             long_tokens=arguments.long_tokens,
@@ -228,14 +227,18 @@ def _mix(arguments: argparse.Namespace) -> int:
 
 
 def _profile(arguments: argparse.Namespace) -> int:
+    from cairn.bench.collector import settled
     from cairn.bench.profile import profile_steps
     from cairn.bench.report import show_rows
     from cairn.bench.workloads import seeded
+    from cairn.engine.build import resolve_device
     from cairn.engine.sampling_params import SamplingParams
     from cairn.llm import LLM
 
     options = collect(arguments, EngineConfig)
-    with LLM(**options) as llm:
+    if resolve_device(EngineConfig(**options).device).type != "cuda":
+        raise ConfigError("bench profile shows CUDA kernels; it needs a CUDA device")
+    with LLM(**options) as llm, settled():
         frontend = llm.frontend
         params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=1000)
         workload = seeded(arguments.requests, llm.engine.spec.vocab_size)
@@ -251,7 +254,7 @@ def _profile(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from cairn.bench.collector import settle
+    from cairn.bench.collector import settled
     from cairn.bench.measure import Measurement, TransformersBaseline, measure_cairn
     from cairn.bench.report import make_record, show
     from cairn.engine.build import resolve_device, resolve_dtype
@@ -286,13 +289,13 @@ def _bench(arguments: argparse.Namespace) -> int:
             dtype = resolve_dtype(llm.config.dtype, source.config, device)
             baseline = TransformersBaseline(source, dtype, device)
             baseline.warm_up()
-        settle()
         runs: list[list[Measurement]] = [[], []]
-        for _ in range(arguments.repeat):  # in turn, so that both meet the same machine
-            llm.engine.scheduler.cache.tree.clear()  # every run starts cold
-            runs[0].append(measure_cairn(llm, workload))
-            if baseline is not None:
-                runs[1].append(baseline.measure(workload))
+        with settled():
+            for _ in range(arguments.repeat):  # in turn, so that both meet the same machine
+                llm.engine.scheduler.cache.tree.clear()  # every run starts cold
+                runs[0].append(measure_cairn(llm, workload))
+                if baseline is not None:
+                    runs[1].append(baseline.measure(workload))
     record = make_record(workload, [each for each in runs if each], options, device.type)
     show(record, arguments.output, arguments.plot)
     return 0

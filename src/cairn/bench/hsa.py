@@ -19,7 +19,7 @@ import torch
 
 from cairn.attention.hsa.backend import HSABackend
 from cairn.attention.hsa.kernel_sparse import ChunkRows, KernelSparse
-from cairn.bench.collector import release, settle
+from cairn.bench.collector import release, settled
 from cairn.bench.profile import profile_call, profile_steps
 from cairn.engine.sampling_params import SamplingParams
 from cairn.llm import LLM
@@ -44,7 +44,7 @@ def run(
             yield from _prefill_part(f"{kind}-345m", parts, own, profile)
     for kind in ("hils", "dense"):
         if "7b" in parts:
-            with _llm(f"{kind}-7b", max(short, default=8192), 8) as llm:
+            with _llm(f"{kind}-7b", max(short, default=8192), 8) as llm, settled():
                 yield from _decode(llm, f"{kind}-7b", short, [1, 8], profile)
             release()
 
@@ -52,7 +52,7 @@ def run(
 def _decode_part(
     model: str, parts: Sequence[str], lengths: Sequence[int], short: Sequence[int], profile: bool
 ) -> Iterator[dict[str, Any]]:
-    with _llm(model, max(lengths), 16) as llm:
+    with _llm(model, max(lengths), 16) as llm, settled():
         if "decode" in parts:
             yield from _decode(llm, model, lengths, [1], profile)
         if "batch" in parts:
@@ -63,7 +63,7 @@ def _decode_part(
 def _prefill_part(
     model: str, parts: Sequence[str], lengths: Sequence[int], profile: bool
 ) -> Iterator[dict[str, Any]]:
-    with _llm(model, max(lengths), 16) as llm:
+    with _llm(model, max(lengths), 16) as llm, settled():
         if "prefill" in parts:
             yield from _prefill(llm, model, lengths, profile)
         if "together" in parts:
@@ -72,7 +72,7 @@ def _prefill_part(
 
 
 def _llm(model: str, longest: int, requests: int) -> LLM:
-    llm = LLM(
+    return LLM(
         model,
         load_format="dummy",
         dtype="bfloat16",
@@ -81,8 +81,6 @@ def _llm(model: str, longest: int, requests: int) -> LLM:
         max_running_requests=requests,
         chunked_prefill_size=_CHUNK,
     )
-    settle()
-    return llm
 
 
 def _prompt(tokens: int, seed: int, vocab: int) -> list[int]:

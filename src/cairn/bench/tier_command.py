@@ -75,6 +75,8 @@ def _run(arguments: argparse.Namespace) -> int:
     unknown = sorted(set(parts) - set(_PARTS))
     if unknown:
         raise ConfigError(f"--parts has {unknown[0]!r}; choose among {', '.join(_PARTS)}")
+    if arguments.profile and "throughput" not in parts:
+        raise ConfigError("--profile shows steps of the part throughput, which --parts leaves out")
     rows = []
     for row in run(_settings(arguments), parts):
         print(", ".join(f"{name} {value}" for name, value in row.items()), file=sys.stderr)

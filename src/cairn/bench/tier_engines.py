@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from cairn.attention.hsa.backend import HSABackend
-from cairn.bench.collector import release, settle
+from cairn.bench.collector import release, settled
 from cairn.config import EngineConfig
 from cairn.engine.build import resolve_dtype
 from cairn.engine.load import locate
@@ -28,6 +28,7 @@ from cairn.models.registry import read_spec
 _GIB = 2**30
 _SPARE = 1.02  # of host memory, for pages that are begun and not full
 SMALL_BATCHES = (1, 2, 4)
+PROFILED_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,7 @@ class TierBench:
 
     def length(self, context: int, requests: int) -> int:
         """Tokens of a request that runs until all measurements of its engine are made."""
-        each = self.warm_steps + 2 * self.steps
+        each = self.warm_steps + 2 * self.steps + (PROFILED_STEPS if self.profile else 0)
         measurements = max(len(self.concurrency), len(SMALL_BATCHES))
         filling = requests * (-(-context // self.chunk) + 1)
         return context + measurements * each + filling + 2 * self.page_size
@@ -124,8 +125,8 @@ def engine(
     with LLM(bench.model, **options) as llm:
         if tier and drifting and bench.change > 0:
             drift(llm, bench.change)
-        settle()
-        yield llm
+        with settled():
+            yield llm
     release()
 
 
@@ -196,10 +197,9 @@ def stop_copying(llm: LLM) -> bool:
     """Decode steps plan what they would bring in, and go on without it: a probe of what copies
     cost. False where no kernels do that."""
     runner = llm.engine.runner
-    tier = getattr(runner, "tier", None)
-    if tier is None or tier.swap is None:
+    if runner.tier is None or runner.tier.swap is None:
         return False
-    tier.swap.probing = True
+    runner.tier.swap.probing = True
     if runner.graph_sizes:
         runner.record_graphs()
     return True

@@ -10,6 +10,7 @@ import numpy as np
 
 from cairn.bench.profile import profile_steps
 from cairn.bench.tier_engines import (
+    PROFILED_STEPS,
     SMALL_BATCHES,
     Running,
     TierBench,
@@ -26,7 +27,6 @@ _LINK = 45e9  # bytes per second that host memory must be read with, at least
 _SUFFIX = 64
 _REPEATS = 5
 _BRANCHES = 16
-_PROFILED = 16  # steps
 
 
 def throughput(bench: TierBench) -> Iterator[dict[str, Any]]:
@@ -63,7 +63,7 @@ def _by_concurrency(
             **reads(before, after, bench.warm_steps + bench.steps),
         }
         if bench.profile:
-            row["profile"] = profile_steps(llm, _PROFILED)
+            row["profile"] = profile_steps(llm, PROFILED_STEPS)
         yield row
     if stop_copying(llm):
         step = running.step_seconds(bench.warm_steps, bench.steps)
