@@ -209,8 +209,8 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
     build(sparse_select._threshold_kernel, num_warps=1)
     build(sparse_select._choose_kernel, I32, num_warps=1)
     constants["ROWS"] = 8
-    for staged in (False, True):
-        constants |= {"STAGED": staged, "LOCATED": True, "TMA": not staged, "BOUNDED": native}
+    for located, staged in ((False, False), (True, False), (True, True)):
+        constants |= {"LOCATED": located, "STAGED": staged, "TMA": not staged, "BOUNDED": native}
         types |= {"tiles": BF16 if staged else tile_of(page_size, dim)}
         types |= {"landmarks": BF16 if staged else tile_of(16, width)}
         build(sparse_extend._attend_kernel, num_stages=3 if dim == 64 else 2)
