@@ -186,7 +186,7 @@ class TorchSparse:
         own = query.view(rows * kv_heads, 1, -1, dim).expand(-1, k, -1, -1).flatten(0, 1)
         out, *sums = _softmax(own @ key.transpose(1, 2), value)  # [rows * kv_heads * k, group, ...]
         out = out.view(rows, kv_heads, k, -1, dim).transpose(2, 3)
-        lse, totals = (sum.view(rows, kv_heads, k, -1).transpose(2, 3) for sum in sums)
+        lse, totals = (each.view(rows, kv_heads, k, -1).transpose(2, 3) for each in sums)
         whole = (rows, heads, k)
         return out.reshape(*whole, dim), lse.reshape(whole), totals.reshape(whole)
 
@@ -223,8 +223,8 @@ class TorchSparse:
         where[order] = place
         out = out.view(-1, group, dim)[where].view(rows, kv_heads, k, group, dim).transpose(2, 3)
         lse, totals = (
-            sum.view(-1, group)[where].view(rows, kv_heads, k, group).transpose(2, 3)
-            for sum in sums
+            each.view(-1, group)[where].view(rows, kv_heads, k, group).transpose(2, 3)
+            for each in sums
         )
         whole = (rows, heads, k)
         return out.reshape(*whole, dim), lse.reshape(whole), totals.reshape(whole)
