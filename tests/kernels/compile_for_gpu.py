@@ -39,6 +39,7 @@ HEADS = {"HEADS": 16, "KV_HEADS": 8, "DIM": 128, "BLOCK_D": 128}
 def compile_kernel(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any
 ) -> Any:
+    kernel = kernel.jit
     names = kernel.arg_names
     if "PDL" in names:
         constants = {**constants, "PDL": True}
@@ -181,7 +182,7 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
     }
 
     def build(kernel: Any, out: str = BF16, **options: Any) -> None:
-        own = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        own = {name: value for name, value in constants.items() if name in kernel.jit.arg_names}
         compile_kernel(kernel, {**types, "out": out}, own, **options)
 
     def tile_of(rows: int, columns: int) -> str:

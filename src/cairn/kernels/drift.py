@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from cairn.kernels.launch import direct
 from cairn.kernels.pdl import pdl_options
 from cairn.kernels.sparse_shape import SparseShape, candidate_limit
 
@@ -34,6 +35,7 @@ class DriftState:
         )
 
 
+@direct
 @triton.jit
 def _drift_kernel(
     selected,  # [seqs, KV_HEADS, TOPK]

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from cairn.kernels.launch import direct
 from cairn.kernels.norm import rms_norm_reference
 from cairn.kernels.pdl import pdl_options
 
@@ -36,6 +37,7 @@ def gemv_reference(
     return out if add_to is None else add_to.add_(out)
 
 
+@direct
 @triton.jit
 def _gemv_kernel(
     x,  # [rows, IN], or [rows, 2 * IN] with SILU

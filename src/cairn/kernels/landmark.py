@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from cairn.kernels.interface import Pooling
+from cairn.kernels.launch import direct
 
 POOLINGS: dict[Pooling, int] = {"hils": 0, "last": 1, "box": 2, "mean": 3}
 
@@ -73,6 +74,7 @@ def pool_page(
         tl.store(vectors + kv_head * DIM + offs_d, mean.to(vectors.dtype.element_ty))
 
 
+@direct
 @triton.jit
 def _pool_kernel(
     pages,  # [n]

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from cairn.kernels.launch import direct
 from cairn.kernels.pdl import pdl_options
 
 
@@ -16,6 +17,7 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
     return (scaled * weight.to(scaled.dtype)).to(x.dtype)
 
 
+@direct
 @triton.jit
 def _norm_kernel(
     x,  # [rows, DIM]

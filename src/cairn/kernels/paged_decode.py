@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from cairn.kernels.launch import direct
 from cairn.kernels.pdl import pdl_options
 from cairn.kernels.softmax import LOG2E, softmax_result, softmax_step
 
@@ -77,6 +78,7 @@ def _depth(seqs: int) -> _Depth:
 _MANY = 64
 
 
+@direct
 @triton.jit
 def _plan_kernel(
     kv_lens,
@@ -196,6 +198,7 @@ def merge_splits(
         tl.store(lse_out + head, lse, mask=group < GROUP)
 
 
+@direct
 @triton.jit
 def _decode_kernel(
     query,  # [rows, HEADS, DIM]

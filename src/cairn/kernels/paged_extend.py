@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from cairn.kernels.launch import direct
 from cairn.kernels.softmax import LOG2E, softmax_result, softmax_step
 
 
@@ -36,6 +37,7 @@ class ExtendBlocks:
         return cls(on_device[0], on_device[1], block_m)
 
 
+@direct
 @triton.jit
 def _extend_kernel(
     query,  # [rows, HEADS, DIM]

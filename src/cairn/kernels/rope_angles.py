@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from cairn.kernels.launch import direct
+
 
 def rope_angles_reference(
     positions: torch.Tensor, frequencies: torch.Tensor, scale: float, dtype: torch.dtype
@@ -16,6 +18,7 @@ def rope_angles_reference(
     return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
 
+@direct
 @triton.jit
 def _angles_kernel(
     positions, frequencies, cos, sin, scale, HALF: tl.constexpr, BLOCK: tl.constexpr

@@ -9,6 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cairn.kernels.interface import ScoringHeads
+from cairn.kernels.launch import direct
 from cairn.kernels.norm import rms_norm_reference
 from cairn.kernels.pdl import pdl_options
 
@@ -45,6 +46,7 @@ def rope_kv_reference(
     return query, query if scoring is None else scored.to(qkv.dtype)
 
 
+@direct
 @triton.jit
 def _rope_kv_kernel(
     qkv,  # [rows, (HEADS + 2 * KV_HEADS) * DIM and more]

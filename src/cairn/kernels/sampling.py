@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from cairn.kernels.launch import direct
+
 _BLOCK = 4096
 
 
@@ -50,6 +52,7 @@ def _mix32(x):
     return x ^ (x >> 16)
 
 
+@direct
 @triton.jit
 def _best_kernel(
     logits,
@@ -83,6 +86,7 @@ def _best_kernel(
     tl.store(best_token + row * BLOCKS + block, place)
 
 
+@direct
 @triton.jit
 def _pick_kernel(best, best_token, tokens, BLOCKS: tl.constexpr, PADDED: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)

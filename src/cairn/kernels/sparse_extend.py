@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from cairn.kernels.launch import direct
 from cairn.kernels.paged_extend import ExtendBlocks, worth_describing
 from cairn.kernels.softmax import LOG2E
 from cairn.kernels.sparse_shape import SparseShape, load_scoring
@@ -26,6 +27,7 @@ def union_rows(shape: SparseShape) -> int:
     return max(1, min(16, 64 // (shape.heads // shape.kv_heads)))
 
 
+@direct
 @triton.jit
 def _union_kernel(
     selected,  # [rows, KV_HEADS, TOPK]
@@ -77,6 +79,7 @@ def _union_kernel(
     tl.store(counts + block * KV_HEADS + kv_head, tl.sum(first_seen.to(tl.int32)))
 
 
+@direct
 @triton.jit
 def _attend_kernel(
     query,

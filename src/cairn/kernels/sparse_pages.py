@@ -6,11 +6,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from cairn.kernels.launch import direct
 from cairn.kernels.paged_decode import merge_splits
 from cairn.kernels.sparse_shape import SOFTMAX_HEAD, SUM_GROUP, candidate_limit
 from cairn.kernels.top_pages import keep_best
 
 
+@direct
 @triton.jit
 def topk_kernel(
     kv_lens,
@@ -122,6 +124,7 @@ def _choose(
     return place, kept_index, count
 
 
+@direct
 @triton.jit
 def choose_kernel(
     kv_lens,
@@ -151,6 +154,7 @@ def choose_kernel(
     _choose(best_rank + base, best_index + base, chosen, limit, True, TOPK, BLOCK_K, CHUNK, BEST)
 
 
+@direct
 @triton.jit
 def pages_kernel(
     query,

@@ -11,10 +11,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cairn.kernels.landmark import pool_page
+from cairn.kernels.launch import direct
 from cairn.kernels.softmax import LOG2E, softmax_result, softmax_step
 from cairn.kernels.sparse_shape import candidate_limit, load_scoring
 
 
+@direct
 @triton.jit
 def score_kernel(
     query,  # [rows, HEADS, DIM]

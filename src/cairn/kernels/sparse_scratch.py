@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from cairn.kernels.launch import direct
 from cairn.kernels.sparse_shape import SparseShape
 
 CHUNK = 1024
@@ -70,6 +71,7 @@ def strips_of(shape: SparseShape, seqs: int) -> int:
     return int(triton.next_power_of_2(programs))
 
 
+@direct
 @triton.jit
 def _begin_kernel(
     page_table,  # [seqs, ...]

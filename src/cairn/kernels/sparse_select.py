@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from cairn.kernels.launch import direct
 from cairn.kernels.paged_extend import ExtendBlocks, can_describe
 from cairn.kernels.sparse_shape import (
     STRATEGIES,
@@ -64,6 +65,7 @@ class CandidatePages:
     """Most pages of one sequence."""
 
 
+@direct
 @triton.jit
 def _rank_kernel(
     scoring,
@@ -183,6 +185,7 @@ def _rows_of(block_seq, block_begin, cu_query, ROWS: tl.constexpr):
     return (first_row + new).to(tl.int64), new < query_len
 
 
+@direct
 @triton.jit
 def _threshold_kernel(
     cu_query,
@@ -222,6 +225,7 @@ def _threshold_kernel(
     tl.store(thresholds + row * KV_HEADS + kv_head, threshold, mask=in_rows)
 
 
+@direct
 @triton.jit
 def _choose_kernel(
     cu_query,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from cairn.kernels.launch import direct
 from cairn.kernels.softmax import LN2, LOG2E
 from cairn.kernels.sparse_shape import candidate_limit, load_scoring
 
 
+@direct
 @triton.jit(do_not_specialize=["count"])
 def lay_out_kernel(
     vectors,  # [pages, LANDMARK_HEADS, WIDTH]
@@ -121,6 +123,7 @@ def _survey_tile(
     return most, total
 
 
+@direct
 @triton.jit
 def survey_kernel(
     scoring,  # [rows, HEADS, WIDTH]

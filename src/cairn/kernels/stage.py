@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from cairn.kernels.launch import direct
 from cairn.kernels.swap_in import Misses
 
 _LEAST, _MOST = 128, 1024  # entries looked at together; a thread has one at least
@@ -40,6 +41,7 @@ class StageTables:
         return cls(zeroed, zeroed[kv_heads:].view(kv_heads, num_pages), staged)
 
 
+@direct
 @triton.jit
 def _stage_claim_kernel(
     pages,  # [blocks, KV_HEADS, WIDTH] page ids
@@ -74,6 +76,7 @@ def _stage_claim_kernel(
         tl.store(claim, place + 2, mask=first)
 
 
+@direct
 @triton.jit
 def _stage_tell_kernel(
     pages,  # [blocks, KV_HEADS, WIDTH] page ids

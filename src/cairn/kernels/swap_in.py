@@ -19,6 +19,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cairn.kernels.interface import COPY_THREADS
+from cairn.kernels.launch import direct
 from cairn.kernels.pdl import pdl_options
 
 _UNCLAIMED = tl.constexpr(0x7FFFFFFF)
@@ -141,6 +142,7 @@ def _find(page, life, wanted, head, hot_pages, hot_lives, slot_of, num_pages, SL
 
 
 # Numbers that change from step to step are compiled for once: a step must not wait for a compiler.
+@direct
 @triton.jit(do_not_specialize=["total", "table_stride"])
 def _swap_plan_kernel(
     selected,  # [seqs, KV_HEADS, TOPK] place in the sequence, -1 for none
@@ -263,6 +265,7 @@ def _swap_plan_kernel(
     tl.atomic_add(totals + 2, misses)
 
 
+@direct
 @triton.jit
 def _swap_copy_kernel(
     host,  # [pages, 2 * KV_HEADS, WORDS] int32, memory of the host that the device can read
@@ -301,6 +304,7 @@ def _swap_copy_kernel(
         tl.store(pool + into, moved, mask=words < WORDS)
 
 
+@direct
 @triton.jit(
     do_not_specialize=["count"], do_not_specialize_on_alignment=["from_pages", "into_pages"]
 )
