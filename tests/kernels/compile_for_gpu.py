@@ -84,11 +84,13 @@ def main() -> None:
     compile_kernel(norm._norm_kernel, types, {"DIM": 1000, "BLOCK": 1024, "ADD": True})
     types = {"gate_up": BF16, "out": BF16}
     compile_kernel(activation._silu_kernel, types, {"WIDTH": 3072, "BLOCK": 1024})
-    types = {"x": BF16, "weight": BF16, "out": BF16, "out_features": "i32"}
+    types = {"x": BF16, "weight": BF16, "out": BF16, "rows": "i32", "out_features": "i32"}
     types |= {"norm_weight": BF16, "eps": "fp32"}
-    constants = {"IN": 3072, "BLOCK_N": 2, "BLOCK_K": 1024, "ADD": True}
     for silu in (False, True):
-        compile_kernel(gemv._gemv_kernel, types, {**constants, "SILU": silu, "NORM": not silu})
+        constants = {"IN": 3072, "ADD": True, "NORM": not silu, "BLOCK_N": 2, "BLOCK_K": 4096}
+        compile_kernel(gemv._gemv_kernel, types, {**constants, "SILU": silu}, num_warps=8)
+        constants |= {"BLOCK_M": 8, "BLOCK_N": 16, "PARTS": 4, "BLOCK_K": 256}
+        compile_kernel(gemv._few_rows_kernel, types, constants, num_warps=4)
     types = {"positions": I32, "frequencies": FP32, "cos": BF16, "sin": BF16, "scale": "fp32"}
     compile_kernel(rope_angles._angles_kernel, types, {"HALF": 64, "BLOCK": 64})
     types = {"qkv": BF16, "cos": BF16, "sin": BF16, "q_weight": BF16, "k_weight": BF16}

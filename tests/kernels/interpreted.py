@@ -150,13 +150,14 @@ def test_silu_and_mul() -> None:
     torch.testing.assert_close(silu_and_mul(gate_up), silu_and_mul_reference(gate_up))
 
 
+@pytest.mark.parametrize(("rows", "width"), [(1, 50), (1, 4100), (2, 50), (7, 1030), (8, 50)])
 @pytest.mark.parametrize("before", ["nothing", "silu", "norm"])
 @pytest.mark.parametrize("adds", [False, True])
-def test_gemv(before: str, adds: bool) -> None:
-    weight = torch.randn(37, 50)
-    x = torch.randn(2, 100 if before == "silu" else 50)
-    norm = (torch.randn(50), 1e-2) if before == "norm" else None
-    streams = [torch.ones(2, 37) if adds else None for _ in range(2)]
+def test_gemv(rows: int, width: int, before: str, adds: bool) -> None:
+    weight = torch.randn(37, width)
+    x = torch.randn(rows, 2 * width if before == "silu" else width)
+    norm = (torch.randn(width), 1e-2) if before == "norm" else None
+    streams = [torch.ones(rows, 37) if adds else None for _ in range(2)]
     found, expected = (
         product(x, weight, silu=before == "silu", norm=norm, add_to=stream)
         for product, stream in zip((gemv, gemv_reference), streams, strict=True)

@@ -1,7 +1,7 @@
 """Products of a few rows with a weight matrix: x @ W.T, at the speed W can be read.
 
-With one row a matrix product is nothing but reading the matrix. What comes before it is small and
-is done by every program for itself instead of by a kernel of its own: the RMS norm of the row, or
+With few rows a matrix product is nothing but reading the matrix. What comes before it is small and
+is done by every program for itself instead of by a kernel of its own: the RMS norm of the rows, or
 silu(gate) * up. So is what comes after it, the addition to the residual stream.
 """
 
@@ -12,11 +12,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from cairn.kernels.activation import silu_and_mul
 from cairn.kernels.launch import direct
 from cairn.kernels.norm import rms_norm_reference
 from cairn.kernels.pdl import pdl_options
 
-_ROWS = 2  # of the matrix in one program
+MOST_ROWS = 8  # beyond, the matrix is read no faster than by cuBLAS
+_COLUMNS = 1024  # that a program for more has at once; warps share them
 
 
 def gemv_reference(
@@ -40,9 +42,9 @@ def gemv_reference(
 @direct
 @triton.jit
 def _gemv_kernel(
-    x,  # [rows, IN], or [rows, 2 * IN] with SILU
+    x,  # [IN], or [2 * IN] with SILU
     weight,  # [out_features, IN]
-    out,  # [rows, out_features], added to if ADD
+    out,  # [out_features], added to if ADD
     norm_weight,  # [IN], if NORM
     eps,
     out_features,
@@ -54,7 +56,6 @@ def _gemv_kernel(
     ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     there = (n < out_features)[:, None]
@@ -63,8 +64,13 @@ def _gemv_kernel(
         gdc_launch_dependents()
     # Weights are nobody's output: the first ones are on their way before the wait for x.
     w = tl.load(weights + k[None, :], mask=there & (k < IN)[None, :], other=0.0)
+    if NORM:
+        factor = tl.load(norm_weight + k, mask=k < IN, other=0.0)
     if PDL:
         gdc_wait()
+    place = out + n
+    if ADD:  # before the product, so as not to wait for it after it
+        before = tl.load(place, mask=n < out_features, other=0.0).to(tl.float32)
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
     for start in tl.static_range(0, IN, BLOCK_K):
@@ -72,23 +78,81 @@ def _gemv_kernel(
         inside = at < IN
         if start > 0:
             w = tl.load(weights + at[None, :], mask=there & inside[None, :], other=0.0)
+            if NORM:
+                factor = tl.load(norm_weight + at, mask=inside, other=0.0)
         if SILU:
-            gate = tl.load(x + row * (2 * IN) + at, mask=inside, other=0.0).to(tl.float32)
-            up = tl.load(x + row * (2 * IN) + IN + at, mask=inside, other=0.0).to(tl.float32)
+            gate = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+            up = tl.load(x + IN + at, mask=inside, other=0.0).to(tl.float32)
             value = gate / (1.0 + tl.exp(-gate)) * up
         else:
-            value = tl.load(x + row * IN + at, mask=inside, other=0.0).to(tl.float32)
+            value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         if NORM:
             squares += value * value
-            value *= tl.load(norm_weight + at, mask=inside, other=0.0).to(tl.float32)
+            value *= factor.to(tl.float32)
         acc += w.to(tl.float32) * value[None, :]
     result = tl.sum(acc, 1)
     if NORM:
         result *= tl.rsqrt(tl.sum(squares) / IN + eps)
-    place = out + row * out_features + n
     if ADD:
-        result += tl.load(place, mask=n < out_features, other=0.0).to(tl.float32)
+        result += before
     tl.store(place, result.to(out.dtype.element_ty), mask=n < out_features)
+
+
+@direct
+@triton.jit
+def _few_rows_kernel(
+    x,  # [rows, IN]
+    weight,  # [out_features, IN]
+    out,  # [rows, out_features], added to if ADD
+    norm_weight,  # [IN], if NORM
+    eps,
+    rows,
+    out_features,
+    IN: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # at least `rows`
+    BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NORM: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    m = tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, PARTS)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    there = (n < out_features)[None, :, None]
+    weights = weight + n[None, :, None].to(tl.int64) * IN
+    if PDL:
+        gdc_launch_dependents()
+    w = tl.load(weights + k[:, None, :], mask=there & (k < IN)[:, None, :], other=0.0)
+    if PDL:
+        gdc_wait()
+    # Few outputs have few tiles of a matrix product: it is the columns that warps share.
+    acc = tl.zeros((PARTS, BLOCK_N, BLOCK_M), tl.float32)
+    squares = tl.zeros((PARTS, BLOCK_M), tl.float32)
+    for start in range(0, IN, PARTS * BLOCK_K):
+        at = start + k
+        inside = at < IN
+        seen = (m < rows)[None, None, :] & inside[:, :, None]
+        values = x + m[None, None, :] * IN + at[:, :, None]
+        value = tl.load(values, mask=seen, other=0.0).to(tl.float32)
+        if NORM:
+            squares += tl.sum(value * value, 1)
+            value *= tl.load(norm_weight + at, mask=inside, other=0.0).to(tl.float32)[:, :, None]
+        acc = tl.dot(w, value.to(w.dtype), acc)
+        if IN > PARTS * BLOCK_K:
+            after = at + PARTS * BLOCK_K
+            w = tl.load(
+                weights + after[:, None, :], mask=there & (after < IN)[:, None, :], other=0.0
+            )
+    result = tl.sum(acc, 0)  # [BLOCK_N, BLOCK_M]
+    if NORM:
+        result *= tl.rsqrt(tl.sum(squares, 0) / IN + eps)[None, :]
+    place = out + m[None, :] * out_features + n[:, None]
+    stored = (m < rows)[None, :] & (n < out_features)[:, None]
+    if ADD:
+        result += tl.load(place, mask=stored, other=0.0).to(tl.float32)
+    tl.store(place, result.to(out.dtype.element_ty), mask=stored)
 
 
 def gemv(
@@ -99,30 +163,55 @@ def gemv(
     norm: tuple[torch.Tensor, float] | None = None,  # weight [in] and epsilon: x is normed first
     add_to: torch.Tensor | None = None,  # [rows, out], contiguous; takes the result, and is it
 ) -> torch.Tensor:
-    """-> [rows, out]"""
+    """-> [rows, out], of one row to MOST_ROWS"""
     rows = x.shape[0]
     out_features, width = weight.shape
     out = add_to
     if out is None:
         out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
+    if silu and rows > 1:  # too much to do in every program
+        x, silu = silu_and_mul(x), False
     norm_weight, eps = (x, 0.0) if norm is None else norm
-    # Many programs, each with two rows of the matrix; measured on an H200.
-    wide = out_features >= 4096
-    _gemv_kernel[(triton.cdiv(out_features, _ROWS), rows)](
-        x,
-        weight,
-        out,
-        norm_weight,
-        eps,
+    what = {"IN": width, "NORM": norm is not None, "ADD": add_to is not None}
+    given = (x, weight, out, norm_weight, eps)
+    if rows > 1:
+        parts = 4
+        _few_rows_kernel[(triton.cdiv(out_features, 16),)](
+            *given,
+            rows,
+            out_features,
+            **what,
+            BLOCK_M=MOST_ROWS,
+            BLOCK_N=16,
+            PARTS=parts,
+            BLOCK_K=_COLUMNS // parts,
+            num_warps=parts,
+            num_stages=1,
+            **pdl_options(x),
+        )
+        return out
+    block_n, block_k, warps = _tile(out_features, width)
+    _gemv_kernel[(triton.cdiv(out_features, block_n),)](
+        *given,
         out_features,
-        IN=width,
-        BLOCK_N=_ROWS,
-        BLOCK_K=min(512 if wide else 1024, triton.next_power_of_2(width)),
+        **what,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
         SILU=silu,
-        NORM=norm is not None,
-        ADD=add_to is not None,
-        num_warps=2 if wide else 8 if silu else 4,
+        num_warps=warps,
         num_stages=1,
         **pdl_options(x),
     )
     return out
+
+
+def _tile(out_features: int, width: int) -> tuple[int, int, int]:
+    """Rows and columns of the matrix that a program for one row reads at once, and its warps.
+
+    Measured on an H200: many small programs, with as many columns as registers take, since all
+    that is loaded before the wait comes for nothing.
+    """
+    columns = min(4096, triton.next_power_of_2(width))
+    if out_features >= 4096 and columns <= 1024:
+        return 4, columns, 2
+    return 2, columns, min(8, max(4, columns // 512))

@@ -25,9 +25,15 @@ class Factory:
     """Use Triton kernels for what lies between matrix products."""
     parallel: Parallel = field(default_factory=Alone)
 
+    @property
+    def few_rows(self) -> int:
+        """Products of at most so many rows have a kernel of their own; in full precision only those
+        of one, which need no tensor cores."""
+        return (8 if self.dtype.itemsize == 2 else 1) if self.fused else 0
+
     def products_do_more(self, rows: int) -> bool:
         """Products of so few rows take the norm before and the addition after them along."""
-        return self.fused and rows <= _GEMV_ROWS and self.parallel.size == 1
+        return 0 < rows <= self.few_rows and self.parallel.size == 1
 
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -81,7 +87,7 @@ class Embedding(WeightModule):
         self._first = self._parallel.rank * own
         self.weight = factory.empty(own, dim)
         self._blocks = _column_blocks(own) if factory.device.type == "cpu" else 1
-        self._fused = factory.fused
+        self._few_rows = factory.few_rows
         self._int8: Int8Matrix | None = None
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
@@ -120,7 +126,7 @@ class Embedding(WeightModule):
         if self._int8 is not None:
             return self._int8.product(hidden)
         rows = hidden.shape[0]
-        if self._fused and rows <= _GEMV_ROWS:
+        if 0 < rows <= self._few_rows:
             from cairn.kernels.gemv import gemv
 
             return gemv(hidden.contiguous(), self.weight)
@@ -251,6 +257,7 @@ class Linear(WeightModule):
             self.weight = factory.empty(out_features, in_features)
         self.bias = factory.empty(out_features) if bias else None
         self._fused = factory.fused
+        self._few_rows = factory.few_rows
         self._int8: Int8Matrix | None = None
 
     def quantize(self) -> tuple[torch.Tensor, Int8Matrix]:
@@ -264,7 +271,7 @@ class Linear(WeightModule):
         self, x: torch.Tensor, *, norm: RMSNorm | None = None, add_to: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The product with x, or with the norm of x; `add_to` takes the result, and is it."""
-        if self._fused and self.bias is None and x.shape[0] <= _GEMV_ROWS:
+        if self.bias is None and 0 < x.shape[0] <= self._few_rows:
             from cairn.kernels.gemv import gemv
 
             weights = None if norm is None else (norm.weight, norm.eps)
@@ -295,7 +302,7 @@ class Linear(WeightModule):
             from cairn.kernels.activation import silu_and_mul
             from cairn.kernels.gemv import gemv
 
-            if self.bias is None and gate_up.shape[0] <= _GEMV_ROWS:
+            if self.bias is None and 0 < gate_up.shape[0] <= self._few_rows:
                 return gemv(gate_up, self.weight, silu=True, add_to=add_to)
             return self(silu_and_mul(gate_up), add_to=add_to)
         gate, up = gate_up.chunk(2, dim=-1)
@@ -346,7 +353,6 @@ class Linear(WeightModule):
         )
 
 
-_GEMV_ROWS = 2  # products of so few rows have a kernel of their own on CUDA
 _BLOCK_COLUMNS = 48
 _FEW_ROWS = 32  # with more, one large product is as good for the output head
 _MANY_ROWS = 512  # from here on putting the blocks together first pays
