@@ -96,10 +96,10 @@ def main() -> None:
     types = {"qkv": BF16, "cos": BF16, "sin": BF16, "q_weight": BF16, "k_weight": BF16}
     types |= {"eps": "fp32", "pool": BF16, "pages": I32, "offsets": I32, "out": BF16}
     types |= {"projected": BF16, "scoring_weight": BF16, "scoring_out": BF16}
-    types |= {"stride": "i32", "projected_stride": "i32"}
+    types |= {"stride": "i32", "projected_stride": "i32", "rows": "i32"}
     constants = {**HEADS, "PAGE_SIZE": 64, "NORM": True, "BLOCK_H": 8}
     for scoring in (False, True):
-        constants |= {"SCORING": scoring, "ADD_QUERY": scoring}
+        constants |= {"SCORING": scoring, "ADD_QUERY": scoring, "ROWS": 4 if scoring else 1}
         compile_kernel(rope_kv._rope_kv_kernel, types, constants)
     types = {"logits": BF16, "temperatures": FP32, "seeds": I64, "best": FP32}
     types |= {"best_token": I32, "stride": "i32"}

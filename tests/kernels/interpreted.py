@@ -16,6 +16,7 @@ from cairn import LLM
 from cairn.attention.hsa.backend import HSABackend
 from cairn.attention.hsa.kernel_sparse import KernelSparse
 from cairn.kernels import paged_decode as paged_decode_module
+from cairn.kernels import rope_kv as rope_kv_module
 from cairn.kernels import sparse_decode, sparse_extend, sparse_scratch, sparse_select
 from cairn.kernels.activation import silu_and_mul, silu_and_mul_reference
 from cairn.kernels.drift import DriftState, drift
@@ -177,9 +178,13 @@ def test_rope_angles() -> None:
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("dim", [16, 24])
 @pytest.mark.parametrize("scores", ["", "added", "own"])
-def test_rope_and_kv_write(norm: bool, dim: int, scores: str) -> None:
+@pytest.mark.parametrize("many", [5, 1024])
+def test_rope_and_kv_write(
+    norm: bool, dim: int, scores: str, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if scores and not norm:
         pytest.skip("scoring heads come with norms")
+    monkeypatch.setattr(rope_kv_module, "_MANY_ROWS", many)
     heads, kv_heads = 5, 2
     qkv = torch.randn(5, (heads + 2 * kv_heads) * dim + heads * dim)
     scoring = None

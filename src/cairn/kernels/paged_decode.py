@@ -232,17 +232,20 @@ def _decode_kernel(
 ):
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
+    # What does not change within a step is read before the wait, past the L1 cache.
     item = tl.program_id(1)
     kv_head = tl.program_id(0)
-    seq = tl.load(item_seq + item)
+    seq = tl.load(item_seq + item, cache_modifier=".cg")
+    own = tl.maximum(seq, 0)
+    first_item = tl.load(item_indptr + own, cache_modifier=".cg")
+    splits = tl.load(item_indptr + own + 1, cache_modifier=".cg") - first_item
+    length = tl.load(kv_lens + own, cache_modifier=".cg").to(tl.int32)
+    row = tl.load(rows + own, cache_modifier=".cg").to(tl.int64)
+    if PDL:
+        gdc_wait()
     if seq < 0:
         return
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    first_item = tl.load(item_indptr + seq)
-    splits = tl.load(item_indptr + seq + 1) - first_item
-    length = tl.load(kv_lens + seq).to(tl.int32)
-    row = tl.load(rows + seq).to(tl.int64)
     first_page = 0
     if WINDOW > 0:
         first_page = tl.maximum(length - WINDOW, 0) // PAGE_SIZE

@@ -13,6 +13,8 @@ from cairn.kernels.launch import direct
 from cairn.kernels.norm import rms_norm_reference
 from cairn.kernels.pdl import pdl_options
 
+_MANY_ROWS = 1024  # so many that programs with several of them still fill the device
+
 
 def rope_kv_reference(
     qkv: torch.Tensor,
@@ -64,6 +66,7 @@ def _rope_kv_kernel(
     scoring_out,  # [rows, HEADS, DIM]
     stride,
     projected_stride,
+    rows,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -73,38 +76,27 @@ def _rope_kv_kernel(
     SCORING: tl.constexpr,
     ADD_QUERY: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    ROWS: tl.constexpr,  # of one program
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     offs_d = tl.arange(0, BLOCK_D)
     other_d = (offs_d + DIM // 2) % DIM
     in_dim = offs_d < DIM
-    mask = (head < HEADS + 2 * KV_HEADS)[:, None] & in_dim[None, :]
+    inside = (head < HEADS + 2 * KV_HEADS)[:, None] & in_dim[None, :]
     is_query = head < HEADS
     is_value = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
     source = head
-    read = mask
+    with_query = inside
     if SCORING:
         is_scoring = (head >= HEADS + 2 * KV_HEADS) & (head < 2 * HEADS + 2 * KV_HEADS)
         scored = head - (HEADS + 2 * KV_HEADS)
         if ADD_QUERY:
             source = tl.where(is_scoring, scored, head)
-            read = mask | (is_scoring[:, None] & in_dim[None, :])
-    base = qkv + row * stride + source[:, None] * DIM
-    x = tl.load(base + offs_d[None, :], mask=read, other=0.0).to(tl.float32)
-    y = tl.load(base + other_d[None, :], mask=read, other=0.0).to(tl.float32)
-    if SCORING:
-        more = is_scoring[:, None] & in_dim[None, :]
-        base = projected + row * projected_stride + scored[:, None] * DIM
-        x += tl.load(base + offs_d[None, :], mask=more, other=0.0).to(tl.float32)
-        y += tl.load(base + other_d[None, :], mask=more, other=0.0).to(tl.float32)
-    turned, exchanged = x, y
+            with_query = inside | (is_scoring[:, None] & in_dim[None, :])
     if NORM:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
         wq = tl.load(q_weight + offs_d, mask=in_dim, other=0.0).to(tl.float32)
         wk = tl.load(k_weight + offs_d, mask=in_dim, other=0.0).to(tl.float32)
         wq_other = tl.load(q_weight + other_d, mask=in_dim, other=0.0).to(tl.float32)
@@ -116,25 +108,43 @@ def _rope_kv_kernel(
             ws_other = tl.load(scoring_weight + other_d, mask=in_dim, other=0.0).to(tl.float32)
             weight = tl.where(is_scoring[:, None], ws[None, :], weight)
             other_weight = tl.where(is_scoring[:, None], ws_other[None, :], other_weight)
-        turned = x * scale * weight
-        exchanged = y * scale * other_weight
-    c = tl.load(cos + row * DIM + offs_d, mask=in_dim, other=0.0).to(tl.float32)
-    s = tl.load(sin + row * DIM + offs_d, mask=in_dim, other=0.0).to(tl.float32)
-    turned = turned * c[None, :] + exchanged * s[None, :]
-    result = tl.where(is_value[:, None], x, turned)
-    place = row * (HEADS * DIM) + head[:, None] * DIM + offs_d[None, :]
-    tl.store(out + place, result.to(out.dtype.element_ty), mask=mask & is_query[:, None])
-    if SCORING:
-        place = row * (HEADS * DIM) + scored[:, None] * DIM + offs_d[None, :]
-        tl.store(scoring_out + place, result.to(out.dtype.element_ty), mask=more)
-    page = tl.load(pages + row).to(tl.int64)
-    offset = tl.load(offsets + row).to(tl.int64)
-    slot = (page * (2 * KV_HEADS) + head[:, None] - HEADS) * PAGE_SIZE + offset
-    tl.store(
-        pool + slot * DIM + offs_d[None, :],
-        result.to(pool.dtype.element_ty),
-        mask=mask & (head >= HEADS)[:, None],
-    )
+    if PDL:
+        gdc_wait()
+    for r in tl.static_range(ROWS):
+        row = tl.program_id(0).to(tl.int64) * ROWS + r
+        there = row < rows
+        page = tl.load(pages + row, mask=there, other=0).to(tl.int64)
+        offset = tl.load(offsets + row, mask=there, other=0).to(tl.int64)
+        c = tl.load(cos + row * DIM + offs_d, mask=in_dim & there, other=0.0).to(tl.float32)
+        s = tl.load(sin + row * DIM + offs_d, mask=in_dim & there, other=0.0).to(tl.float32)
+        mask = inside & there
+        read = with_query & there
+        base = qkv + row * stride + source[:, None] * DIM
+        x = tl.load(base + offs_d[None, :], mask=read, other=0.0).to(tl.float32)
+        y = tl.load(base + other_d[None, :], mask=read, other=0.0).to(tl.float32)
+        if SCORING:
+            more = is_scoring[:, None] & in_dim[None, :] & there
+            base = projected + row * projected_stride + scored[:, None] * DIM
+            x += tl.load(base + offs_d[None, :], mask=more, other=0.0).to(tl.float32)
+            y += tl.load(base + other_d[None, :], mask=more, other=0.0).to(tl.float32)
+        turned, exchanged = x, y
+        if NORM:
+            scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+            turned = x * scale * weight
+            exchanged = y * scale * other_weight
+        turned = turned * c[None, :] + exchanged * s[None, :]
+        result = tl.where(is_value[:, None], x, turned)
+        place = row * (HEADS * DIM) + head[:, None] * DIM + offs_d[None, :]
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=mask & is_query[:, None])
+        if SCORING:
+            place = row * (HEADS * DIM) + scored[:, None] * DIM + offs_d[None, :]
+            tl.store(scoring_out + place, result.to(out.dtype.element_ty), mask=more)
+        slot = (page * (2 * KV_HEADS) + head[:, None] - HEADS) * PAGE_SIZE + offset
+        tl.store(
+            pool + slot * DIM + offs_d[None, :],
+            result.to(pool.dtype.element_ty),
+            mask=mask & (head >= HEADS)[:, None],
+        )
 
 
 def rope_kv(
@@ -160,7 +170,8 @@ def rope_kv(
     scored = out if scoring is None else torch.empty_like(out)
     block_h = 8
     total = heads + 2 * kv_heads + (0 if scoring is None else heads)
-    _rope_kv_kernel[(rows, triton.cdiv(total, block_h))](
+    own_rows = 4 if rows >= _MANY_ROWS else 1
+    _rope_kv_kernel[(triton.cdiv(rows, own_rows), triton.cdiv(total, block_h))](
         qkv,
         qkv if scoring is None else scoring.projected,
         cos,
@@ -176,6 +187,7 @@ def rope_kv(
         scored,
         qkv.stride(0),
         0 if scoring is None else scoring.projected.stride(0),
+        rows,
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
@@ -185,6 +197,7 @@ def rope_kv(
         SCORING=scoring is not None,
         ADD_QUERY=scoring is not None and scoring.add_query,
         BLOCK_H=block_h,
+        ROWS=own_rows,
         num_warps=max(1, min(4, block_h * dim // 256)),
         **pdl_options(qkv),
     )
