@@ -197,7 +197,7 @@ def paged_extend(
     wide = dim > 128 or query.dtype == torch.float32
     block_n = 32 if wide else 64
     whole = page_size % block_n == 0
-    tma = whole and worth_describing(pool) if describe is None else describe
+    tma = whole and can_describe(pool.device, pool.dtype) if describe is None else describe
     tiles = pool
     if tma:
         tiles = TensorDescriptor.from_tensor(pool.view(-1, dim), [block_n, dim])
@@ -229,7 +229,7 @@ def paged_extend(
         BLOCK_N=block_n,
         TMA=tma,
         num_warps=8 if blocks.block_m == 128 else 4,
-        num_stages=4 if tma else 2,
+        num_stages=3 if tma else 2,
     )
 
 
