@@ -48,7 +48,7 @@ SELECT_ROWS = 64
 """Rows that one program ranks pages for."""
 
 _TILE = 128  # pages that the survey reads at once
-_COLLECT_TILE = 64  # likewise of the collection, which holds more of every page
+_COLLECT_TILE = 32  # likewise of the collection, which holds more of every page
 _GROUPS = 256  # of a row, at most where tiles are large enough
 _GROUP_PAGES = (2, 8, 32, 128)  # few sizes: each is a compilation
 _ROWS = 4  # that one program chooses for at once
