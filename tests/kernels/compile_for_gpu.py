@@ -112,9 +112,9 @@ def main() -> None:
     types = {**dict.fromkeys((*tables, *lists), I32), "totals": I64}
     sizes = ("total", "room", "num_pages", "table_stride", "first_hot", "first")
     types |= dict.fromkeys(sizes, "i32")
-    constants = {"KV_HEADS": 8, "TOPK": 32, "BLOCK": 1024}
+    constants = {"KV_HEADS": 8, "TOPK": 32, "BLOCK": 1024, "ONE": True}
     for slots in (1024, MOST_HOT_SLOTS):
-        constants |= {"SLOTS": slots - 24, "BLOCK_SLOTS": slots}
+        constants |= {"SLOTS": slots - 24, "BLOCK_SLOTS": slots, "WAYS": swap_in.plan_ways(slots)}
         warps = swap_in.plan_warps(slots)
         compile_kernel(swap_in._swap_plan_kernel, types, constants, num_warps=warps)
     constants = {"KV_HEADS": 8, "BLOCK_HEADS": 8, "WORDS": 4096, "PIECE": 1024, "PROGRAMS": 264}

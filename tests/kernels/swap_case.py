@@ -85,7 +85,11 @@ def check(
             frames + 1,
         )
         copy_missed(scratch.misses, host.layers[0], pools[1].layers[0], frames + 1)
-        torch.testing.assert_close(scratch.located[:seqs].cpu().long(), found)
+        located = scratch.located[:seqs].cpu().long()
+        torch.testing.assert_close(located.abs(), found)
+        for head, count in enumerate(scratch.misses.counts.tolist()):
+            missed = scratch.misses.entries[head, 0, :count].cpu()
+            assert torch.equal(located[:, head] < 0, torch.isin(pages[:, head], missed))
         held = [
             (head, slot, int(hot.pages[head, slot]), int(hot.generations[head, slot]))
             for head in range(kv_heads)

@@ -154,13 +154,56 @@ def choose_kernel(
     _choose(best_rank + base, best_index + base, chosen, limit, True, TOPK, BLOCK_K, CHUNK, BEST)
 
 
+@triton.jit
+def _read_page(
+    q,  # [BLOCK_G, DIM]
+    pool,  # at the kv head's keys of page 0
+    page,
+    score,  # [BLOCK_G] where the heads' scores of the page are
+    in_group,
+    scale,
+    most,
+    total,
+    acc,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HIDE_LAST: tl.constexpr,
+    BY_LSE: tl.constexpr,
+):
+    """What was read so far and the page, weighed by its score or by its own attention."""
+    offs_d = tl.arange(0, DIM)
+    offs_n = tl.arange(0, PAGE_SIZE)
+    inside = pool + page * (2 * KV_HEADS * PAGE_SIZE * DIM)
+    k = tl.load(inside + offs_n[None, :] * DIM + offs_d[:, None])
+    v = tl.load(inside + (KV_HEADS * PAGE_SIZE * DIM) + offs_n[:, None] * DIM + offs_d[None, :])
+    logits = tl.dot(q, k, input_precision="ieee") * scale
+    if HIDE_LAST:
+        logits = tl.where((offs_n < PAGE_SIZE - 1)[None, :], logits, float("-inf"))
+    inside_most = tl.max(logits, 1)
+    shares = tl.exp(logits - inside_most[:, None])
+    inside_total = tl.sum(shares, 1)
+    if BY_LSE:
+        mass = inside_most + tl.log(inside_total)
+    else:
+        mass = tl.load(score, mask=in_group, other=0.0, cache_modifier=".cg")
+    new_most = tl.maximum(most, mass)
+    safe = tl.where(new_most == float("-inf"), 0.0, new_most)
+    fade = tl.exp(most - safe)
+    weight = tl.exp(mass - safe)
+    shares = shares * (weight / inside_total)[:, None]
+    acc = tl.dot(shares.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    return new_most, total * fade + weight, acc
+
+
 @direct
 @triton.jit
 def pages_kernel(
     query,
     pool,
     page_table,
-    located,  # [seqs, KV_HEADS, TOPK] where selected pages are in the pool, if LOCATED
+    located,  # [seqs, KV_HEADS, TOPK] where selected pages are in the pool, if LOCATED; those that
+    #           the launch before this one brings in are negative
     kv_lens,
     rows,
     scores,
@@ -201,7 +244,10 @@ def pages_kernel(
 ):
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
+        # What came before the copies was complete when they began; it is read past the L1 cache,
+        # which knows of it only after the wait.
+        if not LOCATED:
+            gdc_wait()
     part = tl.program_id(0)
     kv_head = tl.program_id(1)
     seq = tl.program_id(2)
@@ -217,13 +263,13 @@ def pages_kernel(
 
     offs_g = tl.arange(0, BLOCK_G)
     offs_d = tl.arange(0, DIM)
-    offs_n = tl.arange(0, PAGE_SIZE)
     in_group = offs_g < GROUP
     head = kv_head * GROUP + offs_g
     q = tl.load(
         query + row * query_stride + head[:, None] * DIM + offs_d[None, :],
         mask=in_group[:, None],
         other=0.0,
+        cache_modifier=".cg",
     )
     most = tl.full((BLOCK_G,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_G,), tl.float32)
@@ -231,7 +277,7 @@ def pages_kernel(
 
     if LOCATED:
         slot = tl.arange(0, BLOCK_K)
-        kept_index = tl.load(chosen + slot, mask=slot < TOPK, other=-1)
+        kept_index = tl.load(chosen + slot, mask=slot < TOPK, other=-1, cache_modifier=".cg")
         place = slot
         count = tl.sum((kept_index >= 0).to(tl.int32))
     else:
@@ -251,37 +297,30 @@ def pages_kernel(
     if COUNTED:
         tl.atomic_add(reads, tl.where(part == 0, count, 0))
 
-    for wanted in range(part, count, PAGE_PARTS):
-        index = tl.max(tl.where(place == wanted, kept_index, -1))
-        if LOCATED:
-            page = tl.load(located + (seq * KV_HEADS + kv_head) * TOPK + wanted).to(tl.int64)
-        else:
+    own_scores = scores + (seq.to(tl.int64) * HEADS + head) * candidate_stride
+    own_pool = pool + kv_head * (PAGE_SIZE * DIM)
+    if LOCATED:
+        # Pages that were there are read while the others are on their way.
+        own_located = located + (seq * KV_HEADS + kv_head) * TOPK
+        for late in tl.static_range(2):
+            if PDL and late:
+                gdc_wait()
+            for wanted in range(part, count, PAGE_PARTS):
+                index = tl.max(tl.where(place == wanted, kept_index, -1))
+                page = tl.load(own_located + wanted, cache_modifier=".cg").to(tl.int64)
+                if (page < 0) == (late == 1):
+                    most, total, acc = _read_page(
+                        q, own_pool, tl.abs(page), own_scores + index, in_group, scale,
+                        most, total, acc, KV_HEADS, DIM, PAGE_SIZE, HIDE_LAST, BY_LSE,
+                    )  # fmt: skip
+    else:
+        for wanted in range(part, count, PAGE_PARTS):
+            index = tl.max(tl.where(place == wanted, kept_index, -1))
             page = tl.load(page_table + seq * table_stride + index).to(tl.int64)
-        inside = pool + (page * (2 * KV_HEADS) + kv_head) * (PAGE_SIZE * DIM)
-        k = tl.load(inside + offs_n[None, :] * DIM + offs_d[:, None])
-        v = tl.load(inside + (KV_HEADS * PAGE_SIZE * DIM) + offs_n[:, None] * DIM + offs_d[None, :])
-        logits = tl.dot(q, k, input_precision="ieee") * scale
-        if HIDE_LAST:
-            logits = tl.where((offs_n < PAGE_SIZE - 1)[None, :], logits, float("-inf"))
-        inside_most = tl.max(logits, 1)
-        shares = tl.exp(logits - inside_most[:, None])
-        inside_total = tl.sum(shares, 1)
-        if BY_LSE:
-            mass = inside_most + tl.log(inside_total)
-        else:
-            mass = tl.load(
-                scores + (seq.to(tl.int64) * HEADS + head) * candidate_stride + index,
-                mask=in_group,
-                other=0.0,
-            )
-        new_most = tl.maximum(most, mass)
-        safe = tl.where(new_most == float("-inf"), 0.0, new_most)
-        fade = tl.exp(most - safe)
-        weight = tl.exp(mass - safe)
-        shares = shares * (weight / inside_total)[:, None]
-        acc = tl.dot(shares.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-        total = total * fade + weight
-        most = new_most
+            most, total, acc = _read_page(
+                q, own_pool, page, own_scores + index, in_group, scale,
+                most, total, acc, KV_HEADS, DIM, PAGE_SIZE, HIDE_LAST, BY_LSE,
+            )  # fmt: skip
 
     own = (seq * PARTS + WINDOW_PARTS + part).to(tl.int64) * HEADS + head
     tl.store(

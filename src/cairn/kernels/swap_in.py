@@ -65,7 +65,8 @@ class Misses:
 class SwapScratch:
     """Memory that plan and copy hand on; all layers use the same."""
 
-    located: torch.Tensor  # [seqs, kv_heads, k] int32 page of the pool, 0 for none
+    located: torch.Tensor  # [seqs, kv_heads, k] int32 page of the pool, 0 for none, negative if it
+    #                        is being copied
     claims: torch.Tensor  # [kv_heads, pages] int32, which entry will have a page copied
     misses: Misses
     totals: torch.Tensor  # [4] int64, never reset: reads of resident pages, of hot ones, misses,
@@ -169,6 +170,8 @@ def _swap_plan_kernel(
     SLOTS: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    ONE: tl.constexpr,  # block has all entries
+    WAYS: tl.constexpr,  # ages that are tried at once
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -187,21 +190,29 @@ def _swap_plan_kernel(
 
     # What is there is told, and marked as used; of the entries that miss a page, the first claims
     # it.
-    resident = 0
+    every = 0
     reads = 0
     missing = 0
+    entry, there, page, life, frame = _entry(
+        0, total, head, selected, page_table, generations, frame_of, table_stride,
+        KV_HEADS, TOPK, BLOCK,
+    )  # fmt: skip
     for start in range(0, total, BLOCK):
-        entry, there, page, life, frame = _entry(
-            start, total, head, selected, page_table, generations, frame_of, table_stride,
-            KV_HEADS, TOPK, BLOCK,
-        )  # fmt: skip
+        if not ONE:
+            entry, there, page, life, frame = _entry(
+                start, total, head, selected, page_table, generations, frame_of, table_stride,
+                KV_HEADS, TOPK, BLOCK,
+            )  # fmt: skip
         wanted = there & (frame == 0)
         slot, hit = _find(page, life, wanted, head, hot_pages, hot_lives, slot_of, num_pages, SLOTS)
         tl.store(used + head * SLOTS + slot, tl.full((BLOCK,), 0, tl.int32) + now + 1, mask=hit)
         tl.atomic_min(claims + head * num_pages + page, entry, mask=wanted & ~hit)
-        resident += tl.sum((there & ~wanted).to(tl.int32))
-        reads += tl.sum(wanted.to(tl.int32))
-        missing += tl.sum((wanted & ~hit).to(tl.int32))
+        # Three counts in one sum: sums wait for all warps.
+        kinds = there.to(tl.int64) + (wanted.to(tl.int64) << 20)
+        kinds = tl.sum(kinds + ((wanted & ~hit).to(tl.int64) << 40))
+        every += (kinds & 0xFFFFF).to(tl.int32)
+        reads += (kinds >> 20 & 0xFFFFF).to(tl.int32)
+        missing += (kinds >> 40).to(tl.int32)
         found = tl.where(wanted, first_hot + slot, frame)
         where = (entry // TOPK * KV_HEADS + head) * TOPK + entry % TOPK
         tl.store(located + where, tl.where(there, found, 0), mask=entry < total)
@@ -211,10 +222,11 @@ def _swap_plan_kernel(
         tl.debug_barrier()
         # Claimed pages in the order of their claims.
         for start in range(0, total, BLOCK):
-            entry, there, page, life, frame = _entry(
-                start, total, head, selected, page_table, generations, frame_of, table_stride,
-                KV_HEADS, TOPK, BLOCK,
-            )  # fmt: skip
+            if not ONE:
+                entry, there, page, life, frame = _entry(
+                    start, total, head, selected, page_table, generations, frame_of, table_stride,
+                    KV_HEADS, TOPK, BLOCK,
+                )  # fmt: skip
             wanted = there & (frame == 0)
             claim = tl.load(claims + head * num_pages + page, mask=wanted, other=-1)
             first = wanted & (claim == entry)
@@ -228,10 +240,12 @@ def _swap_plan_kernel(
         age = tl.load(used + head * SLOTS + slots, mask=slots < SLOTS, other=0x7FFFFFFF)
         low, high = 0, now
         while low < high:
-            middle = (low + high) // 2
-            enough = tl.sum((age <= middle).to(tl.int32)) >= misses
-            high = tl.where(enough, middle, high)
-            low = tl.where(enough, low, middle + 1)
+            step = (high - low + WAYS - 1) // WAYS
+            tried = low + tl.arange(0, WAYS) * step
+            held = tl.sum((age[:, None] <= tried[None, :]).to(tl.int32), 0)
+            few = tl.sum((held < misses).to(tl.int32))  # the first ones
+            low = tl.where(few > 0, low + (few - 1) * step + 1, low)
+            high = tl.minimum(high, tl.where(few > 0, low + step - 1, low))
         older = age < low
         same = (age == low).to(tl.int32)
         spare = misses - tl.sum(older.to(tl.int32))
@@ -250,17 +264,20 @@ def _swap_plan_kernel(
         tl.debug_barrier()
 
         for start in range(0, total, BLOCK):
-            entry, there, page, life, frame = _entry(
-                start, total, head, selected, page_table, generations, frame_of, table_stride,
-                KV_HEADS, TOPK, BLOCK,
-            )  # fmt: skip
+            if not ONE:
+                entry, there, page, life, frame = _entry(
+                    start, total, head, selected, page_table, generations, frame_of, table_stride,
+                    KV_HEADS, TOPK, BLOCK,
+                )  # fmt: skip
             wanted = there & (frame == 0)
             slot = tl.load(slot_of + head * num_pages + page, mask=wanted, other=0)
+            new = tl.load(used + head * SLOTS + slot, mask=wanted, other=0) == now
+            found = tl.where(new, -first_hot - slot, first_hot + slot)
             where = (entry // TOPK * KV_HEADS + head) * TOPK + entry % TOPK
-            tl.store(located + where, first_hot + slot, mask=wanted)
+            tl.store(located + where, found, mask=wanted)
 
     tl.store(counts + head, misses)
-    tl.atomic_add(totals, resident)
+    tl.atomic_add(totals, every - reads)
     tl.atomic_add(totals + 1, reads - misses)
     tl.atomic_add(totals + 2, misses)
 
@@ -282,8 +299,9 @@ def _swap_copy_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
-        gdc_launch_dependents()
+        # In this order: who comes next need not wait for copies to know that the plan is made.
         gdc_wait()
+        gdc_launch_dependents()
     heads = tl.arange(0, BLOCK_HEADS)
     count = tl.load(counts + heads, mask=heads < KV_HEADS, other=0)
     end = tl.cumsum(count, 0)
@@ -351,6 +369,7 @@ def plan_swap(
     seqs, kv_heads, topk = selected.shape
     slots = hot.pages.shape[1]
     block_slots = triton.next_power_of_2(slots)
+    block = min(_ENTRIES, triton.next_power_of_2(seqs * topk))
     _swap_plan_kernel[(kv_heads,)](
         selected,
         page_table,
@@ -375,10 +394,17 @@ def plan_swap(
         TOPK=topk,
         SLOTS=slots,
         BLOCK_SLOTS=block_slots,
-        BLOCK=min(_ENTRIES, triton.next_power_of_2(seqs * topk)),
+        BLOCK=block,
+        ONE=seqs * topk <= block,
+        WAYS=plan_ways(block_slots),
         num_warps=plan_warps(block_slots),
         **pdl_options(selected),
     )
+
+
+def plan_ways(block_slots: int) -> int:
+    """So many that a thread has few comparisons to make."""
+    return max(2, min(16, 16384 // block_slots))
 
 
 def plan_warps(block_slots: int) -> int:

@@ -57,7 +57,7 @@ class DeviceSwap:
         shape: SwapShape,
     ) -> None:
         from cairn.kernels.stage import StageTables
-        from cairn.kernels.swap_in import HotTables, LayerMemory, SwapScratch
+        from cairn.kernels.swap_in import HotTables, LayerMemory, Misses, SwapScratch
 
         self._pool = pool
         self._host = host
@@ -72,6 +72,7 @@ class DeviceSwap:
             layer: HotTables.empty(heads, hot_slots, num_pages, device) for layer in host.layers
         }
         self._scratch = SwapScratch.empty(shape.max_seqs, heads, shape.topk, num_pages, device)
+        self._nothing = Misses.empty(heads, 1, device)
         like = pool.layers[next(iter(host.layers))]
         size = (shape.stage_pages, *like.shape[1:])
         self.stage = torch.zeros(size, dtype=like.dtype, device=device)
@@ -97,19 +98,19 @@ class DeviceSwap:
         page_table: torch.Tensor,  # [seqs, pages] int32
         generations: torch.Tensor,  # [seqs, pages] int32
     ) -> torch.Tensor:
-        """Pages of the pool that hold them, [seqs, kv_heads, k], in memory of its own."""
+        """Pages of the pool that hold them, [seqs, kv_heads, k], in memory of its own; negative
+        while the last launch still copies them."""
         from cairn.kernels.swap_in import copy_missed, plan_swap
 
         hot, scratch = self._hot[layer], self._scratch
         plan_swap(hot, scratch, selected, page_table, generations, self.frame_of, self._first_hot)
-        if not self.probing:
-            copy_missed(
-                scratch.misses,
-                self._host.layers[layer],
-                self._pool.layers[layer],
-                self._first_hot,
-                threads=self._threads,
-            )
+        copy_missed(
+            self._nothing if self.probing else scratch.misses,
+            self._host.layers[layer],
+            self._pool.layers[layer],
+            self._first_hot,
+            threads=self._threads,
+        )
         return scratch.located
 
     def forget(self, layer: int) -> None:
