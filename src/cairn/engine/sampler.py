@@ -1,8 +1,8 @@
 """From logits to tokens, all rows at once.
 
-Parameters live on the device, one entry per slot, written when a request takes its slot; a step
-only says which slots it samples. Token counts, biases and the like are tables [slots, vocab] that
-exist once somebody asks for them.
+Parameters are kept on the host, one entry per slot, written when a request takes its slot; a step
+sends those of the rows it samples. Token counts, biases and the like are tables [slots, vocab] on
+the device that exist once somebody asks for them.
 
 Randomness is made from the request's seed and the token's index alone, so a request draws the same
 tokens whatever else is in its batch; for the same reason the way a row is sampled depends on its
@@ -45,9 +45,8 @@ class Sampler:
         self._device = device
         self._fused = device.type == "cuda" and find_spec("triton") is not None
         self._shape = (num_slots, vocab_size)
-        self._numbers = torch.zeros(num_slots, 6, dtype=torch.float32, device=device)
-        self._top_k = torch.full((num_slots,), vocab_size, device=device)
-        # What the host must know to choose a way without asking the device.
+        self._numbers = np.zeros((num_slots, 6), dtype=np.float32)
+        self._top_k = np.full(num_slots, vocab_size, dtype=np.int64)
         self._seeds = np.zeros(num_slots, dtype=np.uint64)
         self._random = np.zeros(num_slots, dtype=bool)
         self._temperatures = np.zeros(num_slots, dtype=np.float32)  # 0 for the most likely token
@@ -64,7 +63,7 @@ class Sampler:
 
     def admit(self, admission: Admission) -> None:
         slot, params = admission.slot, admission.params
-        numbers = (
+        self._numbers[slot] = (
             params.temperature,
             params.top_p,
             params.min_p,
@@ -72,7 +71,6 @@ class Sampler:
             params.presence_penalty,
             params.frequency_penalty,
         )
-        self._numbers[slot] = self._values(numbers)
         top_k = params.top_k if params.top_k > 0 else self._vocab
         self._top_k[slot] = min(top_k, self._vocab)
         self._seeds[slot] = admission.seed
@@ -178,7 +176,7 @@ class Sampler:
             rows = np.flatnonzero(flags)
             if len(rows):
                 index = self._to_device(rows)
-                wide[index] = change(wide[index], self._to_device(slots[rows]))
+                wide[index] = change(wide[index], slots[rows])
         rows = np.flatnonzero(bound)
         if len(rows):
             index = self._to_device(rows)
@@ -195,35 +193,36 @@ class Sampler:
         allowed = np.unpackbits(bits, axis=1, count=self._vocab, bitorder="little")
         return self._to_device(allowed == 0)
 
-    def _add_bias(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def _add_bias(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
         assert self._bias is not None
-        return logits + self._bias[slots]
+        return logits + self._bias[self._to_device(slots)]
 
-    def _penalize(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def _penalize(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
         assert self._counts is not None and self._in_prompt is not None
-        counts = self._counts[slots]
-        numbers = self._numbers[slots].to(logits.dtype)
-        seen = self._in_prompt[slots] | (counts > 0)
+        index = self._to_device(slots)
+        counts = self._counts[index]
+        numbers = self._to_device(self._numbers[slots]).to(logits.dtype)
+        seen = self._in_prompt[index] | (counts > 0)
         repetition = numbers[:, _REPETITION, None]
         repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
         logits = torch.where(seen, repeated, logits)
         logits = logits - counts * numbers[:, _FREQUENCY, None]
         return logits - (counts > 0) * numbers[:, _PRESENCE, None]
 
-    def _hold_back_ends(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def _hold_back_ends(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
         assert self._ends is not None
-        return logits.masked_fill(self._ends[slots], float("-inf"))
+        return logits.masked_fill(self._ends[self._to_device(slots)], float("-inf"))
 
     def _sample_plain(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
         return self._invert(self._tempered(logits, draws).softmax(-1), draws)
 
     def _sample_filtered(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
         """Within the top_k most likely tokens, of those within top_p, of those above min_p."""
-        slots = self._to_device(np.array([draw.slot for draw in draws]))
+        slots = np.array([draw.slot for draw in draws])
         tempered, order = self._tempered(logits, draws).sort(dim=-1, descending=True, stable=True)
-        numbers = self._numbers[slots].to(tempered.dtype)
+        numbers = self._to_device(self._numbers[slots]).to(tempered.dtype)
         ranks = torch.arange(self._vocab, device=self._device)[None, :]
-        beyond = ranks >= self._top_k[slots][:, None]
+        beyond = ranks >= self._to_device(self._top_k[slots])[:, None]
         probabilities = tempered.masked_fill(beyond, float("-inf")).softmax(-1)
         # A token stays while what is more likely has not reached top_p.
         before = probabilities.cumsum(-1) - probabilities
@@ -234,10 +233,11 @@ class Sampler:
 
     def _tempered(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        slots = self._to_device(np.array([draw.slot for draw in draws]))
+        slots = np.array([draw.slot for draw in draws])
+        temperatures = self._to_device(self._numbers[slots, _TEMPERATURE]).to(wide.dtype)
         # Subtracting the maximum first keeps tiny temperatures finite.
         shifted = wide - wide.amax(-1, keepdim=True)
-        return shifted / self._numbers[slots, _TEMPERATURE, None].to(wide.dtype)
+        return shifted / temperatures[:, None]
 
     def _invert(self, weights: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
         """First index whose cumulative weight exceeds a uniform share of the total.
