@@ -9,7 +9,7 @@ import pytest
 
 from cairn import LLM
 from cairn.bench.collector import settled
-from cairn.bench.profile import idle_before
+from cairn.bench.profile import share_out
 from cairn.bench.replay import Prompts, read_trace, run
 from cairn.bench.tier_engines import SMALL_BATCHES, TierBench
 from cairn.bench.workloads import seeded
@@ -98,9 +98,11 @@ def test_the_collector_is_let_go_of_again() -> None:
 
 
 def test_kernels_that_overlap_are_not_counted_twice() -> None:
-    assert idle_before([]) == {}
+    assert share_out([]) == ({}, {})
     spans = [(0, 4, "a"), (3, 6, "b"), (1, 2, "c"), (10, 11, "a"), (11, 12, "b"), (15, 16, "a")]
-    assert idle_before(spans) == {"a": 7}
+    spent, idle = share_out(spans)
+    assert spent == {"a": 6, "b": 3, "c": 0}
+    assert idle == {"a": 7}
 
 
 def write_trace(path: Path) -> Path:

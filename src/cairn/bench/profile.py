@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -36,16 +36,24 @@ def kind_of(kernel: str) -> str:
     return "norms, rope and the rest"
 
 
-def idle_before(spans: Iterable[tuple[float, float, str]]) -> dict[str, float]:
-    """Time in which nothing runs, by the name of what it ends with. Kernels start while their
-    predecessors drain, so that their own times add up to more than passes."""
-    idle: dict[str, float] = {}
+def share_out(
+    spans: Iterable[tuple[float, float, str]],
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Time that passes, and time in which nothing runs, by the names of (begin, end, name).
+
+    Kernels start while their predecessors drain and wait for them: what counts for a kernel is
+    only how much later than all before it it ends. Idle time is that of what it ends with.
+    """
+    spent: defaultdict[str, float] = defaultdict(float)
+    idle: defaultdict[str, float] = defaultdict(float)
     reached = None
     for begin, end, name in sorted(spans):
-        if reached is not None and begin > reached:
-            idle[name] = idle.get(name, 0.0) + begin - reached
-        reached = end if reached is None else max(reached, end)
-    return idle
+        reached = begin if reached is None else reached
+        if begin > reached:
+            idle[name] += begin - reached
+        spent[name] += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return spent, idle
 
 
 def profile_steps(llm: LLM, steps: int) -> dict[str, Any]:
@@ -67,24 +75,26 @@ def profile_call(call: Callable[[], object], steps: int = 1) -> dict[str, Any]:
         call()
         torch.cuda.synchronize()
         wall = time.perf_counter() - begin
-    by_kind: Counter[str] = Counter()
-    by_name: Counter[str] = Counter()
-    spans: list[tuple[float, float, str]] = []  # microseconds
-    for event in recorded.events():
-        if event.device_type.name == "CUDA":
-            span, name = event.time_range, event.name[:48]
-            spans.append((span.start, span.end, name))
-            by_kind[kind_of(event.name)] += span.end - span.start
-            by_name[name] += span.end - span.start
-    idle = idle_before(spans)
-    first, last = min(begin for begin, _, _ in spans), max(end for _, end, _ in spans)
-    busy = last - first - sum(idle.values())
-    waits = sorted(idle.items(), key=lambda item: -item[1])[:_IDLE]
+    spans = [  # microseconds
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in recorded.events()
+        if event.device_type.name == "CUDA"
+    ]
+    spent, idle = share_out(spans)
+    by_kind: defaultdict[str, float] = defaultdict(float)
+    for name, us in spent.items():
+        by_kind[kind_of(name)] += us
+    busy = sum(spent.values())
     return {
         "ms_per_step": round(1e3 * wall / steps, 3),
         "by_kind_ms": {kind: round(us / 1e3 / steps, 3) for kind, us in sorted(by_kind.items())},
-        "by_kernel_us": {name: round(us / steps, 1) for name, us in by_name.most_common(_NAMES)},
+        "by_kernel_us": _per_step(spent, steps, _NAMES),
         "kernels_per_step": round(len(spans) / steps),
-        "idle_before_us": {name: round(us / steps, 1) for name, us in waits},
+        "idle_before_us": _per_step(idle, steps, _IDLE),
         "host_gap_share": round(max(0.0, 1 - busy / (1e6 * wall)), 4),
     }
+
+
+def _per_step(times: dict[str, float], steps: int, most: int) -> dict[str, float]:
+    longest = sorted(times.items(), key=lambda item: -item[1])[:most]
+    return {name[:48]: round(us / steps, 1) for name, us in longest}
