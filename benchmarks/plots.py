@@ -17,7 +17,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 Rows = list[dict[str, Any]]
-COLORS = {"triton": "#2a6f97", "sgl_kernel": "#e09f3e", "flashinfer": "#9e2a2b"}
+COLORS = {"triton": "#2a6f97", "sgl_kernel": "#e09f3e", "flashinfer": "#9e2a2b", "torch": "#8d99ae"}
 
 
 def main() -> None:
@@ -62,10 +62,14 @@ def _bars(rows: Rows, unit: str, title: str) -> None:
     pyplot.figure(figsize=(8, 3.6))
     for b, backend in enumerate(backends):
         values = {row["case"]: row[unit] for row in measured if row["backend"] == backend}
-        places = [c + 0.8 * (b + 0.5) / len(backends) - 0.4 for c in range(len(cases))]
-        heights = [values.get(case, 0) for case in cases]
+        shift = 0.8 * (b + 0.5) / len(backends) - 0.4
+        places = [c + shift for c, case in enumerate(cases) if case in values]
         bars = pyplot.bar(
-            places, heights, 0.75 / len(backends), label=backend, color=COLORS.get(backend)
+            places,
+            list(values.values()),
+            0.75 / len(backends),
+            label=backend,
+            color=COLORS.get(backend),
         )
         pyplot.bar_label(bars, fmt="%.3g", fontsize=8)
     pyplot.xticks(range(len(cases)), [case.replace(", ", "\n") for case in cases], fontsize=8)

@@ -237,8 +237,3 @@ def can_describe(device: torch.device, dtype: torch.dtype) -> bool:
     """Whole tiles can be loaded by descriptor (TMA)."""
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
     return hopper and dtype.itemsize == 2
-
-
-def worth_describing(pool: torch.Tensor) -> bool:
-    """Measured on an H200: descriptors help heads of 64 and hurt heads of 128."""
-    return can_describe(pool.device, pool.dtype) and pool.shape[3] in (16, 32, 64)

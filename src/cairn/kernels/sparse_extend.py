@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cairn.kernels.launch import direct
-from cairn.kernels.paged_extend import ExtendBlocks, worth_describing
+from cairn.kernels.paged_extend import ExtendBlocks, can_describe
 from cairn.kernels.softmax import LOG2E
 from cairn.kernels.sparse_shape import SparseShape, load_scoring
 from cairn.kernels.workspace import Workspace
@@ -294,7 +294,7 @@ def attend_selected(
         shift, rest = divmod(stage.data_ptr() - pool.data_ptr(), 16 * pool.element_size())
         assert rest == 0, "tensors lie on whole cache lines"
     padded = max(16, triton.next_power_of_2(vectors.shape[1] // shape.kv_heads))
-    tma = stage is None and worth_describing(pool)
+    tma = stage is None and _worth_describing(pool)
     tiles, landmarks = pool, vectors
     if tma:
         tiles = TensorDescriptor.from_tensor(pool.view(-1, dim), [shape.page_size, dim])
@@ -347,3 +347,8 @@ def attend_selected(
         num_stages=3 if query.dtype.itemsize == 2 and dim <= 64 else 2,
     )
     return counts
+
+
+def _worth_describing(pool: torch.Tensor) -> bool:
+    """Measured on an H200: descriptors help heads of 64 and hurt heads of 128."""
+    return can_describe(pool.device, pool.dtype) and pool.shape[3] in (16, 32, 64)
