@@ -77,9 +77,7 @@ class LandmarkPool:
         self.num_sealed += len(pages)
         if not on_device:
             return
-        device = self.sealed.device
-        index = torch.from_numpy(pages.astype(np.int64)).to(device)
-        self.sealed[index] = torch.from_numpy(generations.astype(np.int32)).to(device)
+        self.sealed[self._sent(pages.astype(np.int64))] = self._sent(generations.astype(np.int32))
 
     def save(
         self, layer: int, pages: torch.Tensor, vectors: torch.Tensor, bias: torch.Tensor | None
@@ -104,4 +102,8 @@ class LandmarkPool:
         index = np.asarray(pages, dtype=np.int64)
         index = index[index != NULL_PAGE]
         self._host_sealed[index] = 0
-        self.sealed[torch.from_numpy(index).to(self.sealed.device)] = 0
+        self.sealed[self._sent(index)] = 0
+
+    def _sent(self, array: np.ndarray) -> torch.Tensor:
+        """On the device, without waiting for what it is doing."""
+        return torch.from_numpy(array).to(self.sealed.device, non_blocking=True)
