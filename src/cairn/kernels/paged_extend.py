@@ -196,8 +196,9 @@ def paged_extend(
     kv_heads, page_size = pool.shape[1] // 2, pool.shape[2]
     wide = dim > 128 or query.dtype == torch.float32
     block_n = 32 if wide else 64
-    whole = page_size % block_n == 0
-    tma = whole and can_describe(pool.device, pool.dtype) if describe is None else describe
+    tma = describe
+    if tma is None:
+        tma = can_describe(pool.device, pool.dtype) and _fits(block_n, page_size, dim)
     tiles = pool
     if tma:
         tiles = TensorDescriptor.from_tensor(pool.view(-1, dim), [block_n, dim])
@@ -231,6 +232,11 @@ def paged_extend(
         num_warps=8 if blocks.block_m == 128 else 4,
         num_stages=3 if tma else 2,
     )
+
+
+def _fits(block_n: int, page_size: int, dim: int) -> bool:
+    """A tile lies in one page, and its rows are as wide as what is computed with them."""
+    return page_size % block_n == 0 and dim in (16, 32, 64, 128)
 
 
 def can_describe(device: torch.device, dtype: torch.dtype) -> bool:
