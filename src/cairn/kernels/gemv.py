@@ -13,12 +13,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cairn.kernels.activation import silu_and_mul
+from cairn.kernels.interface import FEW_ROWS
 from cairn.kernels.launch import direct
 from cairn.kernels.norm import rms_norm_reference
 from cairn.kernels.pdl import pdl_options
 
-MOST_ROWS = 8  # beyond, the matrix is read no faster than by cuBLAS
-_COLUMNS = 1024  # that a program for more has at once; warps share them
+_COLUMNS = 1024  # that a program for several rows has at once; warps share them
 
 
 def gemv_reference(
@@ -163,8 +163,9 @@ def gemv(
     norm: tuple[torch.Tensor, float] | None = None,  # weight [in] and epsilon: x is normed first
     add_to: torch.Tensor | None = None,  # [rows, out], contiguous; takes the result, and is it
 ) -> torch.Tensor:
-    """-> [rows, out], of one row to MOST_ROWS"""
+    """-> [rows, out], of one row to FEW_ROWS"""
     rows = x.shape[0]
+    assert 1 <= rows <= FEW_ROWS
     out_features, width = weight.shape
     out = add_to
     if out is None:
@@ -181,7 +182,7 @@ def gemv(
             rows,
             out_features,
             **what,
-            BLOCK_M=MOST_ROWS,
+            BLOCK_M=FEW_ROWS,
             BLOCK_N=16,
             PARTS=parts,
             BLOCK_K=_COLUMNS // parts,

@@ -11,6 +11,9 @@ MOST_HOT_SLOTS = 32768
 COPY_THREADS = 128
 """Of a program that copies pages between host and device, where nothing else is asked for."""
 
+FEW_ROWS = 8
+"""Products of more rows read their matrix no faster than cuBLAS does."""
+
 Pooling = Literal["hils", "last", "box", "mean"]
 """Landmarks that a kernel makes of a page's keys: read by the page's last query, the last key
 itself, largest and smallest value of each dimension, the mean."""

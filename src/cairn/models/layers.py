@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from cairn.kernels.interface import FEW_ROWS
 from cairn.models.module import Module
 from cairn.models.parallel import Alone, Parallel
 from cairn.models.quantize import Int8Matrix
@@ -27,9 +28,10 @@ class Factory:
 
     @property
     def few_rows(self) -> int:
-        """Products of at most so many rows have a kernel of their own; in full precision only those
-        of one, which need no tensor cores."""
-        return (8 if self.dtype.itemsize == 2 else 1) if self.fused else 0
+        """Products of at most so many rows have a kernel of their own; but in bfloat16 only those
+        of one: tensor cores take rows before their norm has scaled them, which is beyond what
+        float16 holds, and float32 has none."""
+        return (FEW_ROWS if self.dtype == torch.bfloat16 else 1) if self.fused else 0
 
     def products_do_more(self, rows: int) -> bool:
         """Products of so few rows take the norm before and the addition after them along."""
