@@ -9,7 +9,7 @@ import pytest
 
 from cairn import LLM
 from cairn.bench.collector import settled
-from cairn.bench.profile import share_out
+from cairn.bench.profile import per_step, share_out
 from cairn.bench.replay import Prompts, read_trace, run
 from cairn.bench.tier_engines import SMALL_BATCHES, TierBench
 from cairn.bench.workloads import seeded
@@ -103,6 +103,11 @@ def test_kernels_that_overlap_are_not_counted_twice() -> None:
     spent, idle = share_out(spans)
     assert spent == {"a": 6, "b": 3, "c": 0}
     assert idle == {"a": 7}
+
+
+def test_kernels_of_one_shortened_name_are_added_up() -> None:
+    long = 60 * "k"
+    assert per_step({f"{long}1": 90.0, "a": 50.0, f"{long}2": 10.0}, 2, 1) == {48 * "k": 50.0}
 
 
 def write_trace(path: Path) -> Path:

@@ -26,6 +26,7 @@ _KINDS = {
     "copies": ("memcpy", "memset"),
 }
 _NAMES, _IDLE = 14, 6  # kernels that are listed
+_WIDTH = 48  # of their names
 
 
 def kind_of(kernel: str) -> str:
@@ -88,13 +89,17 @@ def profile_call(call: Callable[[], object], steps: int = 1) -> dict[str, Any]:
     return {
         "ms_per_step": round(1e3 * wall / steps, 3),
         "by_kind_ms": {kind: round(us / 1e3 / steps, 3) for kind, us in sorted(by_kind.items())},
-        "by_kernel_us": _per_step(spent, steps, _NAMES),
+        "by_kernel_us": per_step(spent, steps, _NAMES),
         "kernels_per_step": round(len(spans) / steps),
-        "idle_before_us": _per_step(idle, steps, _IDLE),
+        "idle_before_us": per_step(idle, steps, _IDLE),
         "host_gap_share": round(max(0.0, 1 - busy / (1e6 * wall)), 4),
     }
 
 
-def _per_step(times: dict[str, float], steps: int, most: int) -> dict[str, float]:
-    longest = sorted(times.items(), key=lambda item: -item[1])[:most]
-    return {name[:48]: round(us / steps, 1) for name, us in longest}
+def per_step(times: dict[str, float], steps: int, most: int) -> dict[str, float]:
+    """The longest, by names that are cut."""
+    shortened: defaultdict[str, float] = defaultdict(float)
+    for name, us in times.items():
+        shortened[name[:_WIDTH]] += us
+    longest = sorted(shortened.items(), key=lambda item: -item[1])[:most]
+    return {name: round(us / steps, 1) for name, us in longest}
