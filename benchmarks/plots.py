@@ -66,7 +66,7 @@ def _bars(rows: Rows, unit: str, title: str) -> None:
         places = [c + shift for c, case in enumerate(cases) if case in values]
         bars = pyplot.bar(
             places,
-            list(values.values()),
+            [values[case] for case in cases if case in values],
             0.75 / len(backends),
             label=backend,
             color=COLORS.get(backend),
