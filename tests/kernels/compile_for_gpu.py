@@ -68,7 +68,7 @@ def main() -> None:
             blocks["tiles"] = "tensordesc<bf16[64,128]>" if tma else BF16
             extend = {**shape, "PAGED_WINDOW": window > 0, "BLOCK_M": 64, "BLOCK_N": 64, "TMA": tma}
             types = {**ATTENTION, **blocks}
-            compile_kernel(paged_extend._extend_kernel, types, extend, num_stages=2)
+            compile_kernel(paged_extend._extend_kernel, types, extend, num_stages=3 if tma else 2)
     for dim, page_size, landmark_heads, pooling in (
         (128, 64, 16, 0),
         (64, 64, 16, 0),
@@ -112,8 +112,8 @@ def main() -> None:
     types = {**dict.fromkeys((*tables, *lists), I32), "totals": I64}
     sizes = ("total", "room", "num_pages", "table_stride", "first_hot", "first")
     types |= dict.fromkeys(sizes, "i32")
-    constants = {"KV_HEADS": 8, "TOPK": 32, "BLOCK": 1024, "ONE": True}
     for slots in (1024, MOST_HOT_SLOTS):
+        constants = {"KV_HEADS": 8, "TOPK": 32, "BLOCK": 1024, "ONE": slots == 1024}
         constants |= {"SLOTS": slots - 24, "BLOCK_SLOTS": slots, "WAYS": swap_in.plan_ways(slots)}
         warps = swap_in.plan_warps(slots)
         compile_kernel(swap_in._swap_plan_kernel, types, constants, num_warps=warps)

@@ -16,8 +16,9 @@ from cairn import LLM
 from cairn.attention.hsa.backend import HSABackend
 from cairn.attention.hsa.kernel_sparse import KernelSparse
 from cairn.kernels import paged_decode as paged_decode_module
+from cairn.kernels import paged_extend as paged_extend_module
 from cairn.kernels import rope_kv as rope_kv_module
-from cairn.kernels import sparse_decode, sparse_extend, sparse_scratch, sparse_select
+from cairn.kernels import sparse_decode, sparse_extend, sparse_scratch, sparse_select, swap_in
 from cairn.kernels.activation import silu_and_mul, silu_and_mul_reference
 from cairn.kernels.drift import DriftState, drift
 from cairn.kernels.gemv import gemv, gemv_reference
@@ -69,6 +70,8 @@ SHAPES = [
     ([70, 200], [70, 64], 4, 2, 16, 64, 33, True),
     ([40], [40], 2, 1, 80, 16, None, False),
     ([200], [70], 2, 1, 16, 64, None, False),
+    ([100], [70], 2, 1, 80, 64, None, False),
+    ([100], [70], 1, 1, 8, 64, None, False),
 ]
 
 
@@ -79,6 +82,7 @@ def test_paged_attention(
 ) -> None:
     monkeypatch.setattr(paged_decode_module, "target_items", lambda *_: 40)  # many splits
     monkeypatch.setattr(paged_decode_module, "_LEAST_PAGES", 0)
+    monkeypatch.setattr(paged_extend_module, "can_describe", lambda *_: True)
     torch.manual_seed(0)
     lengths, new, heads, kv_heads, dim, page_size, window, hide = case
     pool, table = paged(lengths, kv_heads, dim, page_size)
@@ -97,19 +101,7 @@ def test_paged_attention(
     else:
         cu_query = torch.tensor([0, *np.cumsum(new)], dtype=torch.int32)
         blocks = ExtendBlocks.of(np.array(new), np.arange(len(new)), CPU)
-        described = page_size % 32 == 0 and dim % 16 == 0
-        paged_extend(
-            query,
-            pool,
-            table,
-            kv_lens,
-            cu_query,
-            blocks,
-            out,
-            lse=lse,
-            describe=described,
-            **options,
-        )
+        paged_extend(query, pool, table, kv_lens, cu_query, blocks, out, lse=lse, **options)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-5)
 
@@ -222,7 +214,7 @@ def test_sparse_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Half of the cases load tiles by descriptor.
     described = list(CASES).index(name) % 2 == 0
     monkeypatch.setattr(sparse_select, "can_describe", lambda *_: described)
-    monkeypatch.setattr(sparse_extend, "worth_describing", lambda *_: described)
+    monkeypatch.setattr(sparse_extend, "_worth_describing", lambda *_: described)
     found, expected = (run(CASES[name], CPU, kernels=kernels) for kernels in (True, False))
     torch.testing.assert_close(found.out, expected.out, rtol=0, atol=1e-5)
     torch.testing.assert_close(found.vectors, expected.vectors, rtol=0, atol=1e-5, equal_nan=True)
@@ -235,8 +227,14 @@ def test_sparse_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
+@pytest.mark.parametrize(("entries", "ways"), [(1024, 16), (8, 2)])
 @pytest.mark.parametrize("shape", swap_case.SHAPES[:3])
-def test_swap_in(shape: tuple[int, int, int, int]) -> None:
+def test_swap_in(
+    shape: tuple[int, int, int, int], entries: int, ways: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a selection is looked at in several parts, and slots are searched in halves."""
+    monkeypatch.setattr(swap_in, "_ENTRIES", entries)
+    monkeypatch.setattr(swap_in, "plan_ways", lambda _: ways)
     swap_case.check(*shape, CPU, torch.float32)
 
 

@@ -121,6 +121,8 @@ def plan_splits(
     page_size: int,
     window: int | None,
 ) -> None:
+    """Attention reads the plan before it waits for its predecessor: in a step, between the two lies
+    a kernel that is launched without PDL, as the lookup of embeddings is."""
     seqs = len(kv_lens)
     target = target_items(kv_heads, seqs, kv_lens.device)
     items = seqs + target

@@ -49,7 +49,7 @@ def rope_kv_reference(
 
 
 @direct
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rope_kv_kernel(
     qkv,  # [rows, (HEADS + 2 * KV_HEADS) * DIM and more]
     projected,  # [rows, HEADS * DIM], if SCORING

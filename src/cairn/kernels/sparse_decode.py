@@ -46,7 +46,9 @@ def sparse_decode(
     *,
     pooling: Pooling | None,  # None where the caller saves landmarks of completed pages
     kv_table: torch.Tensor | None = None,  # of the same stride, where pages live in host memory
-    locate: Callable[[torch.Tensor], torch.Tensor] | None = None,  # likewise: brings pages in
+    # Likewise: brings pages in. The last kernel it launches lets its successor start only when it
+    # has waited for its predecessor, or not before its own end.
+    locate: Callable[[torch.Tensor], torch.Tensor] | None = None,
     homes: Homes | None = None,  # or all of them are there, as `begin` was told
 ) -> None:
     seqs = len(kv_lens)

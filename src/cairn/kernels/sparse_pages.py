@@ -244,19 +244,19 @@ def pages_kernel(
 ):
     if PDL:
         gdc_launch_dependents()
-        # What came before the copies was complete when they began; it is read past the L1 cache,
-        # which knows of it only after the wait.
+        # The launch before brings pages in and lets this one start when it has waited itself: all
+        # that came before it is complete. What this layer's kernels wrote is read past the L1
+        # cache, which knows of it only after the wait; pages that are there were written in
+        # earlier steps.
         if not LOCATED:
             gdc_wait()
     part = tl.program_id(0)
     kv_head = tl.program_id(1)
     seq = tl.program_id(2)
-    if (part == 0) & (kv_head == 0) & (seq == 0):
-        tl.store(launches, tl.load(launches) + 1)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PARTS: tl.constexpr = WINDOW_PARTS + PAGE_PARTS
-    length = tl.load(kv_lens + seq).to(tl.int32)
-    row = tl.load(rows + seq).to(tl.int64)
+    length = tl.load(kv_lens + seq, cache_modifier=".cg").to(tl.int32)
+    row = tl.load(rows + seq, cache_modifier=".cg").to(tl.int64)
     limit = candidate_limit(length - 1, WINDOW, PAGE_SIZE, DENSE_BELOW)
     base = (seq * KV_HEADS + kv_head).to(tl.int64) * best_stride
     chosen = selected + (seq * KV_HEADS + kv_head) * TOPK
@@ -322,6 +322,8 @@ def pages_kernel(
                 most, total, acc, KV_HEADS, DIM, PAGE_SIZE, HIDE_LAST, BY_LSE,
             )  # fmt: skip
 
+    if (part == 0) & (kv_head == 0) & (seq == 0):
+        tl.store(launches, tl.load(launches) + 1)
     own = (seq * PARTS + WINDOW_PARTS + part).to(tl.int64) * HEADS + head
     tl.store(
         partial + own[:, None] * DIM + offs_d[None, :],
