@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cairn.kernels.launch import direct
+from cairn.kernels.pdl import is_hopper
 from cairn.kernels.softmax import LOG2E, softmax_result, softmax_step
 
 
@@ -241,5 +242,4 @@ def _fits(block_n: int, page_size: int, dim: int) -> bool:
 
 def can_describe(device: torch.device, dtype: torch.dtype) -> bool:
     """Whole tiles can be loaded by descriptor (TMA)."""
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-    return hopper and dtype.itemsize == 2
+    return dtype.itemsize == 2 and is_hopper(device)

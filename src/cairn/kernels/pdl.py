@@ -17,11 +17,12 @@ import torch
 
 def pdl_options(x: torch.Tensor) -> dict[str, Any]:
     """Launch options for kernels with a PDL switch."""
-    if x.is_cuda and _capable(x.device):
+    if is_hopper(x.device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 
 
 @cache
-def _capable(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] >= 9
+def is_hopper(device: torch.device) -> bool:
+    """Or what came after it."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
