@@ -191,15 +191,12 @@ def paged_extend(
     hide_last: bool = False,
     lse: torch.Tensor | None = None,  # [rows, heads] float32, filled if given
     dense_until: torch.Tensor | None = None,  # [seqs]: windows begin where a page does, see kernel
-    describe: bool | None = None,  # load whole tiles by descriptor (TMA); None where it can
 ) -> None:
     heads, dim = query.shape[1:]
     kv_heads, page_size = pool.shape[1] // 2, pool.shape[2]
     wide = dim > 128 or query.dtype == torch.float32
     block_n = 32 if wide else 64
-    tma = describe
-    if tma is None:
-        tma = can_describe(pool.device, pool.dtype) and _fits(block_n, page_size, dim)
+    tma = can_describe(pool.device, pool.dtype) and _fits(block_n, page_size, dim)
     tiles = pool
     if tma:
         tiles = TensorDescriptor.from_tensor(pool.view(-1, dim), [block_n, dim])
