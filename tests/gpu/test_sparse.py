@@ -103,7 +103,7 @@ def test_golden_greedy_tokens_through_graphs(case: str) -> None:
     golden = load_file(GOLDENS / case / "golden.safetensors")
     with LLM(GOLDENS / case, dtype="float32", device="cuda", kv_cache_gib=0.1) as llm:
         poison_free_memory(llm.engine)
-        backend = llm.engine.runner._backend
+        backend = llm.engine.runner.backend
         assert isinstance(backend, HSABackend)
         if backend.kernels is None:
             assert any("plain torch" in note for note in llm.engine.notes)
@@ -161,7 +161,7 @@ def test_everything_on_together_changes_nothing(name: str, tmp_path: Path) -> No
             **switches,
         ) as llm:
             poison_free_memory(llm.engine)
-            backend = llm.engine.runner._backend
+            backend = llm.engine.runner.backend
             assert isinstance(backend, HSABackend) and backend.kernels is not None
             assert (llm.engine.runner.graph_sizes > 0) == ("disable_cuda_graph" not in switches)
             answers.append([r.token_ids for r in llm.generate(prompts, params)])

@@ -351,7 +351,7 @@ def test_a_whole_engine_on_sparse_kernels(tmp_path: Path, monkeypatch: pytest.Mo
             texts = llm.generate(prompts, max_tokens=4, ignore_eos=True)
             texts += llm.generate(prompts[:1], max_tokens=2, ignore_eos=True)
             answers.append([text.token_ids for text in texts])
-            backend = llm.engine.runner._backend
+            backend = llm.engine.runner.backend
             assert isinstance(backend, HSABackend)
             assert (backend.launches > 0) == (refused is None)
             llm.engine.scheduler.check()
