@@ -12,7 +12,7 @@ COPY_THREADS = 128
 """Of a program that copies pages between host and device, where nothing else is asked for."""
 
 FEW_ROWS = 8
-"""Products of more rows read their matrix no faster than cuBLAS does."""
+"""Products of at most so many rows have a kernel of their own; of 16, cuBLAS is faster."""
 
 Pooling = Literal["hils", "last", "box", "mean"]
 """Landmarks that a kernel makes of a page's keys: read by the page's last query, the last key

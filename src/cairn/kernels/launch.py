@@ -1,9 +1,9 @@
 """Launches that skip what Triton finds out about the arguments anew every time.
 
-Triton looks at each argument of each launch to see which compiled form of the kernel fits. For the
-hundreds of kernels of a step that runs without a graph this takes longer than the device takes for
-a short prompt. `direct` keeps compiled forms under a smaller description of the arguments, fine
-enough that arguments of the same one always have the same form.
+Triton looks at each argument of each launch to see which compiled form of the kernel fits: in a
+step without a graph, with its hundreds of kernels, a large part of what the host does. `direct`
+keeps compiled forms under a smaller description of the arguments, fine enough that arguments of the
+same one always have the same form.
 """
 
 from __future__ import annotations

@@ -104,6 +104,7 @@ class DeviceSwap:
 
         hot, scratch = self._hot[layer], self._scratch
         plan_swap(hot, scratch, selected, page_table, generations, self.frame_of, self._first_hot)
+        # Without misses, too: attention starts by what this launch has waited for.
         copy_missed(
             self._nothing if self.probing else scratch.misses,
             self._host.layers[layer],
