@@ -70,7 +70,7 @@ def _rope_kv_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # at least half of DIM
     PAGE_SIZE: tl.constexpr,
     NORM: tl.constexpr,
     SCORING: tl.constexpr,
@@ -81,33 +81,39 @@ def _rope_kv_kernel(
 ):
     if PDL:
         gdc_launch_dependents()
+    HALF: tl.constexpr = DIM // 2
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    offs_d = tl.arange(0, BLOCK_D)
-    other_d = (offs_d + DIM // 2) % DIM
-    in_dim = offs_d < DIM
-    inside = (head < HEADS + 2 * KV_HEADS)[:, None] & in_dim[None, :]
-    is_query = head < HEADS
-    is_value = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
+    low = tl.arange(0, BLOCK_D)  # of a head's first half; the second is HALF further on
+    high = HALF + low
+    in_half = low < HALF
+    inside = (head < HEADS + 2 * KV_HEADS)[:, None] & in_half[None, :]
+    is_query = (head < HEADS)[:, None]
+    is_value = ((head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS))[:, None]
     source = head
     with_query = inside
     if SCORING:
         is_scoring = (head >= HEADS + 2 * KV_HEADS) & (head < 2 * HEADS + 2 * KV_HEADS)
         scored = head - (HEADS + 2 * KV_HEADS)
+        scores = is_scoring[:, None] & in_half[None, :]
         if ADD_QUERY:
             source = tl.where(is_scoring, scored, head)
-            with_query = inside | (is_scoring[:, None] & in_dim[None, :])
+            with_query = inside | scores
     if NORM:
-        wq = tl.load(q_weight + offs_d, mask=in_dim, other=0.0).to(tl.float32)
-        wk = tl.load(k_weight + offs_d, mask=in_dim, other=0.0).to(tl.float32)
-        wq_other = tl.load(q_weight + other_d, mask=in_dim, other=0.0).to(tl.float32)
-        wk_other = tl.load(k_weight + other_d, mask=in_dim, other=0.0).to(tl.float32)
-        weight = tl.where(is_query[:, None], wq[None, :], wk[None, :])
-        other_weight = tl.where(is_query[:, None], wq_other[None, :], wk_other[None, :])
+        low_weight = tl.where(
+            is_query,
+            tl.load(q_weight + low, mask=in_half, other=0.0)[None, :],
+            tl.load(k_weight + low, mask=in_half, other=0.0)[None, :],
+        )
+        high_weight = tl.where(
+            is_query,
+            tl.load(q_weight + high, mask=in_half, other=0.0)[None, :],
+            tl.load(k_weight + high, mask=in_half, other=0.0)[None, :],
+        )
         if SCORING:
-            ws = tl.load(scoring_weight + offs_d, mask=in_dim, other=0.0).to(tl.float32)
-            ws_other = tl.load(scoring_weight + other_d, mask=in_dim, other=0.0).to(tl.float32)
-            weight = tl.where(is_scoring[:, None], ws[None, :], weight)
-            other_weight = tl.where(is_scoring[:, None], ws_other[None, :], other_weight)
+            own = tl.load(scoring_weight + low, mask=in_half, other=0.0)[None, :]
+            low_weight = tl.where(is_scoring[:, None], own, low_weight)
+            own = tl.load(scoring_weight + high, mask=in_half, other=0.0)[None, :]
+            high_weight = tl.where(is_scoring[:, None], own, high_weight)
     if PDL:
         gdc_wait()
     for r in tl.static_range(ROWS):
@@ -115,36 +121,39 @@ def _rope_kv_kernel(
         there = row < rows
         page = tl.load(pages + row, mask=there, other=0).to(tl.int64)
         offset = tl.load(offsets + row, mask=there, other=0).to(tl.int64)
-        c = tl.load(cos + row * DIM + offs_d, mask=in_dim & there, other=0.0).to(tl.float32)
-        s = tl.load(sin + row * DIM + offs_d, mask=in_dim & there, other=0.0).to(tl.float32)
-        mask = inside & there
         read = with_query & there
         base = qkv + row * stride + source[:, None] * DIM
-        x = tl.load(base + offs_d[None, :], mask=read, other=0.0).to(tl.float32)
-        y = tl.load(base + other_d[None, :], mask=read, other=0.0).to(tl.float32)
+        x = tl.load(base + low[None, :], mask=read, other=0.0).to(tl.float32)
+        y = tl.load(base + high[None, :], mask=read, other=0.0).to(tl.float32)
         if SCORING:
-            more = is_scoring[:, None] & in_dim[None, :] & there
+            more = scores & there
             base = projected + row * projected_stride + scored[:, None] * DIM
-            x += tl.load(base + offs_d[None, :], mask=more, other=0.0).to(tl.float32)
-            y += tl.load(base + other_d[None, :], mask=more, other=0.0).to(tl.float32)
-        turned, exchanged = x, y
+            x += tl.load(base + low[None, :], mask=more, other=0.0).to(tl.float32)
+            y += tl.load(base + high[None, :], mask=more, other=0.0).to(tl.float32)
+        a, b = x, y
         if NORM:
-            scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
-            turned = x * scale * weight
-            exchanged = y * scale * other_weight
-        turned = turned * c[None, :] + exchanged * s[None, :]
-        result = tl.where(is_value[:, None], x, turned)
-        place = row * (HEADS * DIM) + head[:, None] * DIM + offs_d[None, :]
-        tl.store(out + place, result.to(out.dtype.element_ty), mask=mask & is_query[:, None])
+            scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / DIM + eps)[:, None]
+            a = x * scale * low_weight.to(tl.float32)
+            b = y * scale * high_weight.to(tl.float32)
+        known = in_half & there
+        low_cos = tl.load(cos + row * DIM + low, mask=known, other=0.0).to(tl.float32)[None, :]
+        low_sin = tl.load(sin + row * DIM + low, mask=known, other=0.0).to(tl.float32)[None, :]
+        high_cos = tl.load(cos + row * DIM + high, mask=known, other=0.0).to(tl.float32)[None, :]
+        high_sin = tl.load(sin + row * DIM + high, mask=known, other=0.0).to(tl.float32)[None, :]
+        x = tl.where(is_value, x, a * low_cos + b * low_sin).to(out.dtype.element_ty)
+        y = tl.where(is_value, y, b * high_cos + a * high_sin).to(out.dtype.element_ty)
+        mask = inside & there
+        place = row * (HEADS * DIM) + head[:, None] * DIM
+        tl.store(out + place + low[None, :], x, mask=mask & is_query)
+        tl.store(out + place + high[None, :], y, mask=mask & is_query)
         if SCORING:
-            place = row * (HEADS * DIM) + scored[:, None] * DIM + offs_d[None, :]
-            tl.store(scoring_out + place, result.to(out.dtype.element_ty), mask=more)
-        slot = (page * (2 * KV_HEADS) + head[:, None] - HEADS) * PAGE_SIZE + offset
-        tl.store(
-            pool + slot * DIM + offs_d[None, :],
-            result.to(pool.dtype.element_ty),
-            mask=mask & (head >= HEADS)[:, None],
-        )
+            place = row * (HEADS * DIM) + scored[:, None] * DIM
+            tl.store(scoring_out + place + low[None, :], x, mask=more)
+            tl.store(scoring_out + place + high[None, :], y, mask=more)
+        place = ((page * (2 * KV_HEADS) + head[:, None] - HEADS) * PAGE_SIZE + offset) * DIM
+        kept = mask & (head >= HEADS)[:, None]
+        tl.store(pool + place + low[None, :], x.to(pool.dtype.element_ty), mask=kept)
+        tl.store(pool + place + high[None, :], y.to(pool.dtype.element_ty), mask=kept)
 
 
 def rope_kv(
@@ -191,7 +200,7 @@ def rope_kv(
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
-        BLOCK_D=triton.next_power_of_2(dim),
+        BLOCK_D=triton.next_power_of_2(dim // 2),
         PAGE_SIZE=page_size,
         NORM=q_weight is not None,
         SCORING=scoring is not None,
