@@ -128,6 +128,7 @@ def main() -> None:
     constants = {"KV_HEADS": 8, "PAGE_SIZE": 64, "WINDOW": 512, "DENSE_BELOW": 0}
     drifting = {"selected": I32, "kv_lens": I32, "where": FP32, "clock": I32, "change": "fp32"}
     compile_kernel(drift._drift_kernel, drifting, {**constants, "TOPK": 32, "BLOCK_K": 32})
+    drifting["max_seqs"] = "i32"
     types = {**dict.fromkeys(("source", "target"), I32), "count": "i32"}
     types |= dict.fromkeys(("from_pages", "into_pages", "source_shifts", "target_shifts"), I64)
     constants = {"LAYERS": 28, "WORDS": 65536, "PIECE": 1024, "PROGRAMS": 16}

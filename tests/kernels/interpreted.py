@@ -254,22 +254,25 @@ def test_made_up_selections_drift() -> None:
         topk=5, window=32, scale=1.0, strategy="group", by_lse=True, sinks=0, null_split=False,
         hide_last=False, dense_below=0,
     )  # fmt: skip
-    state = DriftState.empty(shape, 3, CPU)
+    state = DriftState.empty(shape, 2, 4, CPU)
     lengths = torch.tensor([40 * 16, 60, 1000], dtype=torch.int32)
     limits = [(length - 32) // 16 for length in (40 * 16, 60, 1000)]
     last, changed, steps = None, 0, 40
     for _ in range(steps):
-        selected = torch.full((3, 2, 5), -7, dtype=torch.int32)
-        drift(shape, state, selected, lengths, change=0.2)
-        assert (selected[1] == -7).all()  # it has fewer candidates than it selects
+        drift(shape, state, lengths, change=0.2)
+        selected = state.selected[:, :3]
+        assert (state.selected[:, 3] == -1).all()
+        # Fewer candidates than it selects: all of them.
+        assert (selected[:, 1] == torch.tensor([0, -1, -1, -1, -1])).all()
         for row in (0, 2):
-            places = selected[row]
+            places = selected[:, row]
             assert (places.diff(dim=-1) > 0).all() and (places >= 0).all()
             assert (places < limits[row]).all()
-        now = selected[[0, 2]]
+        now = selected[:, [0, 2]].clone()
         changed += 0 if last is None else int((now != last).sum())
         last = now
-    assert 0.1 < changed / (steps * 20) < 0.25
+    assert 0.1 < changed / (steps * 40) < 0.25
+    assert (selected[0, 0] != selected[1, 0]).any()  # every layer draws its own
 
 
 def test_whole_pages_between_host_and_device() -> None:

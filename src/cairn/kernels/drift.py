@@ -2,7 +2,8 @@
 
 Random weights select other pages with every token, which no cache could serve. Here a row's
 candidates are cut into k equal parts, it reads one page of each, and now and then another one. For
-benchmarks; a recorded step draws anew with every replay.
+benchmarks: of all layers in one launch, which costs a step next to nothing; a recorded step draws
+anew with every replay.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ from cairn.kernels.sparse_shape import SparseShape, candidate_limit
 
 @dataclass(frozen=True, slots=True)
 class DriftState:
-    """Of one layer."""
-
-    where: torch.Tensor  # [seqs, kv_heads, k] float32, where in its part each page is
-    clock: torch.Tensor  # [seqs, kv_heads] int32
+    selected: torch.Tensor  # [layers, seqs, kv_heads, k] int32 place in the sequence, -1 for none
+    where: torch.Tensor  # [layers, seqs, kv_heads, k] float32, where in its part each page is
+    clock: torch.Tensor  # [layers, seqs, kv_heads] int32
 
     @classmethod
-    def empty(cls, shape: SparseShape, max_seqs: int, device: torch.device) -> DriftState:
-        size = (max_seqs, shape.kv_heads)
+    def empty(
+        cls, shape: SparseShape, layers: int, max_seqs: int, device: torch.device
+    ) -> DriftState:
+        size = (layers, max_seqs, shape.kv_heads)
         return cls(
+            torch.full((*size, shape.topk), -1, dtype=torch.int32, device=device),
             torch.zeros(*size, shape.topk, dtype=torch.float32, device=device),
             torch.zeros(size, dtype=torch.int32, device=device),
         )
@@ -38,11 +41,12 @@ class DriftState:
 @direct
 @triton.jit
 def _drift_kernel(
-    selected,  # [seqs, KV_HEADS, TOPK]
     kv_lens,
+    selected,
     where,
     clock,
     change,
+    max_seqs,
     KV_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -54,10 +58,10 @@ def _drift_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    own = tl.program_id(1) * KV_HEADS + tl.program_id(0)
-    limit = candidate_limit(
-        tl.load(kv_lens + tl.program_id(1)).to(tl.int32) - 1, WINDOW, PAGE_SIZE, DENSE_BELOW
-    )
+    seq = tl.program_id(1)
+    own = (tl.program_id(2) * max_seqs + seq) * KV_HEADS + tl.program_id(0)
+    length = tl.load(kv_lens + seq).to(tl.int32)
+    limit = candidate_limit(length - 1, WINDOW, PAGE_SIZE, DENSE_BELOW)
     now = tl.load(clock + own) + 1
     tl.store(clock + own, now)
     k = tl.arange(0, BLOCK_K)
@@ -65,24 +69,27 @@ def _drift_kernel(
     moves = tl.rand(2 * own, now * BLOCK_K + k) < change
     after = tl.where(moves, tl.rand(2 * own + 1, now * BLOCK_K + k), before)
     tl.store(where + own * TOPK + k, after, mask=k < TOPK)
-    # With fewer candidates than pages to select, all of them are selected anyway.
-    place = tl.minimum(((k + after) * (limit / TOPK)).to(tl.int32), limit - 1)
-    tl.store(selected + own * TOPK + k, place, mask=(k < TOPK) & (limit >= TOPK))
+    begin, end = k * limit // TOPK, (k + 1) * limit // TOPK
+    place = tl.minimum(begin + (after * (end - begin)).to(tl.int32), end - 1)
+    # With fewer candidates than pages to select, all of them are selected.
+    place = tl.where(limit >= TOPK, place, tl.where(k < limit, k, -1))
+    tl.store(selected + own * TOPK + k, place, mask=k < TOPK)
 
 
 def drift(
     shape: SparseShape,
     state: DriftState,
-    selected: torch.Tensor,  # [seqs, kv_heads, k] int32, replaced
     kv_lens: torch.Tensor,  # [seqs] int32
     change: float,  # share of a row's pages that are others than at its last token
 ) -> None:
-    _drift_kernel[(shape.kv_heads, len(selected))](
-        selected,
+    layers, max_seqs = state.clock.shape[:2]
+    _drift_kernel[(shape.kv_heads, len(kv_lens), layers)](
         kv_lens,
+        state.selected,
         state.where,
         state.clock,
         change,
+        max_seqs,
         KV_HEADS=shape.kv_heads,
         PAGE_SIZE=shape.page_size,
         WINDOW=shape.window,
@@ -90,5 +97,5 @@ def drift(
         TOPK=shape.topk,
         BLOCK_K=triton.next_power_of_2(shape.topk),
         num_warps=1,
-        **pdl_options(selected),
+        **pdl_options(kv_lens),
     )

@@ -27,6 +27,7 @@ from cairn.sparsity.policy import Landmark, Policy
 from cairn.sparsity.quest import QuestPolicy
 
 if TYPE_CHECKING:
+    from cairn.kernels.drift import DriftState
     from cairn.kernels.sparse_select import CandidatePages
 
 
@@ -111,7 +112,7 @@ class KernelSparse:
         if swap is not None:
             table = torch.zeros(shape.max_seqs, max_pages, dtype=torch.int32, device=shape.device)
             self._homes = Homes(swap.frame_of, table, swap.resident_reads)
-        self._drift: dict[int, Callable[[torch.Tensor, torch.Tensor], None]] | None = None
+        self._drift: tuple[DriftState, float] | None = None
         self.revise: Revise | None = None
         """Replaces what chunk rows selected, for benchmarks of selections no model here makes."""
         # Of the newest layer with chunks: what each row selected, and how many pages each block
@@ -268,6 +269,11 @@ class KernelSparse:
             seal=decode.alone,
             homes=self._homes if decode.resident else None,
         )
+        if self._drift is not None and self._swap is not None and not decode.resident:
+            from cairn.kernels.drift import drift
+
+            state, change = self._drift
+            drift(self._shape, state, decode.kv_lens, change)
 
     def forward(
         self,
@@ -340,7 +346,7 @@ class KernelSparse:
 
         def locate(selected: torch.Tensor) -> torch.Tensor:
             if drift is not None:
-                drift[layer](selected, decode.kv_lens)
+                selected = drift[0].selected[self._config.layers.index(layer), : len(selected)]
             return swap.locate(layer, selected, decode.page_table, decode.generations)
 
         return locate
@@ -349,13 +355,11 @@ class KernelSparse:
         """Where pages are looked up, let decode rows select made-up ones, of which a share changes
         from token to token: for benchmarks of selections no model here makes. Steps that were
         recorded before do not know of it."""
-        from cairn.kernels.drift import DriftState, drift
+        from cairn.kernels.drift import DriftState
 
         seqs, device = len(self._every_row), self._every_row.device
-        self._drift = {}
-        for layer in self._config.layers:
-            state = DriftState.empty(self._shape, seqs, device)
-            self._drift[layer] = partial(drift, self._shape, state, change=change)
+        layers = len(self._config.layers)
+        self._drift = DriftState.empty(self._shape, layers, seqs, device), change
 
     def _save_completed(self, layer: int, prior: torch.Tensor, decode: DecodeRows) -> None:
         """Landmarks of a policy without a kernel: of every sequence's last page, and kept on the
