@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from cairn import LLM, SamplingParams
+from cairn.engine.plan import StepPlan
+from cairn.engine.runner import InFlight
 from tests.helpers import GOLDENS, TINY_LLAMA, poison_free_memory, tokens_of, write_model
 
 pytestmark = pytest.mark.gpu
@@ -189,3 +192,69 @@ def test_retraction_changes_no_token() -> None:
             pages = llm.engine.scheduler.cache.allocators[0].num_pages
             memory *= 48 / pages
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+@pytest.mark.parametrize("before", ["nothing", "silu", "norm"])
+@pytest.mark.parametrize(("out", "width"), [(100, 1030), (1024, 3072), (4096, 1024), (64, 4100)])
+def test_products_of_few_rows(rows: int, before: str, out: int, width: int) -> None:
+    from cairn.kernels.gemv import gemv, gemv_reference
+
+    torch.manual_seed(0)
+    like: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    weight = torch.randn(out, width, **like) * width**-0.5
+    x = torch.randn(rows, 2 * width if before == "silu" else width, **like)
+    norm = (torch.rand(width, **like), 1e-6) if before == "norm" else None
+    stream = torch.randn(rows, out, **like)
+    found = gemv(x, weight, silu=before == "silu", norm=norm, add_to=stream.clone())
+    wide = None if norm is None else (norm[0].double(), norm[1])
+    expected = gemv_reference(
+        x.double(), weight.double(), silu=before == "silu", norm=wide, add_to=stream.double()
+    )
+    error = (found.double() - expected).norm() / expected.norm()
+    assert error < 1e-2
+
+
+@pytest.mark.parametrize("dim", [16, 80, 128, 256])
+def test_prompts_of_heads_of_any_size(dim: int) -> None:
+    from cairn.kernels.paged_extend import ExtendBlocks, paged_extend
+
+    torch.manual_seed(0)
+    rows, heads, size = 200, 2, 64
+    pages = -(-rows // size)
+    pool = torch.randn(pages + 1, 2, size, dim, device="cuda", dtype=torch.bfloat16)
+    query = torch.randn(rows, heads, dim, device="cuda", dtype=torch.bfloat16)
+    table = torch.arange(1, pages + 2, device="cuda", dtype=torch.int32)[None] % (pages + 1)
+    out = torch.empty_like(query)
+    blocks = ExtendBlocks.of(np.array([rows]), np.array([0]), query.device)
+    bounds = torch.tensor([0, rows], device="cuda", dtype=torch.int32)
+    paged_extend(query, pool, table, bounds[1:], bounds, blocks, out, scale=dim**-0.5)
+    key, value = pool[1:].transpose(0, 1).reshape(2, -1, dim)[:, :rows].float()
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query.transpose(0, 1).float(), key[None], value[None], is_causal=True
+    ).transpose(0, 1)
+    assert (out.float() - expected).norm() / expected.norm() < 1e-2
+
+
+@pytest.mark.parametrize("case", [CASES[0], HILS[0]])
+def test_steps_are_launched_without_waiting_for_the_device(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks and decode steps, behind a device that sleeps until all of a step is launched."""
+    options: dict[str, Any] = {"dtype": "float32", "device": "cuda", "kv_cache_gib": 0.1}
+    with LLM(GOLDENS / case, chunked_prefill_size=128, **options) as llm:
+        prompts = [tokens_of(300), tokens_of(300, seed=1)]
+        llm.generate(prompts[0], max_tokens=4, ignore_eos=True)  # compiles and allocates
+        launch, awake = llm.engine.runner.launch, []
+
+        def behind_a_sleep(plan: StepPlan) -> InFlight:
+            torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]  # half a second
+            slept = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            slept.record()
+            step = launch(plan)
+            awake.append(slept.query())  # type: ignore[no-untyped-call]
+            return step
+
+        monkeypatch.setattr(llm.engine.runner, "launch", behind_a_sleep)
+        llm.generate(prompts[1], max_tokens=4, ignore_eos=True)
+    assert len(awake) > 3 and not any(awake)
