@@ -91,6 +91,7 @@ def main() -> None:
         compile_kernel(gemv._gemv_kernel, types, {**constants, "SILU": silu}, num_warps=8)
         constants |= {"BLOCK_M": 8, "BLOCK_N": 16, "PARTS": 4, "BLOCK_K": 256}
         compile_kernel(gemv._few_rows_kernel, types, constants, num_warps=4)
+        compile_kernel(gemv._few_rows_kernel, types, {**constants, "PARTS": 8}, num_warps=8)
     types = {"positions": I32, "frequencies": FP32, "cos": BF16, "sin": BF16, "scale": "fp32"}
     compile_kernel(rope_angles._angles_kernel, types, {"HALF": 64, "BLOCK": 64})
     types = {"qkv": BF16, "cos": BF16, "sin": BF16, "q_weight": BF16, "k_weight": BF16}

@@ -18,7 +18,7 @@ from cairn.kernels.launch import direct
 from cairn.kernels.norm import rms_norm_reference
 from cairn.kernels.pdl import pdl_options
 
-_COLUMNS = 1024  # that a program for several rows has at once; warps share them
+_COLUMNS = 256  # of the matrix, for each warp of a program for several rows
 
 
 def gemv_reference(
@@ -176,7 +176,7 @@ def gemv(
     what = {"IN": width, "NORM": norm is not None, "ADD": add_to is not None}
     given = (x, weight, out, norm_weight, eps)
     if rows > 1:
-        parts = 4
+        parts = 4 if width <= 1024 else 8
         _few_rows_kernel[(triton.cdiv(out_features, 16),)](
             *given,
             rows,
@@ -185,7 +185,7 @@ def gemv(
             BLOCK_M=FEW_ROWS,
             BLOCK_N=16,
             PARTS=parts,
-            BLOCK_K=_COLUMNS // parts,
+            BLOCK_K=_COLUMNS,
             num_warps=parts,
             num_stages=1,
             **pdl_options(x),
@@ -215,4 +215,6 @@ def _tile(out_features: int, width: int) -> tuple[int, int, int]:
     columns = min(4096, triton.next_power_of_2(width))
     if out_features >= 4096 and columns <= 1024:
         return 4, columns, 2
-    return 2, columns, min(8, max(4, columns // 512))
+    if columns == 4096:
+        return 4, columns, 8
+    return 2, columns, max(4, columns // 512)
