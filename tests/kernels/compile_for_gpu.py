@@ -196,7 +196,7 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
     for at_home in (False, True):
         constants["AT_HOME"] = at_home
         build(sparse_scratch._begin_kernel)
-    build(sparse_score.score_kernel, num_stages=3)
+    build(sparse_score.score_kernel, num_stages=3 if native else 5)
     build(sparse_pages.topk_kernel)
     build(sparse_pages.choose_kernel)
     for located, counted in ((False, False), (True, False), (False, True)):

@@ -60,6 +60,8 @@ def sparse_decode(
     sizes |= {"WINDOW": shape.window, "DENSE_BELOW": shape.dense_below}
     tasks = strips * shape.landmark_heads + shape.window_parts * shape.kv_heads + pooled
     half = query.dtype.itemsize == 2
+    # Where a load is found by way of another one, half of the stages are for that.
+    ahead = 5 if half and shape.head_dim * shape.page_size <= 8192 else 2
     score_kernel[(tasks, seqs)](
         query,
         scoring,
@@ -97,7 +99,7 @@ def sparse_decode(
         BLOCK_G=shape.block_g,
         BLOCK_S=1 if shared == 1 else max(16, triton.next_power_of_2(shared)),
         num_warps=4,
-        num_stages=3 if half else 2,
+        num_stages=ahead if shared > 1 else 3 if half else 2,
         **pdl_options(query),
     )
     chunks = triton.cdiv(scratch.candidates.shape[1], CHUNK)

@@ -68,7 +68,7 @@ def strips_of(shape: SparseShape, seqs: int) -> int:
     """Programs that share the candidates of one sequence and landmark head."""
     # Measured on an H200: two for every processor are best for one sequence, four for more.
     programs = max(1, min(64, (264 if seqs == 1 else 528) // (seqs * shape.landmark_heads)))
-    return int(triton.next_power_of_2(programs))
+    return 1 << (programs.bit_length() - 1)
 
 
 @direct
