@@ -128,8 +128,8 @@ def main() -> None:
         compile_kernel(stage._stage_tell_kernel, types, {**constants, "STAGED": staged})
     constants = {"KV_HEADS": 8, "PAGE_SIZE": 64, "WINDOW": 512, "DENSE_BELOW": 0}
     drifting = {"selected": I32, "kv_lens": I32, "where": FP32, "clock": I32, "change": "fp32"}
-    compile_kernel(drift._drift_kernel, drifting, {**constants, "TOPK": 32, "BLOCK_K": 32})
     drifting["max_seqs"] = "i32"
+    compile_kernel(drift._drift_kernel, drifting, {**constants, "TOPK": 32, "BLOCK_K": 32})
     types = {**dict.fromkeys(("source", "target"), I32), "count": "i32"}
     types |= dict.fromkeys(("from_pages", "into_pages", "source_shifts", "target_shifts"), I64)
     constants = {"LAYERS": 28, "WORDS": 65536, "PIECE": 1024, "PROGRAMS": 16}
@@ -198,10 +198,10 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
         build(sparse_scratch._begin_kernel)
     build(sparse_score.score_kernel, num_stages=3 if native else 5)
     build(sparse_pages.topk_kernel)
-    build(sparse_pages.choose_kernel)
+    build(sparse_pages.choose_kernel, num_warps=1)
     for located, counted in ((False, False), (True, False), (False, True)):
         constants |= {"LOCATED": located, "COUNTED": counted}
-        build(sparse_pages.pages_kernel, num_stages=2)
+        build(sparse_pages.pages_kernel, num_stages=5 if located else 2)
     build(sparse_survey.lay_out_kernel)
     for tma in (False, True):
         for tile, collect in ((128, False), (64, True)):

@@ -128,7 +128,7 @@ def sparse_decode(
         **pdl_options(query),
     )
     best = triton.next_power_of_2(chunks * shape.topk)
-    located = scratch.selected
+    located, page_parts, stages = scratch.selected, shape.page_parts, 2
     if locate is not None:
         choose_kernel[(shape.kv_heads, seqs)](
             kv_lens,
@@ -144,12 +144,14 @@ def sparse_decode(
             BLOCK_K=block_k,
             CHUNK=CHUNK,
             BEST=best,
-            num_warps=4,
+            num_warps=1 if best <= 256 else 4,
             **pdl_options(query),
         )
         located = locate(scratch.selected[:seqs])
+        page_parts = _parts_beside_copies(shape, seqs)
+        stages = ahead
     table = page_table if homes is None else homes.table
-    pages_kernel[(shape.page_parts, shape.kv_heads, seqs)](
+    pages_kernel[(page_parts, shape.kv_heads, seqs)](
         query,
         pool,
         table,
@@ -183,10 +185,17 @@ def sparse_decode(
         CHUNK=CHUNK,
         BEST=best,
         WINDOW_PARTS=shape.window_parts,
-        PAGE_PARTS=shape.page_parts,
+        PAGE_PARTS=page_parts,
+        PARTS=shape.parts,
         BLOCK_G=shape.block_g,
         MERGE_G=triton.next_power_of_2(group),
         num_warps=4,
-        num_stages=2,
+        num_stages=stages,
         **pdl_options(query),
     )
+
+
+def _parts_beside_copies(shape: SparseShape, seqs: int) -> int:
+    """So many that all programs run at once, two on each processor of an H200: one that had to wait
+    for its turn would begin when those before it have seen the last copy arrive."""
+    return max(1, min(shape.page_parts, 264 // (seqs * shape.kv_heads)))

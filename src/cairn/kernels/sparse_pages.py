@@ -159,6 +159,7 @@ def _read_page(
     q,  # [BLOCK_G, DIM]
     pool,  # at the kv head's keys of page 0
     page,
+    there,  # or the page is left out
     score,  # [BLOCK_G] where the heads' scores of the page are
     in_group,
     scale,
@@ -174,9 +175,11 @@ def _read_page(
     """What was read so far and the page, weighed by its score or by its own attention."""
     offs_d = tl.arange(0, DIM)
     offs_n = tl.arange(0, PAGE_SIZE)
-    inside = pool + page * (2 * KV_HEADS * PAGE_SIZE * DIM)
-    k = tl.load(inside + offs_n[None, :] * DIM + offs_d[:, None])
-    v = tl.load(inside + (KV_HEADS * PAGE_SIZE * DIM) + offs_n[:, None] * DIM + offs_d[None, :])
+    keys = pool + page * (2 * KV_HEADS * PAGE_SIZE * DIM)
+    values = keys + KV_HEADS * PAGE_SIZE * DIM
+    read = (offs_n >= 0) & there
+    k = tl.load(keys + offs_n[None, :] * DIM + offs_d[:, None], mask=read[None, :], other=0.0)
+    v = tl.load(values + offs_n[:, None] * DIM + offs_d[None, :], mask=read[:, None], other=0.0)
     logits = tl.dot(q, k, input_precision="ieee") * scale
     if HIDE_LAST:
         logits = tl.where((offs_n < PAGE_SIZE - 1)[None, :], logits, float("-inf"))
@@ -187,6 +190,7 @@ def _read_page(
         mass = inside_most + tl.log(inside_total)
     else:
         mass = tl.load(score, mask=in_group, other=0.0, cache_modifier=".cg")
+    mass = tl.where(there, mass, float("-inf"))
     new_most = tl.maximum(most, mass)
     safe = tl.where(new_most == float("-inf"), 0.0, new_most)
     fade = tl.exp(most - safe)
@@ -238,6 +242,7 @@ def pages_kernel(
     BEST: tl.constexpr,  # power of two, at least what all chunks together keep
     WINDOW_PARTS: tl.constexpr,
     PAGE_PARTS: tl.constexpr,
+    PARTS: tl.constexpr,  # that a sequence has room for
     BLOCK_G: tl.constexpr,
     MERGE_G: tl.constexpr,
     PDL: tl.constexpr,
@@ -254,7 +259,6 @@ def pages_kernel(
     kv_head = tl.program_id(1)
     seq = tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    PARTS: tl.constexpr = WINDOW_PARTS + PAGE_PARTS
     length = tl.load(kv_lens + seq, cache_modifier=".cg").to(tl.int32)
     row = tl.load(rows + seq, cache_modifier=".cg").to(tl.int64)
     limit = candidate_limit(length - 1, WINDOW, PAGE_SIZE, DENSE_BELOW)
@@ -278,7 +282,6 @@ def pages_kernel(
     if LOCATED:
         slot = tl.arange(0, BLOCK_K)
         kept_index = tl.load(chosen + slot, mask=slot < TOPK, other=-1, cache_modifier=".cg")
-        place = slot
         count = tl.sum((kept_index >= 0).to(tl.int32))
     else:
         # What the chunks kept is short: every program chooses from it for itself.
@@ -300,25 +303,27 @@ def pages_kernel(
     own_scores = scores + (seq.to(tl.int64) * HEADS + head) * candidate_stride
     own_pool = pool + kv_head * (PAGE_SIZE * DIM)
     if LOCATED:
-        # Pages that were there are read while the others are on their way.
+        # Pages that were there are read while the others are on their way. The first loop leaves
+        # those out without a branch, so that loads can run ahead.
         own_located = located + (seq * KV_HEADS + kv_head) * TOPK
         for late in tl.static_range(2):
             if PDL and late:
                 gdc_wait()
             for wanted in range(part, count, PAGE_PARTS):
-                index = tl.max(tl.where(place == wanted, kept_index, -1))
+                index = tl.load(chosen + wanted, cache_modifier=".cg")
                 page = tl.load(own_located + wanted, cache_modifier=".cg").to(tl.int64)
-                if (page < 0) == (late == 1):
+                if not late or page < 0:
                     most, total, acc = _read_page(
-                        q, own_pool, tl.abs(page), own_scores + index, in_group, scale,
-                        most, total, acc, KV_HEADS, DIM, PAGE_SIZE, HIDE_LAST, BY_LSE,
+                        q, own_pool, tl.abs(page), (page < 0) == late, own_scores + index,
+                        in_group, scale, most, total, acc,
+                        KV_HEADS, DIM, PAGE_SIZE, HIDE_LAST, BY_LSE,
                     )  # fmt: skip
     else:
         for wanted in range(part, count, PAGE_PARTS):
             index = tl.max(tl.where(place == wanted, kept_index, -1))
             page = tl.load(page_table + seq * table_stride + index).to(tl.int64)
             most, total, acc = _read_page(
-                q, own_pool, page, own_scores + index, in_group, scale,
+                q, own_pool, page, True, own_scores + index, in_group, scale,
                 most, total, acc, KV_HEADS, DIM, PAGE_SIZE, HIDE_LAST, BY_LSE,
             )  # fmt: skip
 
@@ -342,7 +347,7 @@ def pages_kernel(
             out + row * (HEADS * DIM),
             partial_lse,
             seq * PARTS,
-            PARTS,
+            WINDOW_PARTS + PAGE_PARTS,
             kv_head,
             HEADS,
             GROUP,
