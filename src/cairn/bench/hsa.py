@@ -37,10 +37,10 @@ def run(
     short = [length for length in lengths if length <= 65536]
     dense = [length for length in lengths if length <= longest_dense_prefill]
     for kind, own in (("hils", lengths), ("dense", dense)):
-        if "decode" in parts or "batch" in parts:
+        if own and ("decode" in parts or "batch" in parts):
             yield from _decode_part(f"{kind}-345m-hd128", parts, own, short, profile)
     for kind, own in (("hils", lengths), ("dense", dense)):
-        if "prefill" in parts or "together" in parts:
+        if own and ("prefill" in parts or "together" in parts):
             yield from _prefill_part(f"{kind}-345m", parts, own, profile)
     for kind in ("hils", "dense"):
         if "7b" in parts:
