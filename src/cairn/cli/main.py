@@ -128,11 +128,14 @@ def _check_writable(path: Path) -> None:
 def _chat(arguments: argparse.Namespace) -> int:
     from cairn.cli.chat import Chat
     from cairn.cli.start import start
+    from cairn.engine.load import locate, sampling_defaults
     from cairn.llm import LLM
 
     given = collect(arguments, SamplingParams, skip=_NOT_FOR_TEXT)
-    params = SamplingParams(**{"max_tokens": 512, "temperature": 0.7, "top_p": 0.9, **given})
+    SamplingParams(**given)  # refused before the model is loaded
     with LLM.from_frontend(start(arguments)) as llm:
+        own = sampling_defaults(locate(llm.config)) or {"temperature": 0.7, "top_p": 0.9}
+        params = SamplingParams.from_kwargs({"max_tokens": 512, **own, **given})
         return Chat(llm, params, system=arguments.system).run()
 
 

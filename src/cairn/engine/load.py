@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from cairn.config import EngineConfig
-from cairn.errors import ConfigError
+from cairn.engine.sampling_params import SamplingParams
+from cairn.errors import ConfigError, RequestError
 from cairn.models.checkpoint import Checkpoint
 from cairn.models.interface import LanguageModel
 from cairn.models.loader import Progress, build_model, fill, fill_dummy, quantize
@@ -25,6 +28,16 @@ def locate(
         confirm=confirm,
         progress=progress,
     )
+
+
+def sampling_defaults(source: ModelSource) -> dict[str, Any]:
+    """What requests leave out, where the model's makers have said it: fields of SamplingParams."""
+    defaults = source.sampling_fields()
+    try:
+        SamplingParams.from_kwargs(defaults)
+    except RequestError as error:
+        raise ConfigError(f"generation_config.json of {source.config.source}: {error}") from error
+    return defaults
 
 
 def load_model(

@@ -20,6 +20,7 @@ Confirm = Callable[[str], bool]
 BUNDLED: Mapping[str, Path] = {"cairn-nano": Path(__file__).parent / "nano"}
 """Models that come with the package."""
 
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
@@ -33,14 +34,7 @@ class ModelSource:
 
     def eos_token_ids(self) -> frozenset[int]:
         """End tokens of generation_config.json and config.json, one or several each."""
-        values: list[Any] = [self.config.peek("eos_token_id")]
-        if self.folder is not None:
-            path = self.folder / "generation_config.json"
-            if path.exists():
-                try:
-                    values.append(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
-                except (ValueError, AttributeError) as error:
-                    raise ConfigError(f"{path} is not a JSON object: {error}") from error
+        values = [self.config.peek("eos_token_id"), self._generation().get("eos_token_id")]
         ids = set()
         for value in values:
             for token in value if isinstance(value, list) else [value]:
@@ -51,6 +45,28 @@ class ModelSource:
                         f"{self.config.source}: eos_token_id holds {token!r}; ids are whole numbers"
                     )
         return frozenset(ids)
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """How the model's makers would have it draw tokens, as generation_config.json says."""
+        generation = self._generation()
+        if generation.get("do_sample") is False:
+            return {}
+        given = {name: generation.get(name) for name in _SAMPLING}
+        if given["top_k"] == 0:  # theirs for all tokens
+            del given["top_k"]
+        return {name: value for name, value in given.items() if value is not None}
+
+    def _generation(self) -> dict[str, Any]:
+        path = None if self.folder is None else self.folder / "generation_config.json"
+        if path is None or not path.exists():
+            return {}
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{path} is not JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path} holds no JSON object")
+        return values
 
 
 def find_model(

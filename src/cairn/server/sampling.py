@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from cairn.engine.sampling_params import SamplingParams
@@ -17,6 +18,7 @@ _COPIED = (
     "n",
     "seed",
     "stop_token_ids",
+    "temperature",
     "top_p",
     "top_k",
     "min_p",
@@ -26,8 +28,11 @@ _COPIED = (
 _COMPLETION_TOKENS = 16  # OpenAI's default
 
 
-def completion_params(body: CompletionRequest, room: int) -> dict[str, Any]:
-    """`room` is what the context has left for the answer to the longest prompt."""
+def completion_params(
+    body: CompletionRequest, room: int, defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`room` is what the context has left for the answer to the longest prompt; `defaults` are
+    the model's own."""
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise ApiError(
             400,
@@ -35,7 +40,7 @@ def completion_params(body: CompletionRequest, room: int) -> dict[str, Any]:
             "so that they must be equal: leave best_of out",
             param="best_of",
         )
-    fields = _common(body)
+    fields = _common(body, defaults)
     fields["max_tokens"] = body.max_tokens or min(_COMPLETION_TOKENS, room)
     if body.logprobs is not None:
         fields["logprobs"] = body.logprobs
@@ -44,7 +49,7 @@ def completion_params(body: CompletionRequest, room: int) -> dict[str, Any]:
     return _checked(fields)
 
 
-def chat_params(body: ChatRequest, room: int) -> dict[str, Any]:
+def chat_params(body: ChatRequest, room: int, defaults: Mapping[str, Any]) -> dict[str, Any]:
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise ApiError(
             400,
@@ -53,20 +58,18 @@ def chat_params(body: ChatRequest, room: int) -> dict[str, Any]:
         )
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
-    fields = _common(body)
+    fields = _common(body, defaults)
     fields["max_tokens"] = body.max_completion_tokens or body.max_tokens or room
     if body.logprobs:
         fields["logprobs"] = body.top_logprobs or 0
     return _checked(fields)
 
 
-def _common(body: Sampling) -> dict[str, Any]:
+def _common(body: Sampling, defaults: Mapping[str, Any]) -> dict[str, Any]:
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
-    fields: dict[str, Any] = {
-        name: value for name in _COPIED if (value := getattr(body, name)) is not None
-    }
-    fields["temperature"] = 1.0 if body.temperature is None else body.temperature
+    given = {name: value for name in _COPIED if (value := getattr(body, name)) is not None}
+    fields: dict[str, Any] = {"temperature": 1.0, **defaults, **given}
     if body.stop:
         fields["stop"] = [body.stop] if isinstance(body.stop, str) else list(body.stop)
     if body.logit_bias:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import msgspec
 
 from cairn.config import EngineConfig
-from cairn.engine.load import locate
+from cairn.engine.load import locate, sampling_defaults
 from cairn.server import wire
 from cairn.server.answer import Answer
 from cairn.server.api_error import ApiError
@@ -52,6 +52,7 @@ class Service:
         self._engine_config = engine
         self._serve = serve
         self._text: TextThreads | None = None
+        self._defaults: dict[str, Any] = {}
         self._token_texts = TokenTexts(None)
 
     # -- starting and stopping ----------------------------------------------------------------
@@ -66,7 +67,9 @@ class Service:
             if self.client.failure is not None:
                 raise self.client.failure
             # The engine's process has fetched what had to be fetched.
-            tokenizer = await asyncio.to_thread(lambda: load_tokenizer(locate(self._engine_config)))
+            source = await asyncio.to_thread(locate, self._engine_config)
+            tokenizer = await asyncio.to_thread(load_tokenizer, source)
+            self._defaults = sampling_defaults(source)
         finally:
             ready.cancel()
             failed.cancel()
@@ -145,7 +148,7 @@ class Service:
                 await text.encode(prompt) if isinstance(prompt, str) else prompt
                 for prompt in prompts
             ]
-            params = completion_params(body, self._room(ids))
+            params = completion_params(body, self._room(ids), self._defaults)
             echo = None
             if body.echo:
                 echo = [
@@ -178,7 +181,7 @@ class Service:
         with self.gate.hold(body.n or 1):
             grammar = await text.run(lambda: chat_grammar(body))
             ids = [await self._encode_chat(text, body.messages, tools)]
-            params = chat_params(body, self._room(ids))
+            params = chat_params(body, self._room(ids), self._defaults)
             answer_id = f"chatcmpl-{secrets.token_hex(12)}"
             form = ChatFormat(
                 answer_id,
