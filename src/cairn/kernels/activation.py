@@ -9,6 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cairn.kernels.launch import direct
 from cairn.kernels.pdl import pdl_options
+from cairn.kernels.sizes import blocks_of, power_of_two
 
 
 def silu_and_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
@@ -35,8 +36,8 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """[rows, 2 * width], contiguous -> [rows, width]"""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
-    block = min(1024, triton.next_power_of_2(width))
-    _silu_kernel[(rows, triton.cdiv(width, block))](
+    block = min(1024, power_of_two(width))
+    _silu_kernel[(rows, blocks_of(width, block))](
         gate_up, out, WIDTH=width, BLOCK=block, num_warps=4, **pdl_options(gate_up)
     )
     return out

@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cairn.kernels.launch import direct
 from cairn.kernels.pdl import pdl_options
+from cairn.kernels.sizes import power_of_two
 from cairn.kernels.sparse_shape import SparseShape, candidate_limit
 
 
@@ -95,7 +96,7 @@ def drift(
         WINDOW=shape.window,
         DENSE_BELOW=shape.dense_below,
         TOPK=shape.topk,
-        BLOCK_K=triton.next_power_of_2(shape.topk),
+        BLOCK_K=power_of_two(shape.topk),
         num_warps=1,
         **pdl_options(kv_lens),
     )

@@ -17,6 +17,7 @@ from cairn.kernels.interface import FEW_ROWS
 from cairn.kernels.launch import direct
 from cairn.kernels.norm import rms_norm_reference
 from cairn.kernels.pdl import pdl_options
+from cairn.kernels.sizes import blocks_of, power_of_two
 
 _COLUMNS = 256  # of the matrix, for each warp of a program for several rows
 
@@ -177,7 +178,7 @@ def gemv(
     given = (x, weight, out, norm_weight, eps)
     if rows > 1:
         parts = 4 if width <= 1024 else 8
-        _few_rows_kernel[(triton.cdiv(out_features, 16),)](
+        _few_rows_kernel[(blocks_of(out_features, 16),)](
             *given,
             rows,
             out_features,
@@ -192,7 +193,7 @@ def gemv(
         )
         return out
     block_n, block_k, warps = _tile(out_features, width)
-    _gemv_kernel[(triton.cdiv(out_features, block_n),)](
+    _gemv_kernel[(blocks_of(out_features, block_n),)](
         *given,
         out_features,
         **what,
@@ -212,7 +213,7 @@ def _tile(out_features: int, width: int) -> tuple[int, int, int]:
     Measured on an H200: many small programs, with as many columns as registers take, since all
     that is loaded before the wait comes for nothing.
     """
-    columns = min(4096, triton.next_power_of_2(width))
+    columns = min(4096, power_of_two(width))
     if out_features >= 4096 and columns <= 1024:
         return 4, columns, 2
     if columns == 4096:

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from cairn.kernels.interface import Pooling
 from cairn.kernels.launch import direct
+from cairn.kernels.sizes import power_of_two
 
 POOLINGS: dict[Pooling, int] = {"hils": 0, "last": 1, "box": 2, "mean": 3}
 
@@ -146,6 +147,6 @@ def pool_landmarks(
         LANDMARK_HEADS=vectors.shape[1],
         WIDTH=vectors.shape[2],
         POOLING=POOLINGS[pooling],
-        BLOCK_G=max(16, triton.next_power_of_2(heads // kv_heads)),
+        BLOCK_G=max(16, power_of_two(heads // kv_heads)),
         num_warps=4,
     )

@@ -9,6 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cairn.kernels.launch import direct
 from cairn.kernels.pdl import pdl_options
+from cairn.kernels.sizes import power_of_two
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -74,7 +75,7 @@ def _launch(
     add: bool,
 ) -> None:
     dim = x.shape[-1]
-    block = triton.next_power_of_2(dim)
+    block = power_of_two(dim)
     _norm_kernel[(x.shape[0],)](
         x,
         residual,

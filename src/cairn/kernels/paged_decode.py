@@ -23,6 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cairn.kernels.launch import direct
 from cairn.kernels.pdl import pdl_options
+from cairn.kernels.sizes import power_of_two
 from cairn.kernels.softmax import LOG2E, softmax_result, softmax_step
 
 MERGE = tl.constexpr(8)  # splits that are merged at once
@@ -136,8 +137,8 @@ def plan_splits(
         PAGE_SIZE=page_size,
         WINDOW=window or 0,
         LEAST=max(1, _LEAST_PAGES * 64 // page_size),
-        BLOCK=triton.next_power_of_2(seqs),
-        BLOCK_ITEMS=triton.next_power_of_2(items),
+        BLOCK=power_of_two(seqs),
+        BLOCK_ITEMS=power_of_two(items),
     )
 
 
@@ -402,7 +403,7 @@ def paged_decode(
     kv_heads, page_size = pool.shape[1] // 2, pool.shape[2]
     seqs = len(kv_lens)
     items = seqs + target_items(kv_heads, seqs, query.device)
-    block_n = min(64, max(16, triton.next_power_of_2(page_size)))
+    block_n = min(64, max(16, power_of_two(page_size)))
     if page_size % block_n:
         block_n = 64
     _decode_kernel[(kv_heads, items)](
@@ -425,14 +426,14 @@ def paged_decode(
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        BLOCK_D=max(16, power_of_two(dim)),
         PAGE_SIZE=page_size,
         WINDOW=window or 0,
         HIDE_LAST=hide_last,
         WITH_LSE=lse is not None,
-        BLOCK_G=max(16, triton.next_power_of_2(heads // kv_heads)),
+        BLOCK_G=max(16, power_of_two(heads // kv_heads)),
         BLOCK_N=block_n,
-        MERGE_G=triton.next_power_of_2(heads // kv_heads),
+        MERGE_G=power_of_two(heads // kv_heads),
         num_warps=4,
         num_stages=_depth(seqs).stages if query.dtype.itemsize == 2 and dim <= 128 else 2,
         **pdl_options(query),

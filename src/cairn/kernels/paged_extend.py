@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cairn.kernels.launch import direct
 from cairn.kernels.pdl import is_hopper
+from cairn.kernels.sizes import power_of_two
 from cairn.kernels.softmax import LOG2E, softmax_result, softmax_step
 
 
@@ -218,7 +219,7 @@ def paged_extend(
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        BLOCK_D=max(16, power_of_two(dim)),
         PAGE_SIZE=page_size,
         WINDOW=window or 0,
         PAGED_WINDOW=dense_until is not None,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from cairn.kernels.launch import direct
+from cairn.kernels.sizes import power_of_two
 
 
 def rope_angles_reference(
@@ -53,7 +54,7 @@ def rope_angles(
         sin,
         scale,
         HALF=half,
-        BLOCK=triton.next_power_of_2(half),
+        BLOCK=power_of_two(half),
         num_warps=1,
     )
     return cos, sin

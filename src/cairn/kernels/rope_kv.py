@@ -12,6 +12,7 @@ from cairn.kernels.interface import ScoringHeads
 from cairn.kernels.launch import direct
 from cairn.kernels.norm import rms_norm_reference
 from cairn.kernels.pdl import pdl_options
+from cairn.kernels.sizes import blocks_of, power_of_two
 
 _MANY_ROWS = 1024  # so many that programs with several of them still fill the device
 
@@ -180,7 +181,7 @@ def rope_kv(
     block_h = 8
     total = heads + 2 * kv_heads + (0 if scoring is None else heads)
     own_rows = 4 if rows >= _MANY_ROWS else 1
-    _rope_kv_kernel[(triton.cdiv(rows, own_rows), triton.cdiv(total, block_h))](
+    _rope_kv_kernel[(blocks_of(rows, own_rows), blocks_of(total, block_h))](
         qkv,
         qkv if scoring is None else scoring.projected,
         cos,
@@ -200,7 +201,7 @@ def rope_kv(
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
-        BLOCK_D=triton.next_power_of_2(dim // 2),
+        BLOCK_D=power_of_two(dim // 2),
         PAGE_SIZE=page_size,
         NORM=q_weight is not None,
         SCORING=scoring is not None,

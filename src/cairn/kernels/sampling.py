@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from cairn.kernels.launch import direct
+from cairn.kernels.sizes import blocks_of, power_of_two
 
 _BLOCK = 4096
 
@@ -105,7 +106,7 @@ def sample(
 ) -> torch.Tensor:
     """-> token ids [rows] int64"""
     rows, vocab = logits.shape
-    blocks = triton.cdiv(vocab, _BLOCK)
+    blocks = blocks_of(vocab, _BLOCK)
     best = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
     best_token = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -122,6 +123,6 @@ def sample(
         num_warps=8,
     )
     _pick_kernel[(rows,)](
-        best, best_token, tokens, BLOCKS=blocks, PADDED=triton.next_power_of_2(blocks), num_warps=1
+        best, best_token, tokens, BLOCKS=blocks, PADDED=power_of_two(blocks), num_warps=1
     )
     return tokens

@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import triton
 
 from cairn.kernels.interface import Pooling
 from cairn.kernels.landmark import POOLINGS
 from cairn.kernels.pdl import pdl_options
+from cairn.kernels.sizes import blocks_of, power_of_two
 from cairn.kernels.sparse_pages import choose_kernel, pages_kernel, topk_kernel
 from cairn.kernels.sparse_score import score_kernel
 from cairn.kernels.sparse_scratch import CHUNK, Homes, SparseScratch, strips_of
@@ -97,13 +97,13 @@ def sparse_decode(
         PARTS=shape.parts,
         BLOCK_P=max(16, min(64, 8192 // shape.landmark_width)),
         BLOCK_G=shape.block_g,
-        BLOCK_S=1 if shared == 1 else max(16, triton.next_power_of_2(shared)),
+        BLOCK_S=1 if shared == 1 else max(16, power_of_two(shared)),
         num_warps=4,
         num_stages=ahead if shared > 1 else 3 if half else 2,
         **pdl_options(query),
     )
-    chunks = triton.cdiv(scratch.candidates.shape[1], CHUNK)
-    block_k = triton.next_power_of_2(shape.topk)
+    chunks = blocks_of(scratch.candidates.shape[1], CHUNK)
+    block_k = power_of_two(shape.topk)
     best_stride = scratch.best_rank.stride(1)
     topk_kernel[(chunks, shape.kv_heads, seqs)](
         kv_lens,
@@ -122,12 +122,12 @@ def sparse_decode(
         CHUNK=CHUNK,
         STRIPS=strips,
         WINDOW_PARTS=shape.window_parts,
-        BLOCK_PARTS=triton.next_power_of_2(shape.window_parts),
+        BLOCK_PARTS=power_of_two(shape.window_parts),
         PARTS=shape.parts,
         num_warps=4,
         **pdl_options(query),
     )
-    best = triton.next_power_of_2(chunks * shape.topk)
+    best = power_of_two(chunks * shape.topk)
     located, page_parts, stages = scratch.selected, shape.page_parts, 2
     if locate is not None:
         choose_kernel[(shape.kv_heads, seqs)](
@@ -188,7 +188,7 @@ def sparse_decode(
         PAGE_PARTS=page_parts,
         PARTS=shape.parts,
         BLOCK_G=shape.block_g,
-        MERGE_G=triton.next_power_of_2(group),
+        MERGE_G=power_of_two(group),
         num_warps=4,
         num_stages=stages,
         **pdl_options(query),

@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cairn.kernels.launch import direct
 from cairn.kernels.paged_extend import ExtendBlocks, can_describe
+from cairn.kernels.sizes import power_of_two
 from cairn.kernels.softmax import LOG2E
 from cairn.kernels.sparse_shape import SparseShape, load_scoring
 from cairn.kernels.workspace import Workspace
@@ -261,8 +262,8 @@ def attend_selected(
     read, [blocks, kv_heads]. Where page ids are not pages of the pool, `locate` takes ids and these
     counts, and says where they are: in the pool or, as -1 - page, in the stage."""
     heads, dim = query.shape[1:]
-    group_pad = triton.next_power_of_2(heads // shape.kv_heads)
-    block_k = triton.next_power_of_2(shape.topk)
+    group_pad = power_of_two(heads // shape.kv_heads)
+    block_k = power_of_two(shape.topk)
     size = (len(blocks.seq), shape.kv_heads)
     union = blocks.block_m * block_k
     pages, readers = (
@@ -293,7 +294,7 @@ def attend_selected(
     if stage is not None:
         shift, rest = divmod(stage.data_ptr() - pool.data_ptr(), 16 * pool.element_size())
         assert rest == 0, "tensors lie on whole cache lines"
-    padded = max(16, triton.next_power_of_2(vectors.shape[1] // shape.kv_heads))
+    padded = max(16, power_of_two(vectors.shape[1] // shape.kv_heads))
     tma = stage is None and _worth_describing(pool)
     tiles, landmarks = pool, vectors
     if tma:

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from cairn.kernels.launch import direct
+from cairn.kernels.sizes import blocks_of
 from cairn.kernels.sparse_shape import SparseShape
 
 CHUNK = 1024
@@ -40,7 +41,7 @@ class SparseScratch:
         def ints(*size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=torch.int32, device=device)
 
-        best = triton.cdiv(max_pages, CHUNK) * shape.topk
+        best = blocks_of(max_pages, CHUNK) * shape.topk
         return cls(
             ints(max_seqs, max_pages),
             floats(max_seqs, shape.heads, max_pages),

@@ -23,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cairn.kernels.launch import direct
 from cairn.kernels.paged_extend import ExtendBlocks, can_describe
+from cairn.kernels.sizes import blocks_of, power_of_two
 from cairn.kernels.sparse_shape import (
     STRATEGIES,
     SUM_GROUP,
@@ -301,7 +302,7 @@ def select_pages(
     room = _up_to_16(count + tile)  # tiles at the end are read whole
     flat = workspace.take("flat", landmark_heads * room, width, dtype=vectors.dtype)
     flat_bias = workspace.take("flat_bias", landmark_heads, room)
-    lay_out_kernel[(triton.cdiv(room, 32), landmark_heads)](
+    lay_out_kernel[(blocks_of(room, 32), landmark_heads)](
         vectors,
         vectors if bias is None else bias,
         candidates.pages,
@@ -321,7 +322,7 @@ def select_pages(
     most = max(_GROUPS, 4 * topk)
     group_pages = next((n for n in fits if pages <= n * most), fits[-1])
     # Sizes that kernels take as numbers are multiples of 16, which keeps compilations few as well.
-    groups = _up_to_16(triton.cdiv(pages, tile) * (tile // group_pages))
+    groups = _up_to_16(blocks_of(pages, tile) * (tile // group_pages))
     capacity = _up_to_16(topk + tile + topk * group_pages + shape.sinks)
     summed = shape.strategy == "group" and heads > kv_heads
     normalize = shape.strategy == "softmax_head" and heads > kv_heads
@@ -397,7 +398,7 @@ def select_pages(
             num_stages=3 if half else 1,
         )
     some = {"KV_HEADS": kv_heads, "TOPK": topk, "ROWS": _ROWS}
-    _threshold_kernel[(*grid, triton.cdiv(block_m, _ROWS))](
+    _threshold_kernel[(*grid, blocks_of(block_m, _ROWS))](
         cu_query,
         blocks.seq,
         blocks.begin,
@@ -411,11 +412,11 @@ def select_pages(
         NORMALIZE=normalize,
         GROUP_PAGES=group_pages,
         TILE=tile,
-        BLOCK=max(256, triton.next_power_of_2(groups)),
+        BLOCK=max(256, power_of_two(groups)),
         num_warps=1,
     )
     rank(collect=True)
-    _choose_kernel[(*grid, triton.cdiv(block_m, _ROWS))](
+    _choose_kernel[(*grid, blocks_of(block_m, _ROWS))](
         cu_query,
         blocks.seq,
         blocks.begin,
@@ -424,7 +425,7 @@ def select_pages(
         out,
         capacity,
         **some,
-        BLOCK_K=triton.next_power_of_2(topk),
+        BLOCK_K=power_of_two(topk),
         BLOCK=_BLOCK,
         num_warps=1,
     )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from cairn.kernels.sizes import power_of_two
+
 SUM_GROUP = tl.constexpr(1)
 SOFTMAX_HEAD = tl.constexpr(2)
 STRATEGIES = {"head": 0, "group": 1, "softmax_head": 2}
@@ -38,7 +40,7 @@ class SparseShape:
 
     @property
     def block_g(self) -> int:
-        return max(16, int(triton.next_power_of_2(self.heads // self.kv_heads)))
+        return max(16, power_of_two(self.heads // self.kv_heads))
 
     @property
     def window_parts(self) -> int:

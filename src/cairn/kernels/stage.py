@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from cairn.kernels.launch import direct
+from cairn.kernels.sizes import power_of_two
 from cairn.kernels.swap_in import Misses
 
 _LEAST, _MOST = 128, 1024  # entries looked at together; a thread has one at least
@@ -170,7 +171,7 @@ def tell_places(
 
 
 def _block(width: int) -> int:
-    return max(_LEAST, min(_MOST, int(triton.next_power_of_2(width))))
+    return max(_LEAST, min(_MOST, power_of_two(width)))
 
 
 def reference(

@@ -21,6 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from cairn.kernels.interface import COPY_THREADS
 from cairn.kernels.launch import direct
 from cairn.kernels.pdl import pdl_options
+from cairn.kernels.sizes import power_of_two
 
 _UNCLAIMED = tl.constexpr(0x7FFFFFFF)
 _LATE = tl.constexpr(2**30)  # ages are set back then: after a month of steps, and within 32 bits
@@ -368,8 +369,8 @@ def plan_swap(
     """
     seqs, kv_heads, topk = selected.shape
     slots = hot.pages.shape[1]
-    block_slots = triton.next_power_of_2(slots)
-    block = min(_ENTRIES, triton.next_power_of_2(seqs * topk))
+    block_slots = power_of_two(slots)
+    block = min(_ENTRIES, power_of_two(seqs * topk))
     _swap_plan_kernel[(kv_heads,)](
         selected,
         page_table,
@@ -430,7 +431,7 @@ def copy_missed(
         misses.entries.shape[2],
         first,
         KV_HEADS=kv_heads,
-        BLOCK_HEADS=triton.next_power_of_2(kv_heads),
+        BLOCK_HEADS=power_of_two(kv_heads),
         WORDS=words,
         PIECE=_piece(words, threads),
         PROGRAMS=_COPY_PROGRAMS,
@@ -467,4 +468,4 @@ def copy_pages(
 
 def _piece(words: int, threads: int) -> int:
     """Words that a program moves at once."""
-    return min(_WORDS_PER_THREAD * threads, int(triton.next_power_of_2(words)))
+    return min(_WORDS_PER_THREAD * threads, power_of_two(words))
