@@ -193,7 +193,7 @@ def test_every_short_length_at_page_64(long_model: Path) -> None:
             torch.testing.assert_close(scores, expected[:length], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("length", [2500, 5000])
+@pytest.mark.parametrize("length", [2500, pytest.param(5000, marks=pytest.mark.slow)])
 def test_long_prompts_at_page_64(long_model: Path, length: int) -> None:
     weights = hils_reference.load_weights(long_model)
     ids = tokens_of(length)

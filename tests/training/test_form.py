@@ -63,7 +63,7 @@ def test_training_form_equals_engine(
             torch.testing.assert_close(scores, expected[:length], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("top_k", [16, 64])
+@pytest.mark.parametrize("top_k", [16, pytest.param(64, marks=pytest.mark.slow)])
 def test_training_form_equals_engine_on_the_shipped_checkpoint(top_k: int) -> None:
     """On real text, with as many pages as it was trained for, and with all of them: a page may then
     not be taken for another that is as good within rounding, which changes the rows behind it."""
