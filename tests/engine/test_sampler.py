@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -99,6 +101,14 @@ def test_a_request_draws_the_same_alone_and_in_any_batch() -> None:
 def test_hardly_any_temperature_is_greedy(temperature: float) -> None:
     sampler = make(SamplingParams(temperature=temperature), vocab=3)
     assert draw(sampler, torch.tensor([0.0, 0.1, 0.0])) == 1
+
+
+def test_filters_do_not_keep_greedy_rows_from_recorded_draws() -> None:
+    filters: dict[str, Any] = {"top_k": 20, "top_p": 0.9, "min_p": 0.1}
+    greedy, drawn = SamplingParams(**filters), SamplingParams(temperature=1.0, **filters)
+    sampler = make(greedy, drawn, vocab=50)
+    assert sampler.plain_draws(np.array([0]), np.array([7])) is not None
+    assert sampler.plain_draws(np.array([1]), np.array([7])) is None
 
 
 def test_extreme_logits_still_give_a_token_with_weight() -> None:

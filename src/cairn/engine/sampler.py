@@ -76,7 +76,8 @@ class Sampler:
         self._seeds[slot] = admission.seed
         self._random[slot] = params.temperature >= _LEAST_TEMPERATURE
         self._temperatures[slot] = params.temperature if self._random[slot] else 0.0
-        self._filtered[slot] = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+        filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+        self._filtered[slot] = filtered and self._random[slot]  # they keep the most likely token
         self._penalized[slot] = params.has_penalties
         self._biased[slot] = bool(params.bias)
         self._min_tokens[slot] = params.min_tokens if admission.stop_token_ids else 0
