@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cairn.cli.main import chat_params as chat
 from cairn.engine.load import sampling_defaults
 from cairn.errors import ConfigError
 from cairn.models.source import find_model
@@ -35,14 +36,19 @@ def test_fields_that_shape_the_draw_are_taken(folder: Path) -> None:
         "min_p": 0.1,
         "repetition_penalty": 1.1,
     }
-    assert defaults_of(folder, {**QWEN3, "do_sample": False}) == {}
+    greedy = {**QWEN3, "do_sample": False, "repetition_penalty": 1.2}
+    assert defaults_of(folder, greedy) == {"repetition_penalty": 1.2}
     (folder / "generation_config.json").unlink()
     assert sampling_defaults(find_model(str(folder))) == {}
 
 
 @pytest.mark.parametrize(
     ("said", "why"),
-    [({"temperature": -1}, "temperature is -1"), ({"top_p": "all"}, "top_p is 'all'"), ([], "no")],
+    [
+        ({"temperature": -1}, "temperature is -1"),
+        ({"top_p": "all"}, "top_p is 'all'"),
+        ([], "no JSON object"),
+    ],
 )
 def test_what_cannot_be_meant_is_refused(folder: Path, said: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=why) as refused:
@@ -61,6 +67,15 @@ def test_a_request_has_the_last_word() -> None:
     body = CompletionRequest.model_validate({"prompt": "?"})
     assert completion_params(body, 9, defaults)["top_k"] == 20
     assert completion_params(body, 9, {})["temperature"] == 1.0
+
+
+def test_so_has_the_user_of_a_chat() -> None:
+    without = chat({}, {})
+    assert (without.temperature, without.top_p, without.max_tokens) == (0.7, 0.9, 512)
+    partly = chat({"top_k": 20}, {})
+    assert (partly.temperature, partly.top_p, partly.top_k) == (1.0, 1.0, 20)
+    told = chat({"temperature": 0.6, "top_k": 20}, {"temperature": 0.0, "min_tokens": 200})
+    assert (told.temperature, told.top_k, told.min_tokens) == (0.0, 20, 200)
 
 
 def test_the_server_answers_as_the_model_would_have_it(folder: Path, tmp_path: Path) -> None:

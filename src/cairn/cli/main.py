@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from cairn import __version__
 from cairn.cli_flags import add_flags, collect
@@ -132,11 +133,16 @@ def _chat(arguments: argparse.Namespace) -> int:
     from cairn.llm import LLM
 
     given = collect(arguments, SamplingParams, skip=_NOT_FOR_TEXT)
-    SamplingParams(**given)  # refused before the model is loaded
+    chat_params({}, given)  # refused before the model is loaded
     with LLM.from_frontend(start(arguments)) as llm:
-        own = sampling_defaults(locate(llm.config)) or {"temperature": 0.7, "top_p": 0.9}
-        params = SamplingParams.from_kwargs({"max_tokens": 512, **own, **given})
+        params = chat_params(sampling_defaults(locate(llm.config)), given)
         return Chat(llm, params, system=arguments.system).run()
+
+
+def chat_params(own: dict[str, Any], given: dict[str, Any]) -> SamplingParams:
+    """As the user says, and else the model's makers."""
+    own = {"temperature": 1.0, **own} if own else {"temperature": 0.7, "top_p": 0.9}
+    return SamplingParams.from_kwargs({"max_tokens": 512, **own, **given})
 
 
 def _pull(arguments: argparse.Namespace) -> int:

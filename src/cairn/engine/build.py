@@ -22,7 +22,7 @@ from cairn.engine.hisparse_options import (
     hisparse_options,
 )
 from cairn.engine.layout import Layout
-from cairn.engine.load import load_model
+from cairn.engine.load import load_model, sampling_defaults
 from cairn.engine.pool_sizes import size_pools
 from cairn.engine.runner import Runner
 from cairn.engine.scheduler import Limits, Scheduler
@@ -75,6 +75,7 @@ def _build(
     ranks: Ranks | None,
 ) -> Engine:
     parallel: Parallel = Alone() if ranks is None else ranks.group
+    sampling_defaults(source)  # refused before weights are read
     model, notes = load_model(config, source, dtype, device, progress, parallel)
     if ranks is not None:
         config = ranks.agree_on_budget(config, device)

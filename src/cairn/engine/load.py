@@ -36,7 +36,7 @@ def sampling_defaults(source: ModelSource) -> dict[str, Any]:
     try:
         SamplingParams.from_kwargs(defaults)
     except RequestError as error:
-        raise ConfigError(f"generation_config.json of {source.config.source}: {error}") from error
+        raise ConfigError(f"{source.folder}/generation_config.json: {error}") from error
     return defaults
 
 

@@ -49,10 +49,9 @@ class ModelSource:
     def sampling_fields(self) -> dict[str, Any]:
         """How the model's makers would have it draw tokens, as generation_config.json says."""
         generation = self._generation()
-        if generation.get("do_sample") is False:
-            return {}
-        given = {name: generation.get(name) for name in _SAMPLING}
-        if given["top_k"] == 0:  # theirs for all tokens
+        named = _SAMPLING if generation.get("do_sample") is not False else ("repetition_penalty",)
+        given = {name: generation.get(name) for name in named}
+        if given.get("top_k") == 0:  # theirs for all tokens
             del given["top_k"]
         return {name: value for name, value in given.items() if value is not None}
 
