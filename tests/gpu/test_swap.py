@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels import swap_case
+from tests.kernels import located_case, swap_case
 
 pytestmark = pytest.mark.gpu
 
@@ -30,3 +30,10 @@ def test_swap_in_for_prompts(shape: tuple[int, int, int], dtype: torch.dtype) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_whole_pages_between_host_and_device(dtype: torch.dtype) -> None:
     swap_case.check_pages(torch.device("cuda"), dtype)
+
+
+@pytest.mark.parametrize("seqs", [1, 8, 40])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_pages_that_come_late(dtype: torch.dtype, seqs: int) -> None:
+    """Few programs share the pages of many sequences, and loads run ahead in bf16."""
+    located_case.check(torch.device("cuda"), dtype, seqs=seqs, kv_heads=8, topk=32)

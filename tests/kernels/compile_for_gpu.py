@@ -87,7 +87,7 @@ def main() -> None:
     types = {"x": BF16, "weight": BF16, "out": BF16, "rows": "i32", "out_features": "i32"}
     types |= {"norm_weight": BF16, "eps": "fp32"}
     for silu in (False, True):
-        constants = {"IN": 3072, "ADD": True, "NORM": not silu, "BLOCK_N": 2, "BLOCK_K": 4096}
+        constants = {"IN": 3072, "ADD": True, "NORM": not silu, "BLOCK_N": 4, "BLOCK_K": 4096}
         compile_kernel(gemv._gemv_kernel, types, {**constants, "SILU": silu}, num_warps=8)
         constants |= {"BLOCK_M": 8, "BLOCK_N": 16, "PARTS": 4, "BLOCK_K": 256}
         compile_kernel(gemv._few_rows_kernel, types, constants, num_warps=4)

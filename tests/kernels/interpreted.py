@@ -36,7 +36,7 @@ from cairn.sparsity.selection import top_positions
 from tests.engine.lanes import tier_of
 from tests.engine.tiered import check_clean, tiered
 from tests.helpers import TINY_HILS, poison_free_memory, tokens_of, write_model
-from tests.kernels import swap_case
+from tests.kernels import located_case, swap_case
 from tests.kernels.sparse_case import CASES, run
 
 CPU = torch.device("cpu")
@@ -273,6 +273,13 @@ def test_made_up_selections_drift() -> None:
         last = now
     assert 0.1 < changed / (steps * 40) < 0.25
     assert (selected[0, 0] != selected[1, 0]).any()  # every layer draws its own
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_pages_that_come_late(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few programs share them."""
+    monkeypatch.setattr(sparse_decode, "_parts_beside_copies", lambda *_: parts)
+    located_case.check(CPU, torch.float32, seqs=2, kv_heads=1, topk=6)
 
 
 def test_whole_pages_between_host_and_device() -> None:

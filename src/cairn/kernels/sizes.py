@@ -10,5 +10,5 @@ def blocks_of(size: int, block: int) -> int:
 
 
 def power_of_two(least: int) -> int:
-    """The smallest that is no less."""
+    """The smallest that is no less; of at least 1."""
     return 1 << (least - 1).bit_length()

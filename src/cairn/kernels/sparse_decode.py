@@ -198,4 +198,5 @@ def sparse_decode(
 def _parts_beside_copies(shape: SparseShape, seqs: int) -> int:
     """So many that all programs run at once, two on each processor of an H200: one that had to wait
     for its turn would begin when those before it have seen the last copy arrive."""
-    return max(1, min(shape.page_parts, 264 // (seqs * shape.kv_heads)))
+    parts = max(1, min(shape.page_parts, 264 // (seqs * shape.kv_heads)))
+    return 1 << (parts.bit_length() - 1)  # few numbers: each is a compilation

@@ -353,8 +353,8 @@ class KernelSparse:
 
     def drift_by(self, change: float) -> None:
         """Where pages are looked up, let decode rows select made-up ones, of which a share changes
-        from token to token: for benchmarks of selections no model here makes. Steps that were
-        recorded before do not know of it."""
+        from token to token: for benchmarks of selections no model here makes, since they weigh what
+        the pages that they stand for would. Steps that were recorded before do not know of it."""
         from cairn.kernels.drift import DriftState
 
         seqs, device = len(self._every_row), self._every_row.device
