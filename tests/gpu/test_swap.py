@@ -32,8 +32,19 @@ def test_whole_pages_between_host_and_device(dtype: torch.dtype) -> None:
     swap_case.check_pages(torch.device("cuda"), dtype)
 
 
+def test_swap_in_of_pages_in_several_pieces() -> None:
+    swap_case.check_pieces(torch.device("cuda"))
+
+
 @pytest.mark.parametrize("seqs", [1, 8, 40])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_pages_that_come_late(dtype: torch.dtype, seqs: int) -> None:
+@pytest.mark.parametrize("by_lse", [True, False])
+def test_pages_that_come_late(dtype: torch.dtype, seqs: int, by_lse: bool) -> None:
     """Few programs share the pages of many sequences, and loads run ahead in bf16."""
-    located_case.check(torch.device("cuda"), dtype, seqs=seqs, kv_heads=8, topk=32)
+    cuda = torch.device("cuda")
+    located_case.check(cuda, dtype, seqs=seqs, kv_heads=8, topk=32, by_lse=by_lse)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_attention_waits_for_pages_on_their_way(dtype: torch.dtype) -> None:
+    located_case.check_waiting(dtype)

@@ -109,9 +109,9 @@ def main() -> None:
     types = {"best": FP32, "best_token": I32, "tokens": I64}
     compile_kernel(sampling._pick_kernel, types, {"BLOCKS": 38, "PADDED": 64})
     tables = ("selected", "page_table", "generations", "frame_of", "hot_pages", "hot_lives", "used")
-    lists = ("clock", "slot_of", "located", "claims", "missed", "counts", "host", "pool")
+    lists = ("clock", "slot_of", "arrived", "located", "claims", "missed", "counts", "host", "pool")
     types = {**dict.fromkeys((*tables, *lists), I32), "totals": I64}
-    sizes = ("total", "room", "num_pages", "table_stride", "first_hot", "first")
+    sizes = ("total", "room", "num_pages", "table_stride", "first_hot", "first", "slots")
     types |= dict.fromkeys(sizes, "i32")
     for slots in (1024, MOST_HOT_SLOTS):
         constants = {"KV_HEADS": 8, "TOPK": 32, "BLOCK": 1024, "ONE": slots == 1024}
@@ -119,6 +119,7 @@ def main() -> None:
         warps = swap_in.plan_warps(slots)
         compile_kernel(swap_in._swap_plan_kernel, types, constants, num_warps=warps)
     constants = {"KV_HEADS": 8, "BLOCK_HEADS": 8, "WORDS": 4096, "PIECE": 1024, "PROGRAMS": 264}
+    constants["TELL"] = True
     compile_kernel(swap_in._swap_copy_kernel, types, constants)
     names = ("pages", "counts", "frame_of", "claims", "staged", "staged_counts", "found")
     types = {**dict.fromkeys(names, I32), "total": I64, "room": "i32", "num_pages": "i32"}
@@ -127,7 +128,7 @@ def main() -> None:
     for staged in (False, True):
         compile_kernel(stage._stage_tell_kernel, types, {**constants, "STAGED": staged})
     constants = {"KV_HEADS": 8, "PAGE_SIZE": 64, "WINDOW": 512, "DENSE_BELOW": 0}
-    drifting = {"selected": I32, "kv_lens": I32, "where": FP32, "clock": I32, "change": "fp32"}
+    drifting = {"selected": I32, "kv_lens": I32, "clock": I32, "change": "fp32"}
     drifting["max_seqs"] = "i32"
     compile_kernel(drift._drift_kernel, drifting, {**constants, "TOPK": 32, "BLOCK_K": 32})
     types = {**dict.fromkeys(("source", "target"), I32), "count": "i32"}
@@ -144,7 +145,7 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
     types = dict.fromkeys((*names, "cu_query", "dense_until", "block_seq", "block_begin"), I32)
     types |= dict.fromkeys(("pages", "readers", "counts", "limits", "last_rows", "offsets"), I32)
     types |= dict.fromkeys(("generations", "sealed", "selected"), I32)
-    types |= dict.fromkeys(("kv_table", "kv_pages", "located", "frame_of", "homes"), I32)
+    types |= dict.fromkeys(("kv_table", "kv_pages", "located", "arrived", "frame_of", "homes"), I32)
     types |= {"reads": I64, "homes_stride": "i32"}
     types |= dict.fromkeys(
         ("query", "scoring", "prior", "pool", "vectors", "flat", "window_out"), BF16
@@ -156,7 +157,7 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
     types |= {"launches": I64, "kept": I64, "scale": "fp32", "seal": "i32", "stage_shift": "i64"}
     types |= dict.fromkeys(("query_stride", "scoring_stride", "prior_stride"), "i32")
     types |= dict.fromkeys(("table_stride", "candidate_stride", "best_stride"), "i32")
-    types |= dict.fromkeys(("groups", "capacity", "count", "room"), "i32")
+    types |= dict.fromkeys(("groups", "capacity", "count", "room", "slots", "first_slot"), "i32")
     constants = {
         **{"HEADS": 16, "KV_HEADS": 2, "DIM": dim, "PAGE_SIZE": page_size, "WIDTH": width},
         **{"LANDMARK_HEADS": landmark_heads, "WINDOW": 512, "DENSE_BELOW": 0},
@@ -200,7 +201,7 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
     build(sparse_pages.topk_kernel)
     build(sparse_pages.choose_kernel, num_warps=1)
     for located, counted in ((False, False), (True, False), (False, True)):
-        constants |= {"LOCATED": located, "COUNTED": counted}
+        constants |= {"LOCATED": located, "COUNTED": counted, "PIECES": 8}
         build(sparse_pages.pages_kernel, num_stages=5 if located else 2)
     build(sparse_survey.lay_out_kernel)
     for tma in (False, True):

@@ -243,6 +243,10 @@ def test_swap_in_after_a_month() -> None:
     swap_case.check(3, 5, 7, 40, CPU, torch.float32, clock=swap_case.LATE - 6)
 
 
+def test_swap_in_of_pages_in_several_pieces() -> None:
+    swap_case.check_pieces(CPU)
+
+
 @pytest.mark.parametrize("shape", swap_case.STAGED)
 def test_swap_in_for_prompts(shape: tuple[int, int, int]) -> None:
     swap_case.check_stage(*shape, CPU, torch.float32)
@@ -273,13 +277,20 @@ def test_made_up_selections_drift() -> None:
         last = now
     assert 0.1 < changed / (steps * 40) < 0.25
     assert (selected[0, 0] != selected[1, 0]).any()  # every layer draws its own
+    # Pages that are added move nothing but what stands at the edge of a part.
+    for _ in range(10):
+        before = state.selected[:, 0].clone()
+        lengths[0] += 16
+        drift(shape, state, lengths, change=0.0)
+        assert (state.selected[:, 0] != before).sum() <= 4
+        assert (state.selected[:, 0].diff(dim=-1) > 0).all()
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3])
-def test_pages_that_come_late(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("parts", "by_lse"), [(1, True), (2, False), (3, True)])
+def test_pages_that_come_late(parts: int, by_lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """However few programs share them."""
     monkeypatch.setattr(sparse_decode, "_parts_beside_copies", lambda *_: parts)
-    located_case.check(CPU, torch.float32, seqs=2, kv_heads=1, topk=6)
+    located_case.check(CPU, torch.float32, seqs=2, kv_heads=1, topk=6, by_lse=by_lse)
 
 
 def test_whole_pages_between_host_and_device() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from cairn.kernels import swap_in
+from cairn.kernels.interface import COPY_THREADS
 from cairn.kernels.stage import reference
 from cairn.kernels.swap_in import (
     HotTables,
@@ -12,6 +13,7 @@ from cairn.kernels.swap_in import (
     SwapScratch,
     copy_missed,
     copy_pages,
+    pieces_of,
     plan_swap,
 )
 from cairn.memory.copies import CopyEdits, Transfer
@@ -37,11 +39,14 @@ def check(
     dtype: torch.dtype,
     steps: int = 6,
     clock: int = 0,
+    page: tuple[int, int] = (4, 6),
+    threads: int = COPY_THREADS,
 ) -> None:
     """Same slots, same misses, same bytes as the oracle, step after step; pages change lives and
-    come and go on the device meanwhile. `clock`: how long the kernel's hot cache has been used."""
+    come and go on the device meanwhile. `clock`: how long the kernel's hot cache has been used;
+    `page`: its rows and their width."""
     torch.manual_seed(seqs)
-    width, frames, num_pages, size, dim = 3 * topk + 5, 6, 4 * slots, 4, 6
+    width, frames, num_pages, (size, dim) = 3 * topk + 5, 6, 4 * slots, page
     groups = [LayerGroup("full", ()), LayerGroup("resident", (0,), 8, copy_of=0)]
     cpu = torch.device("cpu")
     pools = [
@@ -84,12 +89,24 @@ def check(
             oracle._frame_of.to(device),
             frames + 1,
         )
-        copy_missed(scratch.misses, host.layers[0], pools[1].layers[0], frames + 1)
+        on_device = pools[1].layers[0]
+        copy_missed(
+            scratch.misses,
+            host.layers[0],
+            on_device,
+            frames + 1,
+            arrived=hot.arrived,
+            programs=5,
+            threads=threads,
+        )
         located = scratch.located[:seqs].cpu().long()
         torch.testing.assert_close(located.abs(), found)
         for head, count in enumerate(scratch.misses.counts.tolist()):
             missed = scratch.misses.entries[head, 0, :count].cpu()
             assert torch.equal(located[:, head] < 0, torch.isin(pages[:, head], missed))
+        held_slots = hot.pages >= 0
+        assert (hot.arrived[held_slots] == pieces_of(on_device, threads)).all()
+        assert (hot.arrived[~held_slots] == 0).all()
         held = [
             (head, slot, int(hot.pages[head, slot]), int(hot.generations[head, slot]))
             for head in range(kv_heads)
@@ -105,6 +122,11 @@ def check(
         )
     assert oracle.stats.misses > 0 and oracle.stats.hits > 0
     assert hot.used.max() < LATE
+
+
+def check_pieces(device: torch.device) -> None:
+    """A slice has 320 words, and 256 of them are moved at once."""
+    check(2, 3, 4, 24, device, torch.float32, page=(16, 20), threads=32)
 
 
 def check_stage(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from cairn.errors import PageError
 from cairn.memory.copies import CopyEdits, Transfer
+from cairn.memory.device_swap import SwapBytes
 from cairn.memory.groups import LayerGroup
 from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.memory.host_pool import HostPool
@@ -202,3 +205,17 @@ def test_copies_beside_the_engine_are_waited_for_and_failures_tried_again(
     assert "not now" in caplog.text
     assert failing.wait() == [Transfer(1, 2)] and len(tries) == 2
     failing.close()
+
+
+def test_what_a_hot_slot_takes_besides_its_page() -> None:
+    """As whoever sizes the tier is told."""
+    swap_in = pytest.importorskip("cairn.kernels.swap_in")
+    layers, heads, cpu = 3, 2, torch.device("cpu")
+
+    def nbytes(slots: int) -> int:
+        tables = swap_in.HotTables.empty(heads, slots, 10, cpu)
+        held = [getattr(tables, field.name) for field in dataclasses.fields(tables)]
+        held += vars(HotCache(heads, slots, cpu)).values()
+        return sum(value.nbytes for value in held if isinstance(value, torch.Tensor))
+
+    assert SwapBytes.of(layers, heads).per_slot == layers * (nbytes(11) - nbytes(10))

@@ -24,7 +24,6 @@ from cairn.kernels.sparse_shape import SparseShape, candidate_limit
 @dataclass(frozen=True, slots=True)
 class DriftState:
     selected: torch.Tensor  # [layers, seqs, kv_heads, k] int32 place in the sequence, -1 for none
-    where: torch.Tensor  # [layers, seqs, kv_heads, k] float32, where in its part each page is
     clock: torch.Tensor  # [layers, seqs, kv_heads] int32
 
     @classmethod
@@ -34,7 +33,6 @@ class DriftState:
         size = (layers, max_seqs, shape.kv_heads)
         return cls(
             torch.full((*size, shape.topk), -1, dtype=torch.int32, device=device),
-            torch.zeros(*size, shape.topk, dtype=torch.float32, device=device),
             torch.zeros(size, dtype=torch.int32, device=device),
         )
 
@@ -44,7 +42,6 @@ class DriftState:
 def _drift_kernel(
     kv_lens,
     selected,
-    where,
     clock,
     change,
     max_seqs,
@@ -66,12 +63,12 @@ def _drift_kernel(
     now = tl.load(clock + own) + 1
     tl.store(clock + own, now)
     k = tl.arange(0, BLOCK_K)
-    before = tl.load(where + own * TOPK + k, mask=k < TOPK, other=0.0)
-    moves = tl.rand(2 * own, now * BLOCK_K + k) < change
-    after = tl.where(moves, tl.rand(2 * own + 1, now * BLOCK_K + k), before)
-    tl.store(where + own * TOPK + k, after, mask=k < TOPK)
+    before = tl.load(selected + own * TOPK + k, mask=k < TOPK, other=-1)
     begin, end = k * limit // TOPK, (k + 1) * limit // TOPK
-    place = tl.minimum(begin + (after * (end - begin)).to(tl.int32), end - 1)
+    drawn = begin + (tl.rand(2 * own + 1, now * BLOCK_K + k) * (end - begin)).to(tl.int32)
+    # A page stays while new ones widen the parts; the few that a part has left behind are given up.
+    moves = (tl.rand(2 * own, now * BLOCK_K + k) < change) | (before < begin) | (before >= end)
+    place = tl.where(moves, tl.minimum(drawn, end - 1), before)
     # With fewer candidates than pages to select, all of them are selected.
     place = tl.where(limit >= TOPK, place, tl.where(k < limit, k, -1))
     tl.store(selected + own * TOPK + k, place, mask=k < TOPK)
@@ -87,7 +84,6 @@ def drift(
     _drift_kernel[(shape.kv_heads, len(kv_lens), layers)](
         kv_lens,
         state.selected,
-        state.where,
         state.clock,
         change,
         max_seqs,

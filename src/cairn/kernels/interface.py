@@ -26,3 +26,14 @@ class ScoringHeads(NamedTuple):
     add_query: bool
     """They are what is projected plus the query, before its norm."""
     norm_weight: torch.Tensor  # [head_dim]
+
+
+class Located(NamedTuple):
+    """Where selected pages are, some of them still on their way."""
+
+    pages: torch.Tensor  # [seqs, kv_heads, k] int32 page of the pool, negative while it is copied
+    arrived: torch.Tensor  # [kv_heads, slots] int32, how much of those is there
+    pieces: int
+    """So many arrive of each; 0: nobody need wait."""
+    first_slot: int
+    """Page of the pool that is slot 0."""

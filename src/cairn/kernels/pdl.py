@@ -1,7 +1,8 @@
 """Programmatic dependent launch: a kernel starts while the one before it drains.
 
 A kernel compiled with PDL lets its successor start at once (copies of missing pages: when they have
-waited themselves) and waits, before it reads what its predecessor wrote, until that is complete.
+waited themselves) and waits, before it reads what its predecessor wrote, until that is complete;
+attention beside such copies reads them as counters say that they are there, and waits at its end.
 Every kernel waits, so completion is transitive; kernels without it are full barriers. What was
 written before such a barrier may be read before the wait, past the L1 cache, which may hold what
 was there earlier. PDL hides the launch of small kernels, of which decoding one row has hundreds.

@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import torch
 
-from cairn.kernels.interface import Pooling
+from cairn.kernels.interface import Located, Pooling
 from cairn.kernels.landmark import POOLINGS
 from cairn.kernels.pdl import pdl_options
 from cairn.kernels.sizes import blocks_of, power_of_two
@@ -47,8 +47,9 @@ def sparse_decode(
     pooling: Pooling | None,  # None where the caller saves landmarks of completed pages
     kv_table: torch.Tensor | None = None,  # of the same stride, where pages live in host memory
     # Likewise: brings pages in. The last kernel it launches lets its successor start only when it
-    # has waited for its predecessor, or not before its own end.
-    locate: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    # has waited for its predecessor, or not before its own end, and brings what is told to have
+    # arrived of every page on its way to `pieces`: attention does not end before.
+    locate: Callable[[torch.Tensor], Located] | None = None,
     homes: Homes | None = None,  # or all of them are there, as `begin` was told
 ) -> None:
     seqs = len(kv_lens)
@@ -128,7 +129,8 @@ def sparse_decode(
         **pdl_options(query),
     )
     best = power_of_two(chunks * shape.topk)
-    located, page_parts, stages = scratch.selected, shape.page_parts, 2
+    located = Located(scratch.selected, scratch.selected, 0, 0)
+    page_parts, stages = shape.page_parts, 2
     if locate is not None:
         choose_kernel[(shape.kv_heads, seqs)](
             kv_lens,
@@ -155,7 +157,8 @@ def sparse_decode(
         query,
         pool,
         table,
-        located,
+        located.pages,
+        located.arrived,
         kv_lens,
         rows,
         scratch.scores,
@@ -173,12 +176,15 @@ def sparse_decode(
         table.stride(0),
         scratch.candidates.stride(0),
         best_stride,
+        located.first_slot,
+        located.arrived.shape[1],
         **sizes,
         DIM=shape.head_dim,
         HIDE_LAST=shape.hide_last,
         BY_LSE=shape.by_lse,
         NULL_SPLIT=shape.null_split,
         LOCATED=locate is not None,
+        PIECES=located.pieces,
         COUNTED=homes is not None,
         TOPK=shape.topk,
         BLOCK_K=block_k,

@@ -208,6 +208,7 @@ def pages_kernel(
     page_table,
     located,  # [seqs, KV_HEADS, TOPK] where selected pages are in the pool, if LOCATED; those that
     #           the launch before this one brings in are negative
+    arrived,  # [KV_HEADS, slots] how many of their PIECES it has brought
     kv_lens,
     rows,
     scores,
@@ -225,6 +226,8 @@ def pages_kernel(
     table_stride,
     candidate_stride,
     best_stride,
+    first_slot,  # page of the pool that is slot 0
+    slots,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -234,7 +237,8 @@ def pages_kernel(
     HIDE_LAST: tl.constexpr,
     BY_LSE: tl.constexpr,
     NULL_SPLIT: tl.constexpr,
-    LOCATED: tl.constexpr,  # pages have been chosen and brought in
+    LOCATED: tl.constexpr,  # pages have been chosen and are brought in
+    PIECES: tl.constexpr,
     COUNTED: tl.constexpr,
     TOPK: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -251,8 +255,9 @@ def pages_kernel(
         gdc_launch_dependents()
         # The launch before brings pages in and lets this one start when it has waited itself: all
         # that came before it is complete. What this layer's kernels wrote is read past the L1
-        # cache, which knows of it only after the wait; pages that are there were written in
-        # earlier steps.
+        # cache, which knows of it only after the wait (loads that run ahead are not, where they
+        # are of few bytes: no kernel since the last layer has left anything there); pages that are
+        # there were written in earlier steps.
         if not LOCATED:
             gdc_wait()
     part = tl.program_id(0)
@@ -303,21 +308,34 @@ def pages_kernel(
     own_scores = scores + (seq.to(tl.int64) * HEADS + head) * candidate_stride
     own_pool = pool + kv_head * (PAGE_SIZE * DIM)
     if LOCATED:
-        # Pages that were there are read while the others are on their way. The first loop leaves
-        # those out without a branch, so that loads can run ahead.
+        # Pages that were there are read first. The loop leaves the others out without a branch, so
+        # that loads can run ahead.
         own_located = located + (seq * KV_HEADS + kv_head) * TOPK
-        for late in tl.static_range(2):
-            if PDL and late:
-                gdc_wait()
-            for wanted in range(part, count, PAGE_PARTS):
-                index = tl.load(chosen + wanted, cache_modifier=".cg")
-                page = tl.load(own_located + wanted, cache_modifier=".cg").to(tl.int64)
-                if not late or page < 0:
-                    most, total, acc = _read_page(
-                        q, own_pool, tl.abs(page), (page < 0) == late, own_scores + index,
-                        in_group, scale, most, total, acc,
-                        KV_HEADS, DIM, PAGE_SIZE, HIDE_LAST, BY_LSE,
-                    )  # fmt: skip
+        for wanted in range(part, count, PAGE_PARTS):
+            index = tl.load(chosen + wanted, cache_modifier=".cg")
+            page = tl.load(own_located + wanted, cache_modifier=".cg").to(tl.int64)
+            most, total, acc = _read_page(
+                q, own_pool, tl.abs(page), page >= 0, own_scores + index,
+                in_group, scale, most, total, acc,
+                KV_HEADS, DIM, PAGE_SIZE, HIDE_LAST, BY_LSE,
+            )  # fmt: skip
+        # The others, dealt out anew, as soon as all of a page is there.
+        page = tl.load(own_located + slot, mask=slot < count, other=0, cache_modifier=".cg")
+        late = page < 0
+        turn = tl.cumsum(late.to(tl.int32), 0) - 1
+        for wanted in range(part, tl.sum(late.to(tl.int32)), PAGE_PARTS):
+            mine = late & (turn == wanted)
+            index = tl.sum(tl.where(mine, kept_index, 0))
+            coming = -tl.sum(tl.where(mine, page, 0))
+            pieces = arrived + kv_head * slots + coming - first_slot
+            seen = tl.atomic_add(pieces, 0, sem="acquire")
+            while seen < PIECES:
+                seen = tl.atomic_add(pieces, 0, sem="acquire")
+            most, total, acc = _read_page(
+                q, own_pool, coming.to(tl.int64), True, own_scores + index,
+                in_group, scale, most, total, acc,
+                KV_HEADS, DIM, PAGE_SIZE, HIDE_LAST, BY_LSE,
+            )  # fmt: skip
     else:
         for wanted in range(part, count, PAGE_PARTS):
             index = tl.max(tl.where(place == wanted, kept_index, -1))
@@ -328,7 +346,7 @@ def pages_kernel(
             )  # fmt: skip
 
     if (part == 0) & (kv_head == 0) & (seq == 0):
-        tl.store(launches, tl.load(launches) + 1)
+        tl.store(launches, tl.load(launches, cache_modifier=".cg") + 1)
     own = (seq * PARTS + WINDOW_PARTS + part).to(tl.int64) * HEADS + head
     tl.store(
         partial + own[:, None] * DIM + offs_d[None, :],
@@ -358,3 +376,5 @@ def pages_kernel(
             False,
             MERGE_G,
         )
+    if PDL and LOCATED:
+        gdc_wait()  # who comes next may count on copies, too

@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from cairn.kernels.interface import COPY_THREADS
 from cairn.kernels.launch import direct
 from cairn.kernels.pdl import pdl_options
-from cairn.kernels.sizes import power_of_two
+from cairn.kernels.sizes import blocks_of, power_of_two
 
 _UNCLAIMED = tl.constexpr(0x7FFFFFFF)
 _LATE = tl.constexpr(2**30)  # ages are set back then: after a month of steps, and within 32 bits
@@ -39,6 +39,7 @@ class HotTables:
     used: torch.Tensor  # [kv_heads, slots] int32
     clock: torch.Tensor  # [kv_heads] int32
     slot_of: torch.Tensor  # [kv_heads, pages] int32, where a page was put last
+    arrived: torch.Tensor  # [kv_heads, slots] int32, pieces of the slot's page that are there
 
     @classmethod
     def empty(cls, kv_heads: int, slots: int, num_pages: int, device: torch.device) -> HotTables:
@@ -46,7 +47,8 @@ class HotTables:
             return torch.full((kv_heads, width), value, dtype=torch.int32, device=device)
 
         clock = torch.zeros(kv_heads, dtype=torch.int32, device=device)
-        return cls(ints(slots, -1), ints(slots, 0), ints(slots, 0), clock, ints(num_pages, 0))
+        lives, used, arrived = ints(slots, 0), ints(slots, 0), ints(slots, 0)
+        return cls(ints(slots, -1), lives, used, clock, ints(num_pages, 0), arrived)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,7 @@ def _swap_plan_kernel(
     used,
     clock,
     slot_of,
+    arrived,
     located,
     claims,
     missed,
@@ -260,6 +263,8 @@ def _swap_plan_kernel(
         loaded = tl.full((BLOCK_SLOTS,), 0, tl.int32) + now
         tl.store(used + head * SLOTS + slots, loaded, mask=victim)
         tl.store(slot_of + head * num_pages + new_page, slots, mask=victim)
+        nothing = tl.full((BLOCK_SLOTS,), 0, tl.int32)
+        tl.store(arrived + head * SLOTS + slots, nothing, mask=victim)
         unclaimed = tl.full((BLOCK_SLOTS,), _UNCLAIMED, tl.int32)
         tl.store(claims + head * num_pages + new_page, unclaimed, mask=victim)
         tl.debug_barrier()
@@ -290,13 +295,16 @@ def _swap_copy_kernel(
     pool,  # [pages, 2 * KV_HEADS, WORDS] int32
     missed,
     counts,
+    arrived,  # [KV_HEADS, slots] counts pieces, if TELL
     room,
     first,
+    slots,
     KV_HEADS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     WORDS: tl.constexpr,  # of one kv head's keys, or values, of a page
     PIECE: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    TELL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -321,6 +329,9 @@ def _swap_copy_kernel(
         into = ((first + slot) * (2 * KV_HEADS) + half * KV_HEADS + head) * WORDS + words
         moved = tl.load(host + from_, mask=words < WORDS, other=0)
         tl.store(pool + into, moved, mask=words < WORDS)
+        if TELL:
+            tl.debug_barrier()  # all of the piece is stored
+            tl.atomic_add(arrived + head * slots + slot, 1, sem="release")
 
 
 @direct
@@ -381,6 +392,7 @@ def plan_swap(
         hot.used,
         hot.clock,
         hot.slot_of,
+        hot.arrived,
         scratch.located,
         scratch.claims,
         scratch.misses.entries,
@@ -419,22 +431,27 @@ def copy_missed(
     pool: torch.Tensor,  # [pages, 2 * kv_heads, page_size, dim]
     first: int,  # page of `pool` that entries count from
     *,
+    arrived: torch.Tensor | None = None,  # [kv_heads, slots] int32: adds the pieces of each slice
+    programs: int = _COPY_PROGRAMS,  # few of them leave room for what runs beside
     threads: int = COPY_THREADS,
 ) -> None:
     kv_heads = pool.shape[1] // 2
-    words = pool.shape[2] * pool.shape[3] * pool.element_size() // 4
-    _swap_copy_kernel[(_COPY_PROGRAMS,)](
+    words = _words(pool)
+    _swap_copy_kernel[(programs,)](
         host.view(torch.int32),
         pool.view(torch.int32),
         misses.entries,
         misses.counts,
+        misses.counts if arrived is None else arrived,
         misses.entries.shape[2],
         first,
+        0 if arrived is None else arrived.shape[1],
         KV_HEADS=kv_heads,
         BLOCK_HEADS=power_of_two(kv_heads),
         WORDS=words,
         PIECE=_piece(words, threads),
-        PROGRAMS=_COPY_PROGRAMS,
+        PROGRAMS=programs,
+        TELL=arrived is not None,
         num_warps=threads // 32,
         **pdl_options(pool),
     )
@@ -464,6 +481,17 @@ def copy_pages(
         PROGRAMS=programs,
         num_warps=threads // 32,
     )
+
+
+def pieces_of(pool: torch.Tensor, threads: int = COPY_THREADS) -> int:
+    """Pieces that `copy_missed` moves one kv head's keys and values of a page in."""
+    words = _words(pool)
+    return 2 * blocks_of(words, _piece(words, threads))
+
+
+def _words(pool: torch.Tensor) -> int:
+    """Of one kv head's keys, or values, of a page."""
+    return pool.shape[2] * pool.shape[3] * pool.element_size() // 4
 
 
 def _piece(words: int, threads: int) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from cairn.kernels.interface import COPY_THREADS
+from cairn.kernels.interface import COPY_THREADS, Located
 from cairn.memory.host_pool import HostPool
 from cairn.memory.kv_pool import KVPool
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from cairn.kernels.swap_in import HotTables
 
 _BACKUP_PROGRAMS = 32  # enough for the link, and attention keeps the rest of the device
+_THREADS_BESIDE_ATTENTION = 8192
+"""That copy what is missing. Loads of a processor return in order, so that those of attention wait
+behind all that copies have asked of the host: these ask for no more than keeps the link busy."""
 
 
 class SwapShape(NamedTuple):
@@ -38,11 +41,11 @@ class SwapBytes(NamedTuple):
     """For each page id: where every layer and kv head put it, who claims it, for the hot cache and
     for the stage, and its frame."""
     per_slot: int
-    """For each hot slot: tags and ages, the planner's in torch included."""
+    """For each hot slot: tags, ages and arrivals, those of the planner in torch included."""
 
     @classmethod
     def of(cls, layers: int, kv_heads: int) -> SwapBytes:
-        return cls(4 * kv_heads * (layers + 2) + 4, layers * kv_heads * (3 * 4 + 2 * 8))
+        return cls(4 * kv_heads * (layers + 2) + 4, layers * kv_heads * (4 * 4 + 2 * 8))
 
 
 class DeviceSwap:
@@ -97,22 +100,28 @@ class DeviceSwap:
         selected: torch.Tensor,  # [seqs, kv_heads, k] int32 place in the sequence, -1 for none
         page_table: torch.Tensor,  # [seqs, pages] int32
         generations: torch.Tensor,  # [seqs, pages] int32
-    ) -> torch.Tensor:
-        """Pages of the pool that hold them, [seqs, kv_heads, k], in memory of its own; negative
-        while the last launch still copies them."""
-        from cairn.kernels.swap_in import copy_missed, plan_swap
+    ) -> Located:
+        """Pages of the pool that hold them, or will when the last launch has copied them."""
+        from cairn.kernels.swap_in import copy_missed, pieces_of, plan_swap
 
         hot, scratch = self._hot[layer], self._scratch
         plan_swap(hot, scratch, selected, page_table, generations, self.frame_of, self._first_hot)
-        # Without misses, too: attention starts by what this launch has waited for.
-        copy_missed(
-            self._nothing if self.probing else scratch.misses,
-            self._host.layers[layer],
-            self._pool.layers[layer],
-            self._first_hot,
-            threads=self._threads,
-        )
-        return scratch.located
+        try:
+            # Without misses, too: attention starts by what this launch has waited for.
+            copy_missed(
+                self._nothing if self.probing else scratch.misses,
+                self._host.layers[layer],
+                self._pool.layers[layer],
+                self._first_hot,
+                arrived=hot.arrived,
+                programs=_THREADS_BESIDE_ATTENTION // self._threads,
+                threads=self._threads,
+            )
+        except BaseException:  # Ctrl-C too: tags must not name pages that were not copied
+            self.forget(layer)
+            raise
+        pieces = 0 if self.probing else pieces_of(self._pool.layers[layer], self._threads)
+        return Located(scratch.located, hot.arrived, pieces, self._first_hot)
 
     def forget(self, layer: int) -> None:
         """Somebody else has used the layer's hot slots."""

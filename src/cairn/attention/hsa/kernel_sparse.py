@@ -17,7 +17,7 @@ import torch
 from cairn.attention.backend import AttentionShape, missing_module
 from cairn.attention.batch import AttentionBatch, Scoring, to_device
 from cairn.attention.hsa.metadata import CompletedPages, SparseGroups
-from cairn.kernels.interface import Pooling
+from cairn.kernels.interface import Located, Pooling
 from cairn.kernels.workspace import Workspace
 from cairn.memory.device_swap import DeviceSwap
 from cairn.memory.kv_pool import KVPool
@@ -337,14 +337,12 @@ class KernelSparse:
             homes=self._homes if decode.resident else None,
         )
 
-    def _locating(
-        self, layer: int, decode: DecodeRows
-    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    def _locating(self, layer: int, decode: DecodeRows) -> Callable[[torch.Tensor], Located] | None:
         swap, drift = self._swap, self._drift
         if swap is None or decode.resident:
             return None
 
-        def locate(selected: torch.Tensor) -> torch.Tensor:
+        def locate(selected: torch.Tensor) -> Located:
             if drift is not None:
                 selected = drift[0].selected[self._config.layers.index(layer), : len(selected)]
             return swap.locate(layer, selected, decode.page_table, decode.generations)
