@@ -55,6 +55,18 @@ def choose(
     return chosen.repeat_interleave(group, 1)
 
 
+def rival_scores(scoring: torch.Tensor, summary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """How each row scores the chunks of the batch's other texts; its own are masked.
+    -> [batch, heads, queries, batch * chunks]"""
+    vectors, entropy = (t.transpose(0, 1).flatten(1, 2) for t in summary)
+    scores = (scoring @ vectors.transpose(-1, -2)) * scoring.shape[-1] ** -0.5
+    scores = scores + entropy[:, None]
+    own = torch.eye(len(scoring), dtype=torch.bool, device=scoring.device)
+    own = own.repeat_interleave(summary[1].shape[-1], 1)
+    masked: torch.Tensor = scores.masked_fill(own[:, None, None], _MASKED)
+    return masked
+
+
 def attend(
     query: torch.Tensor,
     scoring: torch.Tensor,
@@ -67,10 +79,13 @@ def attend(
     group: int,
     top_k: int,
     read_all: torch.Tensor,
+    rivals_ahead: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """query, scoring [batch, heads, queries, dim] of the given rows of a sequence;
     keys, values [batch, heads, all rows, dim]; summary: the landmarks of `keys`.
-    read_all: where it is true every chunk is read, so that scores of all of them are taught."""
+    read_all: where it is true every chunk is read, so that scores of all of them are taught.
+    rivals_ahead: chunks of the batch's other texts compete, with scores raised by so much. One that
+    is chosen takes a place and its share, and gives nothing: as in a far longer text."""
     scale = query.shape[-1] ** -0.5
     chunks = keys.shape[2] // chunk
     row = torch.arange(keys.shape[2], device=keys.device).view(chunks, chunk)
@@ -85,13 +100,19 @@ def attend(
     vectors, entropy = summary
     scores = (scoring @ vectors.transpose(-1, -2)) * scale + entropy[:, :, None]
     scores = scores.masked_fill(~eligible, _MASKED)
+    competing, candidates = scores, eligible
+    if rivals_ahead is not None:
+        theirs = rival_scores(scoring, summary) + rivals_ahead
+        competing = torch.cat((scores, theirs), -1)
+        candidates = competing[:, :1] > _MASKED / 2  # the same for all heads
     with torch.no_grad():
-        chosen = choose(scores, window_mass, eligible, group, top_k)
-        chosen = chosen | (eligible & read_all)
-    scores = scores.masked_fill(~chosen, _MASKED)
+        chosen = choose(competing, window_mass, candidates, group, top_k)
+        chosen = chosen | (candidates & read_all)
+    competing = competing.masked_fill(~chosen, _MASKED)
     # The null entry of the softmax has logit 0 and takes its share away from all others.
-    total = torch.logaddexp(scores.logsumexp(-1), window_mass)
+    total = torch.logaddexp(competing.logsumexp(-1), window_mass)
     total = torch.logaddexp(total, torch.zeros_like(total))
+    scores = competing[..., :chunks]
     remote = scores - mass  # far below zero where nothing was chosen
     shift = torch.where(eligible, remote, torch.zeros_like(remote)) - total[..., None]
     weights = torch.exp(z + shift[..., None])

@@ -76,6 +76,7 @@ def _train(options: argparse.Namespace) -> int:
         Options(
             out=options.out,
             seed=options.seed,
+            weights=options.weights,
             minutes=options.minutes,
             device=options.device,
             compile=options.compile,
@@ -132,6 +133,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None)
     train.add_argument("--workers", type=int, default=None, help="processes that make samples")
     train.add_argument("--phases", help="names of phases to run, with commas; default: all")
+    train.add_argument(
+        "--weights", type=Path, help="an exported folder of the same sizes to begin with"
+    )
     train.add_argument("--lr", type=float, help="instead of the phases' own")
     train.add_argument(
         "--tiny",

@@ -11,6 +11,7 @@ from training.tasks import Mixture
 
 ALL = 1 << 20
 """As top-k: every chunk is read."""
+_GOLDEN = 0.6180339887
 
 LOSS_WEIGHTS: Mapping[Kind, float] = {
     Kind.TEXT: 0.2,
@@ -49,6 +50,11 @@ class Phase:
     open_every: int = 0
     """Every so many turns of the shapes all chunks are read: only what is read is taught, and a
     chunk that is never selected would never learn that it should be. 0 for never."""
+    rivals_every: int = 0
+    """The last of every so many turns, unless all chunks are read in it, has chunks of other texts
+    compete. 0 for never."""
+    most_ahead: float = 1.0
+    """Rivals' scores are raised by up to so much: a longer text would have better ones."""
     goal: float = 1.01
     """The phase ends early when this share of held-out questions is answered."""
     weights: Mapping[Kind, float] = field(default_factory=lambda: LOSS_WEIGHTS)
@@ -57,6 +63,17 @@ class Phase:
         """A warm-up, then a straight line to `final_lr`."""
         done = step / max(self.steps, 1)
         return (self.lr + (self.final_lr - self.lr) * done) * min(1.0, (step + 1) / self.warmup)
+
+    def reads_all_at(self, turn: int) -> bool:
+        return self.open_every > 0 and turn % self.open_every == 0
+
+    def rivals_ahead_at(self, turn: int) -> float | None:
+        """Evenly spread over the range, and the same when a run goes on; None for no rivals."""
+        if not self.rivals_every or self.reads_all_at(turn):
+            return None
+        if turn % self.rivals_every != self.rivals_every - 1:
+            return None
+        return turn * _GOLDEN % 1.0 * self.most_ahead
 
 
 _NEAR = Mixture(
@@ -96,14 +113,29 @@ CURRICULUM = (
     Phase(
         "8k",
         (Shape(32, 32), Shape(128, 8)),
-        3000,
+        2000,
         128,
         16,
         _FAR,
         lr=1e-3,
-        final_lr=1e-4,
+        final_lr=4e-4,
         recompute=True,
         open_every=4,
+        weights=_LOOKUPS,
+    ),
+    Phase(
+        "long",
+        (Shape(32, 32), Shape(128, 8)),
+        1000,
+        128,
+        16,
+        replace(_FAR, few=0.4, at_start=0.35),
+        lr=4e-4,
+        final_lr=5e-5,
+        warmup=50,
+        recompute=True,
+        open_every=4,
+        rivals_every=2,
         weights=_LOOKUPS,
     ),
 )
@@ -111,7 +143,7 @@ CURRICULUM = (
 
 def for_full_attention(phase: Phase) -> Phase:
     """The twin sees the same samples in the same order; it has no window to shrink."""
-    return replace(phase, recompute=False)
+    return replace(phase, recompute=False, rivals_every=0)
 
 
 def shrunk(phase: Phase, *, steps: int, batch: int, chunks: int) -> Phase:

@@ -24,6 +24,7 @@ class Layout(NamedTuple):
     window_chunk: torch.Tensor  # [rows]
     top_k: int
     read_all: torch.Tensor  # a flag; a tensor, since a number would be compiled in
+    rivals_ahead: torch.Tensor | None
     block: int
     """Queries at a time; 0 for all at once."""
 
@@ -125,6 +126,7 @@ class Attention(nn.Module):
                     group,
                     layout.top_k,
                     layout.read_all,
+                    layout.rivals_ahead,
                 )
             )
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
@@ -162,6 +164,8 @@ class Decoder(nn.Module):
         self.window, self.top_k = config.window, config.top_k
         self.read_all = False
         """Read every chunk instead of the best `top_k`."""
+        self.rivals_ahead: float | None = None
+        """Chunks of other texts compete, with scores raised by so much; None: they do not."""
         self.recompute = False
         """Keep only the layers' inputs for the backward pass."""
         self.run_layer: Callable[[Layer, torch.Tensor, Layout], torch.Tensor] = run_layer
@@ -214,7 +218,10 @@ class Decoder(nn.Module):
         angle = (position[:, None].float() * frequency).repeat(1, 2)
         first = first_window_chunk(rows, self.window, config.chunk)
         read_all = torch.tensor(self.read_all, device=device)
-        return Layout(angle.cos(), angle.sin(), rows, first, self.top_k, read_all, block)
+        ahead = None
+        if self.rivals_ahead is not None:
+            ahead = torch.tensor(self.rivals_ahead, device=device)
+        return Layout(angle.cos(), angle.sin(), rows, first, self.top_k, read_all, ahead, block)
 
     def _initialise(self) -> None:
         shrink = (2 * self.config.layers) ** -0.5

@@ -14,6 +14,7 @@ from training.samples import Kind, Piece, Placed, Sample, assemble
 from training.text import Corpus
 
 _MANY = 10_000
+_FIRST_TOKENS = 200
 
 Task = Literal["facts", "variables", "copy", "text"]
 
@@ -49,6 +50,9 @@ class Mixture:
     silent: float = 0.2  # of facts: nobody asks about them
     restated: float = 0.2  # of questions: the fact's sentence instead, without a question
     at_end: float = 0.3  # of samples: all questions come last
+    at_start: float = 0.0
+    """Of samples: a fact is the first sentence, or one of the first. Rows that have seen next to
+    nothing are unlike all others, and chance hardly ever puts a fact there."""
 
     def draw(self, rng: np.random.Generator) -> Task:
         shares = np.array([self.facts, self.variables, self.copy, self.text])
@@ -93,6 +97,7 @@ def place_facts(
     names, phrases = world.names, world.phrases
     room = _Room(_budget(rng, mixture, length))
     at_end = rng.random() < mixture.at_end
+    at_start = mixture.at_start > 0 and rng.random() < mixture.at_start
     present: list[Name] = []
     used: set[int] = set()
     for _ in range(_most(rng, mixture)):
@@ -106,6 +111,8 @@ def place_facts(
                 break
             continue
         code, at = phrases.code(rng), float(rng.random())
+        if at_start and not present:
+            at = 0.0 if rng.random() < 0.5 else at * min(1.0, _FIRST_TOKENS / length)
         lead = int(rng.integers(len(LEAD_INS)))
         fact = Placed(at, phrases.fact(attribute, lead, tokens, code))
         if present and rng.random() < mixture.silent:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tokenizers import Tokenizer
 
 from training.batches import Batches, stream
-from training.checkpoint import export_model, load_state, save_state
+from training.checkpoint import export_model, import_model, load_state, save_state
 from training.curriculum import Phase
 from training.curves import draw
 from training.loss import Tally, batch_loss
@@ -31,6 +31,8 @@ from training.tasks import World
 class Options:
     out: Path
     seed: int = 0
+    weights: Path | None = None
+    """An exported model to begin with, instead of random numbers."""
     minutes: float = math.inf
     device: str = "cpu"
     compile: bool = False
@@ -75,6 +77,8 @@ class Trainer:
         options.out.mkdir(parents=True, exist_ok=True)
         if options.state.exists():
             self._resume()
+        elif options.weights is not None:
+            self.model.load_state_dict(import_model(options.weights, self._device).state_dict())
         if options.compile:
             torch._dynamo.config.recompile_limit = 64  # a few per phase
             self.model.run_layer = torch.compile(run_layer, dynamic=False)
@@ -125,7 +129,8 @@ class Trainer:
 
     def _update(self, phase: Phase, batch: Any, tally: Tally) -> None:
         turn = self._step // len(phase.shapes)
-        self.model.read_all = phase.open_every > 0 and turn % phase.open_every == 0
+        self.model.read_all = phase.reads_all_at(turn)
+        self.model.rivals_ahead = phase.rivals_ahead_at(turn)
         with self._precision():
             loss = batch_loss(self.model, batch, phase.weights, tally)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -141,7 +146,7 @@ class Trainer:
         model, options = self.model, self._options
         shape = max(phase.shapes, key=lambda s: s.chunks)
         fast, model.run_layer = model.run_layer, run_layer
-        model.read_all = False
+        model.read_all, model.rivals_ahead = False, None
         with self._precision():
             found = score(
                 model,

@@ -24,6 +24,7 @@ MIXTURES = {
     "few": Mixture(few=1.0, absent=0.4),
     "restated": Mixture(restated=1.0),
     "at-end": Mixture(few=1.0, at_end=1.0),
+    "at-start": Mixture(few=1.0, at_start=1.0),
     "hard": Mixture(alike=0.9, absent=0.5, silent=0.5),
 }
 FACT = re.compile(r"[Tt]he (\w+ \w+) of ([A-Za-z]+(?: [A-Za-z]+)?) is (\d+)\.")
@@ -109,6 +110,21 @@ def test_chains_of_variables_end_in_their_value(
         assert links[0] == asked and links[-1].isdigit()
         for name, value in pairwise(links):
             assert f" VAR {name} = {value}." in text
+
+
+def test_facts_at_the_start(world: World, tokenizer: Tokenizer) -> None:
+    """Half of them are the first sentence, the others are near."""
+    mixture = Mixture(few=1.0, few_limit=1, at_start=1.0, restated=0.0)
+    firsts = 0
+    for seed in range(40):
+        sample = make_sample(np.random.default_rng(seed), world, mixture, 2016)
+        text = text_of(tokenizer, sample)
+        found = FACT.search(text)
+        assert found is not None
+        before = tokenizer.encode(text[: found.start()], add_special_tokens=False)
+        assert len(before.ids) < 400  # so much and a sentence
+        firsts += len(before.ids) < 8  # a few words may lead in
+    assert 10 < firsts < 35
 
 
 @settings(max_examples=25)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from cairn import LLM
@@ -117,3 +118,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main([*asked, "--lengths", "300", "--samples", "2"]) == 0
     out = capsys.readouterr().out
     assert "all phases done" in out and "300 tokens" in out
+
+
+def test_a_run_begins_with_given_weights(tmp_path: Path) -> None:
+    sizes = ["--width", "32", "--layers", "2", "--heads", "2", "--kv_heads", "1", "--ffn", "32"]
+    common = ["--device", "cpu", "--phases", "long", "--tiny", "1", "1", "4", *sizes]
+    assert main(["train", "--out", str(tmp_path / "a"), *common]) == 0
+    first = ["--weights", str(tmp_path / "a/model"), "--seed", "1", "--lr", "1e-12"]
+    assert main(["train", "--out", str(tmp_path / "b"), *common, *first]) == 0
+    before, after = (load_file(tmp_path / run / "model/model.safetensors") for run in "ab")
+    assert all(torch.equal(before[name], after[name]) for name in before)

@@ -95,6 +95,8 @@ def _model(record: dict[str, Any]) -> str:
 
 
 def _short(tokens: int) -> str:
+    if tokens % 1_000_000 == 0:
+        return f"{tokens // 1_000_000}M"
     return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
 
 
