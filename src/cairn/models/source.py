@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ class ModelSource:
     config: ConfigReader
     folder: Path | None = None
     gguf: GGUFFile | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """How a model without generation_config.json is to draw tokens."""
 
     def eos_token_ids(self) -> frozenset[int]:
         """End tokens of generation_config.json and config.json, one or several each."""
@@ -48,7 +50,7 @@ class ModelSource:
 
     def sampling_fields(self) -> dict[str, Any]:
         """How the model's makers would have it draw tokens, as generation_config.json says."""
-        generation = self._generation()
+        generation = self._generation() or self.sampling
         named = _SAMPLING if generation.get("do_sample") is not False else ("repetition_penalty",)
         given = {name: generation.get(name) for name in named}
         if given.get("top_k") == 0:  # theirs for all tokens
@@ -86,7 +88,8 @@ def find_model(
             raise ConfigError(f"model {name!r} is a file but no .gguf; give a folder or a .gguf")
         return _from_gguf(path, ignored_fields)
     if name in PULLABLE:
-        return _from_gguf(_pulled(name, confirm, progress), ignored_fields)
+        source = _from_gguf(_pulled(name, confirm, progress), ignored_fields)
+        return replace(source, sampling=PULLABLE[name].sampling)
     if name in PRESETS:
         return ModelSource(
             ConfigReader(PRESETS[name], f"preset {name}", ignored_fields, is_preset=True)
