@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,8 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from training.checkpoint import import_model
-from training.curriculum import CURRICULUM, for_full_attention, shrunk
+from training.curriculum import CURRICULUM, Phase, for_full_attention, shrunk
+from training.errors import UsageError
 from training.model_config import ModelConfig
 from training.names import make_names
 from training.phrases import all_phrases
@@ -44,11 +46,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.workers is None:
             options.workers = max(1, min(12, (os.cpu_count() or 2) - 2)) if on_gpu else 0
     run = {"train": _train, "evaluate": _evaluate, "tokenizer": _tokenizer}[options.command]
-    return run(options)
+    try:
+        return run(options)
+    except UsageError as error:
+        print(f"training: error: {error}", file=sys.stderr)
+        return 2
 
 
 def _train(options: argparse.Namespace) -> int:
     console = Console()
+    phases = _phases(options)
     tokenizer = load_tokenizer(options.data)
     world, held_out = make_worlds(tokenizer, options.data)
     config = ModelConfig(
@@ -60,16 +67,6 @@ def _train(options: argparse.Namespace) -> int:
         kv_heads=options.kv_heads,
         ffn=options.ffn,
     )
-    phases = list(CURRICULUM)
-    if options.architecture == "full":
-        phases = [for_full_attention(phase) for phase in phases]
-    if options.tiny:
-        steps, batch, chunks = options.tiny
-        phases = [shrunk(phase, steps=steps, batch=batch, chunks=chunks) for phase in phases]
-    if options.phases:
-        phases = [phase for phase in phases if phase.name in options.phases.split(",")]
-    if options.lr:
-        phases = [replace(phase, lr=options.lr, final_lr=options.lr) for phase in phases]
     trainer = Trainer(
         config,
         phases,
@@ -92,6 +89,24 @@ def _train(options: argparse.Namespace) -> int:
     done = trainer.run()
     console.print("all phases done" if done else "time is up; the same command goes on")
     return 0
+
+
+def _phases(options: argparse.Namespace) -> list[Phase]:
+    phases = list(CURRICULUM)
+    if options.architecture == "full":
+        phases = [for_full_attention(phase) for phase in phases]
+    if options.tiny:
+        steps, batch, chunks = options.tiny
+        phases = [shrunk(phase, steps=steps, batch=batch, chunks=chunks) for phase in phases]
+    if options.phases:
+        wanted = options.phases.split(",")
+        if unknown := set(wanted) - {phase.name for phase in phases}:
+            names = ", ".join(phase.name for phase in phases)
+            raise UsageError(f"--phases has {', '.join(sorted(unknown))}; there are: {names}")
+        phases = [phase for phase in phases if phase.name in wanted]
+    if options.lr:
+        phases = [replace(phase, lr=options.lr, final_lr=options.lr) for phase in phases]
+    return phases
 
 
 def _evaluate(options: argparse.Namespace) -> int:
@@ -134,7 +149,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--workers", type=int, default=None, help="processes that make samples")
     train.add_argument("--phases", help="names of phases to run, with commas; default: all")
     train.add_argument(
-        "--weights", type=Path, help="an exported folder of the same sizes to begin with"
+        "--weights",
+        type=Path,
+        help="an exported folder of the same sizes to begin with, in a new --out",
     )
     train.add_argument("--lr", type=float, help="instead of the phases' own")
     train.add_argument(

@@ -51,8 +51,8 @@ class Mixture:
     restated: float = 0.2  # of questions: the fact's sentence instead, without a question
     at_end: float = 0.3  # of samples: all questions come last
     at_start: float = 0.0
-    """Of samples: a fact is the first sentence, or one of the first. Rows that have seen next to
-    nothing are unlike all others, and chance hardly ever puts a fact there."""
+    """Of samples with facts: one is the first sentence, or one of the first. Rows that have seen
+    nothing are unlike all others, and chance hardly ever begins with a fact."""
 
     def draw(self, rng: np.random.Generator) -> Task:
         shares = np.array([self.facts, self.variables, self.copy, self.text])

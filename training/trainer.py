@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from training.batches import Batches, stream
 from training.checkpoint import export_model, import_model, load_state, save_state
 from training.curriculum import Phase
 from training.curves import draw
+from training.errors import UsageError
 from training.loss import Tally, batch_loss
 from training.model import Decoder, run_layer
 from training.model_config import ModelConfig
@@ -68,6 +69,7 @@ class Trainer:
         self._tokenizer, self._world, self._held_out = tokenizer, world, held_out
         self._console = console or Console()
         self._device = torch.device(options.device)
+        given = _given_weights(options, config)
         torch.manual_seed(options.seed)
         self.model = Decoder(config).to(self._device)
         self._optimizers = make_optimizers(self.model)
@@ -77,8 +79,8 @@ class Trainer:
         options.out.mkdir(parents=True, exist_ok=True)
         if options.state.exists():
             self._resume()
-        elif options.weights is not None:
-            self.model.load_state_dict(import_model(options.weights, self._device).state_dict())
+        elif given is not None:
+            self.model.load_state_dict(given.state_dict())
         if options.compile:
             torch._dynamo.config.recompile_limit = 64  # a few per phase
             self.model.run_layer = torch.compile(run_layer, dynamic=False)
@@ -170,6 +172,7 @@ class Trainer:
             options.state,
             self.model,
             self._optimizers,
+            phases=[phase.name for phase in self._phases],
             phase=self._phase,
             step=self._step,
             total=self._total,
@@ -181,6 +184,13 @@ class Trainer:
 
     def _resume(self) -> None:
         state = load_state(self._options.state, self._device)
+        names = [phase.name for phase in self._phases]
+        began_with = state.get("phases", names)
+        if began_with != names:
+            raise UsageError(
+                f"{self._options.state} is of phases {', '.join(began_with)}, not of "
+                f"{', '.join(names)}; give the same --phases, or another --out"
+            )
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -220,6 +230,26 @@ class Trainer:
             console=self._console,
             refresh_per_second=1,
         )
+
+
+def _given_weights(options: Options, config: ModelConfig) -> Decoder | None:
+    """Those to begin with, if there are any and they fit."""
+    if options.weights is None:
+        return None
+    if options.state.exists():
+        raise UsageError(
+            f"{options.state} is there already, and a run goes on with its own weights; leave out "
+            "--weights, or give another --out"
+        )
+    if not (options.weights / "config.json").exists():
+        raise UsageError(f"--weights {options.weights} is no exported model: no config.json")
+    given = import_model(options.weights, torch.device(options.device))
+    for name, ours in asdict(config).items():
+        if (theirs := getattr(given.config, name)) != ours:
+            raise UsageError(
+                f"--weights {options.weights}: {name} is {theirs}, asked for is {ours}"
+            )
+    return given
 
 
 def _note(record: dict[str, float]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from training.attention import choose, rival_scores
+from training.attention import attend, choose, first_window_chunk, landmarks, rival_scores
 from training.curriculum import CURRICULUM, Phase
 from training.model import Decoder, Layer
 from training.model_config import ModelConfig
@@ -42,8 +42,8 @@ def test_rivals_far_behind_change_nothing() -> None:
     torch.testing.assert_close(model(tokens), without)
 
 
-def test_rivals_far_ahead_leave_only_what_the_window_had_left() -> None:
-    """All places and the whole softmax go to rivals, so that attention gives nothing at all."""
+def test_rivals_far_ahead_leave_nothing() -> None:
+    """All places and the whole softmax go to them, the window's share too."""
     model = _model()
     tokens = _tokens(model, 2)
     model.rivals_ahead = 1e4
@@ -73,6 +73,26 @@ def test_rivals_take_places_of_the_text_s_own_chunks() -> None:
     eligible = torch.ones(1, 1, 1, 5, dtype=torch.bool)
     chosen = choose(scores, torch.zeros(1, 1, 1), eligible, 1, _TOP_K)
     assert chosen.flatten().tolist() == [True, False, False, True, False]
+
+
+def test_what_rivals_displace_is_not_read() -> None:
+    """The last row reads one chunk besides its window, and a rival comes out ahead of its own."""
+    generator = torch.Generator().manual_seed(0)
+    query, scoring, keys, values = torch.randn(4, 2, 1, 32, 8, generator=generator).unbind()
+    rows, chunk, window = torch.arange(32), 4, 8
+    summary = landmarks(scoring, keys, chunk)
+    first = first_window_chunk(rows, window, chunk)
+    near_alone = values.clone()
+    near_alone[:, :, : int(first[-1]) * chunk] = 0.0
+
+    def last(read: torch.Tensor, ahead: float | None) -> torch.Tensor:
+        rivals = None if ahead is None else torch.tensor(ahead)
+        own = (query, scoring, keys, read, summary, rows, first, chunk, 1, 1)
+        return attend(*own, torch.tensor(False), rivals)[:, :, -1]
+
+    assert (last(values, None) - last(near_alone, None)).abs().max() > 1e-2
+    torch.testing.assert_close(last(values, 5.0), last(near_alone, 5.0))
+    assert last(values, 5.0).abs().max() > 1e-3  # the window has kept a share
 
 
 def test_chosen_rivals_are_taught() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from training.checkpoint import load_state
 from training.cli import main
 from training.curriculum import CURRICULUM, Phase, Shape, for_full_attention, shrunk
 from training.curves import read_log
+from training.errors import UsageError
 from training.model_config import Architecture, ModelConfig
 from training.optimizers import orthogonal
 from training.samples import Kind
@@ -68,6 +70,29 @@ def test_a_resumed_run_is_the_uninterrupted_run(
         torch.testing.assert_close(parts["model"][name], tensor, rtol=0, atol=0)
 
 
+def test_rivals_compete_in_the_last_phase(
+    tokenizer: Tokenizer, worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every other turn of the shapes, also of a run that goes on; never where it is checked."""
+    phase = shrunk(CURRICULUM[-1], steps=8, batch=2, chunks=16)
+    assert phase.mixture.at_start > 0
+    update, seen = Trainer._update, []
+
+    def spy(self: Trainer, *arguments: Any) -> None:
+        update(self, *arguments)
+        seen.append(self.model.rivals_ahead is not None)
+
+    monkeypatch.setattr(Trainer, "_update", spy)
+    whole = trainer(tmp_path / "whole", [phase], tokenizer, worlds)
+    assert whole.run() and whole.model.rivals_ahead is None
+    while not trainer(tmp_path / "parts", [phase], tokenizer, worlds, minutes=0.0).run():
+        pass
+    assert seen == 2 * [False, False, True, True] * 2
+    parts = load_state(tmp_path / "parts/state.pt", torch.device("cpu"))["model"]
+    for name, tensor in whole.model.state_dict().items():
+        torch.testing.assert_close(parts[name], tensor, rtol=0, atol=0)
+
+
 def test_a_phase_ends_when_its_goal_is_reached(
     tokenizer: Tokenizer, worlds: Worlds, tmp_path: Path
 ) -> None:
@@ -108,6 +133,7 @@ def test_full_attention_twin_sees_the_same_samples() -> None:
         twin = for_full_attention(phase)
         assert (twin.shapes, twin.steps, twin.mixture) == (phase.shapes, phase.steps, phase.mixture)
         assert set(phase.weights) == set(Kind) - {Kind.NONE}
+        assert all(twin.rivals_ahead_at(turn) is None for turn in range(16))  # it has no chunks
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,3 +154,28 @@ def test_a_run_begins_with_given_weights(tmp_path: Path) -> None:
     assert main(["train", "--out", str(tmp_path / "b"), *common, *first]) == 0
     before, after = (load_file(tmp_path / run / "model/model.safetensors") for run in "ab")
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_weights_and_states_that_do_not_fit_are_refused(
+    tokenizer: Tokenizer,
+    worlds: Worlds,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    phases = [shrunk(CURRICULUM[1], steps=1, batch=1, chunks=4)]
+    assert trainer(tmp_path / "run", phases, tokenizer, worlds).run()
+    model = tmp_path / "run/model"
+    for out, weights, config, why in (
+        ("run", model, TINY, "state.pt is there already"),
+        ("new", tmp_path, TINY, "no config.json"),
+        ("new", model, replace(TINY, ffn=48), "ffn is 32, asked for is 48"),
+        ("new", model, replace(TINY, chunk=32), "chunk is 64, asked for is 32"),
+    ):
+        options = Options(tmp_path / out, weights=weights)
+        with pytest.raises(UsageError, match=why):
+            Trainer(config, phases, options, tokenizer, *worlds)
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(UsageError, match="is of phases window, not of near"):
+        trainer(tmp_path / "run", [CURRICULUM[0]], tokenizer, worlds)
+    assert main(["train", "--out", str(tmp_path / "new"), "--phases", "near,lnog"]) == 2
+    assert "--phases has lnog; there are: near" in capsys.readouterr().err
