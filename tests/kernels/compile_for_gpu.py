@@ -20,6 +20,7 @@ from cairn.kernels import (
     rope_kv,
     sampling,
     sparse_extend,
+    sparse_few,
     sparse_pages,
     sparse_score,
     sparse_scratch,
@@ -212,6 +213,7 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
             build(sparse_select._rank_kernel, num_stages=3)
             if not collect:
                 build(sparse_survey.survey_kernel, num_stages=3)
+    build(sparse_few.few_kernel, I32, num_stages=2)
     build(sparse_select._threshold_kernel, num_warps=1)
     build(sparse_select._choose_kernel, I32, num_warps=1)
     constants["ROWS"] = 8

@@ -211,8 +211,10 @@ def test_sparse_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "CHUNK", 16)  # several chunks, on few pages
     monkeypatch.setattr(sparse_select, "_ROWS", 64)  # fewer programs, which are slow here
     monkeypatch.setattr(sparse_select, "_GROUPS", 4)
-    # Half of the cases load tiles by descriptor.
-    described = list(CASES).index(name) % 2 == 0
+    # Half of the cases load tiles by descriptor, half of both select in one launch.
+    number = list(CASES).index(name)
+    described = number % 2 == 0
+    monkeypatch.setattr(sparse_select, "_FEW", 128 if number % 4 < 2 else 0)
     monkeypatch.setattr(sparse_select, "can_describe", lambda *_: described)
     monkeypatch.setattr(sparse_extend, "_worth_describing", lambda *_: described)
     found, expected = (run(CASES[name], CPU, kernels=kernels) for kernels in (True, False))

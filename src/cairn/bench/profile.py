@@ -17,7 +17,7 @@ _KINDS = {
     "sparse attention": (
         *("score_kernel", "topk_kernel", "pages_kernel", "_begin_kernel", "_pool_kernel"),
         *("lay_out_kernel", "survey_kernel", "_rank_kernel", "_threshold_kernel"),
-        "choose_kernel",
+        *("choose_kernel", "few_kernel"),
         *("_union_kernel", "_attend_kernel"),
     ),
     "attention": ("flash", "_decode_kernel", "_extend_kernel", "_plan_kernel"),

@@ -24,6 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from cairn.kernels.launch import direct
 from cairn.kernels.paged_extend import ExtendBlocks, can_describe
 from cairn.kernels.sizes import blocks_of, power_of_two
+from cairn.kernels.sparse_few import few_kernel
 from cairn.kernels.sparse_shape import (
     STRATEGIES,
     SUM_GROUP,
@@ -54,6 +55,7 @@ _GROUPS = 256  # of a row, at most where tiles are large enough
 _GROUP_PAGES = (2, 8, 32, 128)  # few sizes: each is a compilation
 _ROWS = 4  # that one program chooses for at once
 _BLOCK = 64  # collected pages that it looks at at once
+_FEW = 128  # candidates of a row, for which one launch does all of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +300,44 @@ def select_pages(
     tile = _TILE if shape.landmark_width <= 128 and half else 64
 
     landmark_heads, width = vectors.shape[1:]
+    summed = shape.strategy == "group" and heads > kv_heads
+    normalize = shape.strategy == "softmax_head" and heads > kv_heads
+    normalizer = workspace.take("normalizer", rows, heads) if normalize else window_lse
+    out = torch.empty(rows, kv_heads, topk, dtype=torch.int32, device=device)
+    of_blocks = (kv_lens, cu_query, dense_until, blocks.seq, blocks.begin)
+    most_candidates = candidates.longest - shape.window // shape.page_size
+    if most_candidates <= min(tile, _FEW):
+        few_kernel[(kv_heads, len(blocks.seq))](
+            scoring,
+            vectors,
+            vectors if bias is None else bias,
+            candidates.pages,
+            candidates.offsets,
+            *of_blocks,
+            window_lse,
+            normalizer,
+            out,
+            shape.scale,
+            scoring.stride(0),
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            LANDMARK_HEADS=landmark_heads,
+            WIDTH=width,
+            PAGE_SIZE=shape.page_size,
+            WINDOW=shape.window,
+            SPLIT=shape.split_query,
+            HAS_BIAS=bias is not None,
+            SINKS=shape.sinks,
+            STRATEGY=STRATEGIES[shape.strategy],
+            NORMALIZE=normalize,
+            TOPK=topk,
+            BLOCK_K=power_of_two(topk),
+            BLOCK_M=block_m,
+            TILE=64 if most_candidates <= 64 else 128,
+            num_warps=4 if block_m <= 64 else 8,
+            num_stages=2,
+        )
+        return out, normalizer if normalize else None
     count = len(candidates.pages)
     room = _up_to_16(count + tile)  # tiles at the end are read whole
     flat = workspace.take("flat", landmark_heads * room, width, dtype=vectors.dtype)
@@ -324,18 +364,13 @@ def select_pages(
     # Sizes that kernels take as numbers are multiples of 16, which keeps compilations few as well.
     groups = _up_to_16(blocks_of(pages, tile) * (tile // group_pages))
     capacity = _up_to_16(topk + tile + topk * group_pages + shape.sinks)
-    summed = shape.strategy == "group" and heads > kv_heads
-    normalize = shape.strategy == "softmax_head" and heads > kv_heads
     surveyed = kv_heads if summed else heads
-    normalizer = workspace.take("normalizer", rows, heads) if normalize else window_lse
     limits = workspace.take("limits", rows, dtype=torch.int32)
     maxima = workspace.take("maxima", rows, surveyed, groups)
     thresholds = workspace.take("thresholds", rows, kv_heads)
     counts = workspace.take("counts", rows, kv_heads, dtype=torch.int32)
     kept = workspace.take("kept", rows, kv_heads, capacity, dtype=torch.int64)
-    out = torch.empty(rows, kv_heads, topk, dtype=torch.int32, device=device)
 
-    of_blocks = (kv_lens, cu_query, dense_until, blocks.seq, blocks.begin)
     sizes = {"HEADS": heads, "LANDMARK_HEADS": landmark_heads, "WIDTH": width, "BLOCK_M": block_m}
     sizes |= {"PAGE_SIZE": shape.page_size, "WINDOW": shape.window, "SPLIT": shape.split_query}
     sizes |= {"NORMALIZE": normalize, "GROUP_PAGES": group_pages, "TMA": tma}

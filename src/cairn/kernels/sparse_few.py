@@ -1,0 +1,113 @@
+"""Selection of pages for rows that have few candidates, in one launch.
+
+The scores of all of a row's candidates fit into one tile then: nothing is surveyed or collected
+first (see `sparse_select`, which does that where there are more).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from cairn.kernels.launch import direct
+from cairn.kernels.softmax import LN2, LOG2E
+from cairn.kernels.sparse_shape import SUM_GROUP, load_scoring
+from cairn.kernels.sparse_survey import rows_and_limits
+from cairn.kernels.top_pages import order_key, threshold_of_rows
+
+
+@direct
+@triton.jit
+def few_kernel(
+    scoring,  # [rows, HEADS, WIDTH]
+    vectors,  # [pages, LANDMARK_HEADS, WIDTH]
+    bias,  # [pages, LANDMARK_HEADS]
+    pages,  # candidates of all sequences, -1 where one must not be read
+    offsets,  # [seqs] the first of each sequence
+    kv_lens,
+    cu_query,
+    dense_until,  # [seqs] rows before it see everything
+    block_seq,
+    block_begin,
+    window_lse,  # [rows, HEADS] read if NORMALIZE
+    normalizer,  # [rows, HEADS] written if NORMALIZE
+    out,  # [rows, KV_HEADS, TOPK]
+    scale,
+    scoring_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    LANDMARK_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SINKS: tl.constexpr,
+    STRATEGY: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    TOPK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,  # at least as many candidates as any row has
+):
+    kv_head = tl.program_id(0)
+    seq, row, in_rows, limit = rows_and_limits(
+        block_seq, block_begin, kv_lens, cu_query, dense_until, WINDOW, PAGE_SIZE, BLOCK_M
+    )
+    HEADS_OF_KV: tl.constexpr = HEADS // KV_HEADS
+    SHARED: tl.constexpr = HEADS // LANDMARK_HEADS
+    index = tl.arange(0, TILE)
+    offs_w = tl.arange(0, WIDTH)
+    page = tl.load(pages + tl.load(offsets + seq) + index, mask=index < tl.max(limit), other=-1)
+    page = page.to(tl.int64)
+    there = (page >= 0)[None, :] & (index[None, :] < limit[:, None])
+    NOTHING: tl.constexpr = 0.0 if STRATEGY == SUM_GROUP else float("-inf")
+    rank = tl.full((BLOCK_M, TILE), NOTHING, tl.float32)
+    for g in range(HEADS_OF_KV):
+        head = kv_head * HEADS_OF_KV + g
+        own = page * LANDMARK_HEADS + head // SHARED
+        q = load_scoring(
+            scoring, row[:, None] * scoring_stride, head, in_rows[:, None], WIDTH, SPLIT
+        )
+        landmark = tl.load(
+            vectors + own[None, :] * WIDTH + offs_w[:, None], mask=(page >= 0)[None, :], other=0.0
+        )
+        product = tl.dot(q, landmark, input_precision="ieee")
+        more = tl.zeros((TILE,), tl.float32)
+        if HAS_BIAS:
+            more = tl.load(bias + own, mask=page >= 0, other=0.0)
+        score = tl.fma(product, tl.full(product.shape, scale, tl.float32), more[None, :])
+        score = tl.where(there, score, float("-inf"))
+        if NORMALIZE:
+            most = tl.load(window_lse + row * HEADS + head, mask=in_rows, other=0.0)
+            best = tl.maximum(most, tl.max(score, 1))
+            total = tl.exp2((most - best) * LOG2E)
+            total += tl.sum(tl.exp2((score - best[:, None]) * LOG2E), 1)
+            lse = best + tl.log2(total) * LN2
+            tl.store(normalizer + row * HEADS + head, lse, mask=in_rows)
+            score -= lse[:, None]
+        if STRATEGY == SUM_GROUP:
+            rank += score
+        else:
+            rank = tl.maximum(rank, score)
+    rank = tl.where(there, rank, float("-inf"))
+    if SINKS > 0:
+        rank = tl.where((index < SINKS)[None, :] & (rank > float("-inf")), float("inf"), rank)
+    least = threshold_of_rows(rank, TOPK)
+    valid = rank > float("-inf")
+    key, bound = order_key(rank), order_key(least)[:, None]
+    above = valid & (key > bound)
+    equal = (valid & (key == bound)).to(tl.int32)
+    room = TOPK - tl.sum(above.to(tl.int32), 1)
+    # Of equals the earlier ones come first.
+    take = above | ((equal > 0) & (tl.cumsum(equal, 1) <= room[:, None]))
+    place = tl.cumsum(take.to(tl.int32), 1) - 1
+    chosen = out + (row * KV_HEADS + kv_head)[:, None] * TOPK
+    tl.store(chosen + place, tl.broadcast_to(index[None, :], (BLOCK_M, TILE)), mask=take)
+    taken = tl.sum(take.to(tl.int32), 1)
+    slot = tl.arange(0, BLOCK_K)[None, :]
+    tl.store(
+        chosen + slot,
+        tl.full((BLOCK_M, BLOCK_K), -1, tl.int32),
+        mask=in_rows[:, None] & (slot >= taken[:, None]) & (slot < TOPK),
+    )
