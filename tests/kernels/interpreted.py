@@ -209,7 +209,7 @@ def test_sampling_takes_what_the_reference_takes() -> None:
 def test_sparse_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (sparse_decode, sparse_scratch):
         monkeypatch.setattr(module, "CHUNK", 16)  # several chunks, on few pages
-    monkeypatch.setattr(sparse_select, "_ROWS", 64)  # fewer programs, which are slow here
+    _use_few_programs(monkeypatch)
     monkeypatch.setattr(sparse_select, "_GROUPS", 4)
     # Half of the cases load tiles by descriptor, half of both select in one launch.
     number = list(CASES).index(name)
@@ -299,15 +299,16 @@ def test_whole_pages_between_host_and_device() -> None:
     swap_case.check_pages(CPU, torch.float32)
 
 
-@pytest.mark.parametrize("n", [1, 5, 64])
-def test_best_ranks_are_those_of_the_reference(n: int) -> None:
+@pytest.mark.parametrize(("n", "block", "slack"), [(1, 64, 0), (5, 1024, 0), (64, 64, 2)])
+def test_best_ranks_are_those_of_the_reference(n: int, block: int, slack: int) -> None:
+    """However counts are packed, for few or for many; with slack, a lower threshold will do."""
     torch.manual_seed(n)
     rank = torch.randint(-3, 4, (16, n)).float()  # many ties
     rank[torch.rand(16, n) < 0.2] = float("-inf")
     rank[0] = float("-inf")
     rank[1, : n // 2] = float("inf")
     keep = torch.zeros(16, n, dtype=torch.int32)
-    _keep_each[(16,)](rank, keep, n, 64, 4)
+    _keep_each[(16,)](rank, keep, n, block, 4)
     # What the kernels that choose for many rows search in: a rank's bits above its place.
     bits = rank.view(torch.int32)
     keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -317,16 +318,16 @@ def test_best_ranks_are_those_of_the_reference(n: int) -> None:
         places = (rank[row] > float("-inf")).nonzero().flatten()
         entries[row, : len(places)] = (bits[row, places].long() << 32) | places
     threshold, key = torch.zeros(16), torch.zeros(16, dtype=torch.int32)
-    _thresholds[(1,)](rank, entries, counts, threshold, key, n, 16, 64, 16, 4)
+    _thresholds[(1,)](rank, entries, counts, threshold, key, n, 16, block, 16, 4, slack)
     for row in range(16):
         places = top_positions(rank[row], 4)
         expected = places[places >= 0].tolist()
         assert keep[row].nonzero().flatten().tolist() == expected
-        for reached, exceeded in (
-            (rank[row] >= threshold[row], rank[row] > threshold[row]),
-            (keys[row] >= key[row], keys[row] > key[row]),
+        for reached, exceeded, most in (
+            (rank[row] >= threshold[row], rank[row] > threshold[row], 4 + slack),
+            (keys[row] >= key[row], keys[row] > key[row], 4),
         ):
-            assert reached[expected].all() and exceeded.sum() <= 4
+            assert reached[expected].all() and exceeded.sum() <= most
         assert (threshold[row] > float("-inf")) == (len(expected) == 4)
 
 
@@ -342,13 +343,15 @@ def _thresholds(
     BLOCK: tl.constexpr,
     SMALL: tl.constexpr,
     K: tl.constexpr,
+    SLACK: tl.constexpr,
 ):
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     value = tl.load(rank + row[:, None] * n + column, mask=column < n, other=float("-inf"))
-    tl.store(threshold + row, threshold_of_rows(value, K))
+    tl.store(threshold + row, threshold_of_rows(value, K, SLACK))
     count = tl.load(counts + row)
-    tl.store(key + row, threshold_in_memory(entries + row[:, None] * n, count, K, SMALL))
+    own = entries + row[:, None] * n
+    tl.store(key + row, threshold_in_memory(own, count, K, SMALL, BLOCK == SMALL * 4))
 
 
 @triton.jit
@@ -361,7 +364,7 @@ def _keep_each(rank, keep, n, BLOCK: tl.constexpr, K: tl.constexpr):
 
 def test_a_whole_engine_on_sparse_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunked prefill, mixed steps, decode across a page's end and a prefix hit, against torch."""
-    monkeypatch.setattr(sparse_select, "_ROWS", 64)
+    _use_few_programs(monkeypatch)
     folder = write_model(tmp_path, {**TINY_HILS, "hidden_size": 64, "full_attn_interleave": 2})
     prompts = [tokens_of(40) + tokens_of(n, seed=n) for n in (19, 45)]
     answers = []
@@ -385,7 +388,7 @@ def test_a_whole_engine_on_sparse_kernels_with_a_host_tier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages leave the device, are read through the hot cache, staged for prompts, and fetched."""
-    monkeypatch.setattr(sparse_select, "_ROWS", 64)
+    _use_few_programs(monkeypatch)
     config = {**TINY_HILS, "hidden_size": 64, "num_hidden_layers": 1}
     folder = write_model(tmp_path / "hils", config)
     prompt = tokens_of(100)
@@ -407,3 +410,9 @@ def test_a_whole_engine_on_sparse_kernels_with_a_host_tier(
         assert llm.generate(prompt, max_tokens=4, ignore_eos=True).token_ids == expected
         swap = tier_of(llm.engine).swap
         assert swap is not None and swap.totals[0] > 0 and swap.totals[1:] == [0, 0, 0]
+
+
+def _use_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are slow here."""
+    for rows in ("_THRESHOLD_ROWS", "_CHOOSE_ROWS"):
+        monkeypatch.setattr(sparse_select, rows, 64)

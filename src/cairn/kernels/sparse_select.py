@@ -38,6 +38,7 @@ from cairn.kernels.sparse_survey import (
     survey_kernel,
 )
 from cairn.kernels.top_pages import (
+    MOST_FEW,
     entry_key,
     order_key,
     order_key_rank,
@@ -53,8 +54,9 @@ _TILE = 128  # pages that the survey reads at once
 _COLLECT_TILE = 32  # likewise of the collection, which holds more of every page
 _GROUPS = 256  # of a row, at most where tiles are large enough
 _GROUP_PAGES = (2, 8, 32, 128)  # few sizes: each is a compilation
-_ROWS = 4  # that one program chooses for at once
-_BLOCK = 64  # collected pages that it looks at at once
+_THRESHOLD_ROWS = 1  # that one program finds thresholds of
+_CHOOSE_ROWS = 4  # likewise chooses for
+_BLOCK = 32  # collected pages that it looks at at once
 _FEW = 128  # candidates of a row, for which one launch does all of it
 
 
@@ -207,6 +209,7 @@ def _threshold_kernel(
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,  # at least groups
+    SLACK: tl.constexpr,  # groups more than need be that may reach the threshold
 ):
     row, in_rows = _rows_of(block_seq, block_begin, cu_query, ROWS)
     kv_head = tl.program_id(0)
@@ -224,7 +227,7 @@ def _threshold_kernel(
         if NORMALIZE:
             value -= tl.load(normalizer + head, mask=in_rows, other=0.0)[:, None]
         best = tl.maximum(best, value)
-    threshold = threshold_of_rows(best, TOPK)
+    threshold = threshold_of_rows(best, TOPK, SLACK)
     tl.store(thresholds + row * KV_HEADS + kv_head, threshold, mask=in_rows)
 
 
@@ -243,12 +246,13 @@ def _choose_kernel(
     BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    FEW: tl.constexpr,  # no row has more than MOST_FEW
 ):
     row, in_rows = _rows_of(block_seq, block_begin, cu_query, ROWS)
     own = row * KV_HEADS + tl.program_id(0)
     count = tl.load(counts + own, mask=in_rows, other=0)
     entries = kept + own[:, None] * capacity
-    least = threshold_in_memory(entries, count, TOPK, BLOCK)[:, None]
+    least = threshold_in_memory(entries, count, TOPK, BLOCK, FEW)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     above = tl.zeros((ROWS,), tl.int32)
     for start in range(0, tl.max(count), BLOCK):
@@ -363,7 +367,8 @@ def select_pages(
     group_pages = next((n for n in fits if pages <= n * most), fits[-1])
     # Sizes that kernels take as numbers are multiples of 16, which keeps compilations few as well.
     groups = _up_to_16(blocks_of(pages, tile) * (tile // group_pages))
-    capacity = _up_to_16(topk + tile + topk * group_pages + shape.sinks)
+    slack = topk // 8
+    capacity = _up_to_16(topk + tile + (topk + slack) * group_pages + shape.sinks)
     surveyed = kv_heads if summed else heads
     limits = workspace.take("limits", rows, dtype=torch.int32)
     maxima = workspace.take("maxima", rows, surveyed, groups)
@@ -410,6 +415,8 @@ def select_pages(
             num_stages=3 if half else 1,
         )
 
+    # So that four programs fit on a processor; wider ones would spill.
+    registers = {"maxnreg": 128} if tma and width <= 64 else {}
     if summed:
         rank(collect=False)
     else:
@@ -430,10 +437,11 @@ def select_pages(
             **sizes,
             TILE=tile,
             num_warps=4 if block_m <= 64 else 8,
-            num_stages=3 if half else 1,
+            num_stages=2 if half else 1,
+            **registers,
         )
-    some = {"KV_HEADS": kv_heads, "TOPK": topk, "ROWS": _ROWS}
-    _threshold_kernel[(*grid, blocks_of(block_m, _ROWS))](
+    some = {"KV_HEADS": kv_heads, "TOPK": topk}
+    _threshold_kernel[(*grid, blocks_of(block_m, _THRESHOLD_ROWS))](
         cu_query,
         blocks.seq,
         blocks.begin,
@@ -447,11 +455,13 @@ def select_pages(
         NORMALIZE=normalize,
         GROUP_PAGES=group_pages,
         TILE=tile,
+        ROWS=_THRESHOLD_ROWS,
         BLOCK=max(256, power_of_two(groups)),
+        SLACK=slack,
         num_warps=1,
     )
     rank(collect=True)
-    _choose_kernel[(*grid, blocks_of(block_m, _ROWS))](
+    _choose_kernel[(*grid, blocks_of(block_m, _CHOOSE_ROWS))](
         cu_query,
         blocks.seq,
         blocks.begin,
@@ -461,7 +471,9 @@ def select_pages(
         capacity,
         **some,
         BLOCK_K=power_of_two(topk),
+        ROWS=_CHOOSE_ROWS,
         BLOCK=_BLOCK,
+        FEW=capacity <= MOST_FEW.value,
         num_warps=1,
     )
     return out, normalizer if normalize else None

@@ -10,6 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+MOST_FEW = tl.constexpr(1023)
+"""Counts up to this are packed more tightly."""
+
 
 @triton.jit
 def order_key(rank):
@@ -31,47 +34,57 @@ def entry_key(entry):
 
 
 @triton.jit
-def _reached(key, valid, threshold):
-    return (valid & (key >= threshold)).to(tl.int64)
+def _packed(one, two, three, FEW: tl.constexpr):
+    """Three truths in one number, of which sums are three counts: ten bits each if FEW, or 21."""
+    if FEW:
+        packed = one.to(tl.int32) + (two.to(tl.int32) << 10) + (three.to(tl.int32) << 20)
+    else:
+        packed = one.to(tl.int64) + (two.to(tl.int64) << 21) + (three.to(tl.int64) << 42)
+    return packed
 
 
 @triton.jit
-def _narrow(low, high, wanted, first, second, third, packed):
+def _narrow(low, high, wanted, SLACK: tl.constexpr, cuts, packed, FEW: tl.constexpr):
     """The range after a step: at least `wanted` keys are >= low, fewer are > high."""
-    one, two, three = packed & 0x1FFFFF, (packed >> 21) & 0x1FFFFF, packed >> 42
+    first, second, third = cuts
+    BITS: tl.constexpr = 10 if FEW else 21
+    one, two, three = _field(packed, 0, BITS), _field(packed, 1, BITS), _field(packed, 2, BITS)
     new_low = tl.where(one >= wanted, first, low)
     new_low = tl.where(two >= wanted, second, new_low)
     new_low = tl.where(three >= wanted, third, new_low)
     new_high = tl.where(three < wanted, third - 1, high)
     new_high = tl.where(two < wanted, second - 1, new_high)
     new_high = tl.where(one < wanted, first - 1, new_high)
-    # Exactly as many as wanted: that is the threshold.
-    exact = (one == wanted) | (two == wanted) | (three == wanted)
-    new_high = tl.where(exact, new_low, new_high)
-    return new_low, new_high
+    # As many as wanted, or a few more: that is the threshold.
+    most = wanted + SLACK
+    found = (one >= wanted) & (one <= most)
+    found |= (two >= wanted) & (two <= most)
+    found |= (three >= wanted) & (three <= most)
+    return new_low, tl.where(found, new_low, new_high)
+
+
+@triton.jit
+def _field(packed, index: tl.constexpr, BITS: tl.constexpr):
+    return (packed >> (index * BITS)) & ((1 << BITS) - 1)
 
 
 @triton.jit
 def keep_best(rank, K: tl.constexpr):
     """rank [n] -> which of them are among the best K above -inf, [n]"""
+    FEW: tl.constexpr = rank.shape[0] <= MOST_FEW
     valid = rank > float("-inf")
     key = order_key(rank)
     wanted = tl.minimum(tl.sum(valid.to(tl.int32)), K)
     low = tl.min(tl.where(valid, key, 0x7FFFFFFF)).to(tl.int64)
     high = tl.max(tl.where(valid, key, -0x7FFFFFFF)).to(tl.int64)
     while low < high:
-        span = high - low
-        first, second, third = (
-            low + ((span + 3) >> 2),
-            low + ((2 * span + 3) >> 2),
-            low + ((3 * span + 3) >> 2),
-        )
-        packed = tl.sum(
-            _reached(key, valid, first.to(tl.int32))
-            + (_reached(key, valid, second.to(tl.int32)) << 21)
-            + (_reached(key, valid, third.to(tl.int32)) << 42)
-        )
-        low, high = _narrow(low, high, wanted, first, second, third, packed)
+        cuts = _cuts(low, high)
+        first, second, third = cuts
+        one = valid & (key >= first.to(tl.int32))
+        two = valid & (key >= second.to(tl.int32))
+        three = valid & (key >= third.to(tl.int32))
+        packed = tl.sum(_packed(one, two, three, FEW))
+        low, high = _narrow(low, high, wanted, 0, cuts, packed, FEW)
     least = low.to(tl.int32)
     above = valid & (key > least)
     equal = (valid & (key == least)).to(tl.int32)
@@ -80,26 +93,27 @@ def keep_best(rank, K: tl.constexpr):
 
 
 @triton.jit
-def threshold_of_rows(rank, K: tl.constexpr):
-    """rank [rows, n] -> what at least K of a row reach and at most K exceed, -inf where there are
-    fewer: [rows]"""
+def threshold_of_rows(rank, K: tl.constexpr, SLACK: tl.constexpr = 0):
+    """rank [rows, n] -> what at least K of a row reach, and no more than K, or K + SLACK, exceed;
+    -inf where there are fewer: [rows]"""
+    FEW: tl.constexpr = rank.shape[1] <= MOST_FEW
     valid = rank > float("-inf")
     key = order_key(rank)
     low = tl.min(tl.where(valid, key, 0x7FFFFFFF), 1).to(tl.int64)
     high = tl.max(tl.where(valid, key, -0x7FFFFFFF), 1).to(tl.int64)
     while tl.max(high - low) > 0:
-        first, second, third = _cuts(low, high)
-        packed = tl.sum(_reached_cuts(key, valid, first, second, third), 1)
-        low, high = _narrow_searching(low, high, K, first, second, third, packed)
+        cuts = _cuts(low, high)
+        packed = tl.sum(_reached_cuts(key, valid, cuts, FEW), 1)
+        low, high = _narrow_searching(low, high, K, SLACK, cuts, packed, FEW)
     enough = tl.sum(valid.to(tl.int32), 1) >= K
     return tl.where(enough, order_key_rank(low.to(tl.int32)), float("-inf"))
 
 
 @triton.jit
-def threshold_in_memory(entries, count, K: tl.constexpr, BLOCK: tl.constexpr):
-    """entries [rows, 1], pointers to each row's entries, `count` [rows] of them: an entry's upper
-    half is the bits of its rank. -> the key that at least K reach and at most K exceed; that
-    of the worst where there are fewer"""
+def threshold_in_memory(entries, count, K: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr):
+    """entries [rows, 1], pointers to each row's entries, `count` [rows] of them, if FEW no more
+    than that many: an entry's upper half is the bits of its rank. -> the key that at least K reach
+    and at most K exceed; that of the worst where there are fewer"""
     column = tl.arange(0, BLOCK)[None, :]
     low = tl.full(count.shape, 0x7FFFFFFF, tl.int64)
     high = tl.full(count.shape, -0x7FFFFFFF, tl.int64)
@@ -110,13 +124,13 @@ def threshold_in_memory(entries, count, K: tl.constexpr, BLOCK: tl.constexpr):
         high = tl.maximum(high, tl.max(tl.where(there, key, -0x7FFFFFFF), 1))
     high = tl.where(count <= K, low, high)
     while tl.max(high - low) > 0:
-        first, second, third = _cuts(low, high)
-        packed = tl.zeros(count.shape, tl.int64)
+        cuts = _cuts(low, high)
+        packed = tl.zeros(count.shape, tl.int32 if FEW else tl.int64)
         for start in range(0, tl.max(count), BLOCK):
             there = start + column < count[:, None]
             key = entry_key(tl.load(entries + start + column, mask=there, other=0))
-            packed += tl.sum(_reached_cuts(key, there, first, second, third), 1)
-        low, high = _narrow_searching(low, high, K, first, second, third, packed)
+            packed += tl.sum(_reached_cuts(key, there, cuts, FEW), 1)
+        low, high = _narrow_searching(low, high, K, 0, cuts, packed, FEW)
     return low.to(tl.int32)
 
 
@@ -127,17 +141,19 @@ def _cuts(low, high):
 
 
 @triton.jit
-def _reached_cuts(key, valid, first, second, third):
+def _reached_cuts(key, valid, cuts, FEW: tl.constexpr):
     """Three counts in one number: key [rows, n] against thresholds of each row."""
-    return (
-        _reached(key, valid, first.to(tl.int32)[:, None])
-        + (_reached(key, valid, second.to(tl.int32)[:, None]) << 21)
-        + (_reached(key, valid, third.to(tl.int32)[:, None]) << 42)
+    first, second, third = cuts
+    return _packed(
+        valid & (key >= first.to(tl.int32)[:, None]),
+        valid & (key >= second.to(tl.int32)[:, None]),
+        valid & (key >= third.to(tl.int32)[:, None]),
+        FEW,
     )
 
 
 @triton.jit
-def _narrow_searching(low, high, wanted, first, second, third, packed):
-    new_low, new_high = _narrow(low, high, wanted, first, second, third, packed)
+def _narrow_searching(low, high, wanted, SLACK: tl.constexpr, cuts, packed, FEW: tl.constexpr):
+    new_low, new_high = _narrow(low, high, wanted, SLACK, cuts, packed, FEW)
     searching = low < high
     return tl.where(searching, new_low, low), tl.where(searching, new_high, high)
