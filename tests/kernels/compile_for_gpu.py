@@ -181,10 +181,9 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
             "GROUP_PAGES": 8,
             "NORMALIZE": True,
             "SURVEYED": 8,
-            "LEVELS": 5,
             "BLOCK_M": 64,
         },
-        **{"BLOCK": 512, "PROGRAMS": 8},
+        **{"BLOCK": 512, "PROGRAMS": 8, "SLACK": 4},
     }
 
     def build(kernel: Any, out: str = BF16, **options: Any) -> None:
@@ -215,13 +214,15 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
                 build(sparse_survey.survey_kernel, num_stages=3)
     build(sparse_few.few_kernel, I32, num_stages=2)
     build(sparse_select._threshold_kernel, num_warps=1)
-    build(sparse_select._choose_kernel, I32, num_warps=1)
+    for few in (False, True):
+        constants["FEW"] = few
+        build(sparse_select._choose_kernel, I32, num_warps=1)
     constants["ROWS"] = 8
     for located, staged in ((False, False), (True, False), (True, True)):
         constants |= {"LOCATED": located, "STAGED": staged, "TMA": not staged, "BOUNDED": native}
         types |= {"tiles": BF16 if staged else tile_of(page_size, dim)}
         types |= {"landmarks": BF16 if staged else tile_of(16, width)}
-        build(sparse_extend._attend_kernel, num_stages=3 if dim == 64 else 2)
+        build(sparse_extend._attend_kernel, num_stages=2)
     constants["BLOCK_M"] = 8
     build(sparse_extend._union_kernel)
 

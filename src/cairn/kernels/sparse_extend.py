@@ -43,7 +43,6 @@ def _union_kernel(
     KV_HEADS: tl.constexpr,
     TOPK: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    LEVELS: tl.constexpr,  # BLOCK_K is two to this
     BLOCK_M: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
@@ -61,16 +60,18 @@ def _union_kernel(
         mask=(owner < rows) & (slot < TOPK),
         other=-1,
     )
-    # Each row's pages ascend: every entry is searched for in the lists of all rows.
-    other = tl.arange(0, BLOCK_M)[:, None]
-    lists = selected + first + other * (KV_HEADS * TOPK)
-    low = tl.zeros((BLOCK_M, BLOCK_M * BLOCK_K), tl.int32)
-    for level in tl.static_range(LEVELS):
-        probe = low + ((BLOCK_K >> (level + 1)) - 1)
-        found = tl.load(lists + probe, mask=(other < rows) & (probe < TOPK), other=-1)
-        low = tl.where((found >= 0) & (found < index[None, :]), probe + 1, low)
-    found = tl.load(lists + low, mask=(other < rows) & (low < TOPK), other=-2)
-    reads = tl.sum((found == index[None, :]).to(tl.int32) << other, 0)
+    # Every entry is compared with those of all rows, a few of one row at a time.
+    COMPARED: tl.constexpr = min(BLOCK_K, 16384 // (BLOCK_M * BLOCK_K))
+    reads = tl.zeros((BLOCK_M * BLOCK_K,), tl.int32)
+    for start in range(0, BLOCK_M * BLOCK_K, COMPARED):
+        other = start // BLOCK_K
+        column = start % BLOCK_K + tl.arange(0, COMPARED)[:, None]
+        listed = tl.load(
+            selected + first + other * (KV_HEADS * TOPK) + column,
+            mask=(other < rows) & (column < TOPK),
+            other=-2,
+        )
+        reads |= tl.max((listed == index[None, :]).to(tl.int32), 0) << other
     first_seen = (index >= 0) & ((reads & ((1 << owner) - 1)) == 0)
     place = tl.cumsum(first_seen.to(tl.int32), 0) - 1
     base = (block * KV_HEADS + kv_head).to(tl.int64) * (BLOCK_M * BLOCK_K)
@@ -173,25 +174,54 @@ def _attend_kernel(
     if NULL_SPLIT:
         total += tl.exp2(-most)
     base = (block * KV_HEADS + kv_head).to(tl.int64) * UNION
-    for i in range(0, tl.load(counts + block * KV_HEADS + kv_head)):
-        page = tl.load(pages + base + i).to(tl.int64)
-        bits = tl.load(readers + base + i)
-        at = page
-        if LOCATED:
-            at = tl.load(kv_pages + base + i).to(tl.int64)
+    count = tl.load(counts + block * KV_HEADS + kv_head)
+    # Pages, their readers and biases are looked up one page ahead: a load that waits for another
+    # one stalls the loop.
+    page = tl.load(pages + base, mask=count > 0, other=0)
+    bits = tl.load(readers + base, mask=count > 0, other=0)
+    at = page
+    if LOCATED:
+        at = tl.load(kv_pages + base, mask=count > 0, other=0)
+    own_bias = bias + kv_head * OF_KV + group // SHARED
+    more = tl.zeros((BLOCK_M,), tl.float32)
+    if HAS_BIAS:
+        more = tl.load(own_bias + page.to(tl.int64) * LANDMARK_HEADS, mask=real, other=0.0)
+    for i in range(0, count):
         shift = tl.zeros((), tl.int64)
         if STAGED:
             shift = tl.where(at < 0, stage_shift.to(tl.int64), 0) * 16
             at = tl.where(at < 0, -1 - at, at)
-        inside = pool + shift + (at * (2 * KV_HEADS) + kv_head) * (PAGE_SIZE * DIM)
         if TMA:
-            first = ((at * (2 * KV_HEADS) + kv_head) * PAGE_SIZE).to(tl.int32)
+            first = (at * (2 * KV_HEADS) + kv_head) * PAGE_SIZE
             k = tiles.load([first, 0]).T
             v = tiles.load([first + KV_HEADS * PAGE_SIZE, 0])
         else:
+            inside = pool + shift + (at.to(tl.int64) * (2 * KV_HEADS) + kv_head) * (PAGE_SIZE * DIM)
             k = tl.load(inside + offs_n[None, :] * DIM + offs_d[:, None])
             values = inside + (KV_HEADS * PAGE_SIZE * DIM)
             v = tl.load(values + offs_n[:, None] * DIM + offs_d[None, :])
+        reads = (((bits >> own_row) & 1) > 0) & real
+        mass = more * LOG2E
+        if not BY_LSE:
+            # Every row against all landmarks of the kv head; each takes that of its own head.
+            first = page * LANDMARK_HEADS + kv_head * OF_KV
+            if TMA:
+                landmark = landmarks.load([first, 0]).T
+            else:
+                landmark = tl.load(
+                    vectors + (first.to(tl.int64) + offs_l)[None, :] * WIDTH + offs_w[:, None],
+                    mask=(offs_l < OF_KV)[None, :],
+                    other=0.0,
+                )  # [WIDTH, LANDMARK_PAD]
+            every = tl.dot(scores_with, landmark, input_precision="ieee")
+            score = tl.sum(tl.where((group // SHARED)[:, None] == offs_l[None, :], every, 0.0), 1)
+            mass += score * scale_2
+        following = tl.minimum(i + 1, count - 1)
+        page = tl.load(pages + base + following)
+        bits = tl.load(readers + base + following)
+        at = page
+        if LOCATED:
+            at = tl.load(kv_pages + base + following)
         logits = tl.dot(q, k, input_precision="ieee")
         if HIDE_LAST:
             logits = tl.where((offs_n < PAGE_SIZE - 1)[None, :], logits, float("-inf"))
@@ -200,24 +230,7 @@ def _attend_kernel(
         inside_total = tl.sum(shares, 1)
         if BY_LSE:
             mass = inside_most + tl.log2(inside_total)
-        else:
-            # Every row against all landmarks of the kv head; each takes that of its own head.
-            first = page * LANDMARK_HEADS + kv_head * OF_KV
-            if TMA:
-                landmark = landmarks.load([first.to(tl.int32), 0]).T
-            else:
-                landmark = tl.load(
-                    vectors + (first + offs_l)[None, :] * WIDTH + offs_w[:, None],
-                    mask=(offs_l < OF_KV)[None, :],
-                    other=0.0,
-                )  # [WIDTH, LANDMARK_PAD]
-            every = tl.dot(scores_with, landmark, input_precision="ieee")
-            mass = tl.sum(tl.where((group // SHARED)[:, None] == offs_l[None, :], every, 0.0), 1)
-            mass = mass * scale_2
-            if HAS_BIAS:
-                mass += tl.load(bias + first + group // SHARED, mask=real, other=0.0) * LOG2E
-        reads = ((bits >> own_row) & 1) > 0
-        mass = tl.where(reads & real, mass, float("-inf"))
+        mass = tl.where(reads, mass, float("-inf"))
         if BOUNDED:
             weight = tl.exp2(mass - most)
         else:
@@ -230,6 +243,8 @@ def _attend_kernel(
         shares = shares * (weight / inside_total)[:, None]
         acc = tl.dot(shares.to(v.dtype), v, acc, input_precision="ieee")
         total += weight
+        if HAS_BIAS:
+            more = tl.load(own_bias + page.to(tl.int64) * LANDMARK_HEADS, mask=real, other=0.0)
     result = acc * (1.0 / total)[:, None]
     tl.store(
         out + (row * HEADS + head)[:, None] * DIM + offs_d[None, :],
@@ -284,7 +299,6 @@ def attend_selected(
         KV_HEADS=shape.kv_heads,
         TOPK=shape.topk,
         BLOCK_K=block_k,
-        LEVELS=block_k.bit_length() - 1,
         BLOCK_M=blocks.block_m,
         num_warps=4,
     )
@@ -295,7 +309,8 @@ def attend_selected(
         shift, rest = divmod(stage.data_ptr() - pool.data_ptr(), 16 * pool.element_size())
         assert rest == 0, "tensors lie on whole cache lines"
     padded = max(16, power_of_two(vectors.shape[1] // shape.kv_heads))
-    tma = stage is None and _worth_describing(pool)
+    block_m = max(16, blocks.block_m * group_pad)
+    tma = stage is None and _worth_describing(pool, block_m)
     tiles, landmarks = pool, vectors
     if tma:
         tiles = TensorDescriptor.from_tensor(pool.view(-1, dim), [shape.page_size, dim])
@@ -343,13 +358,15 @@ def attend_selected(
         ROWS=blocks.block_m,
         GROUP_PAD=group_pad,
         LANDMARK_PAD=padded,
-        BLOCK_M=max(16, blocks.block_m * group_pad),
+        BLOCK_M=block_m,
         num_warps=4,
-        num_stages=3 if query.dtype.itemsize == 2 and dim <= 64 else 2,
+        num_stages=2,
     )
     return counts
 
 
-def _worth_describing(pool: torch.Tensor) -> bool:
-    """Measured on an H200: descriptors help heads of 64 and hurt heads of 128."""
-    return can_describe(pool.device, pool.dtype) and pool.shape[3] in (16, 32, 64)
+def _worth_describing(pool: torch.Tensor, block_m: int) -> bool:
+    """Measured on an H200: descriptors help heads of 64 and hurt heads of 128, unless products are
+    as small as they are with a kv head for every query head."""
+    widths = (16, 32, 64, 128) if block_m == 16 else (16, 32, 64)
+    return can_describe(pool.device, pool.dtype) and pool.shape[3] in widths
