@@ -39,6 +39,36 @@ class ExtendBlocks:
         return cls(on_device[0], on_device[1], block_m)
 
 
+@triton.jit
+def _masked_tile(
+    pool,
+    table,  # of the sequence
+    start,
+    there,  # [BLOCK_N] which of them are loaded: pages before a window may have been given up
+    kv_head,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """-> keys [BLOCK_D, BLOCK_N] and values [BLOCK_N, BLOCK_D], zero where they are not loaded"""
+    offs_d = tl.arange(0, BLOCK_D)
+    in_dim = offs_d < DIM
+    n = start + tl.arange(0, BLOCK_N)
+    if PAGE_SIZE % BLOCK_N == 0:
+        page = tl.load(table + start // PAGE_SIZE).to(tl.int64)
+    else:
+        page = tl.load(table + n // PAGE_SIZE, mask=there, other=0).to(tl.int64)
+    slot = (page * (2 * KV_HEADS) + kv_head) * (PAGE_SIZE * DIM) + (n % PAGE_SIZE) * DIM
+    k = tl.load(
+        pool + slot[None, :] + offs_d[:, None], mask=there[None, :] & in_dim[:, None], other=0.0
+    )
+    values = pool + KV_HEADS * PAGE_SIZE * DIM + slot[:, None]
+    v = tl.load(values + offs_d[None, :], mask=there[:, None] & in_dim[None, :], other=0.0)
+    return k, v
+
+
 @direct
 @triton.jit
 def _extend_kernel(
@@ -99,73 +129,63 @@ def _extend_kernel(
     PAGE_STRIDE: tl.constexpr = 2 * KV_HEADS * PAGE_SIZE * DIM
     VALUES: tl.constexpr = KV_HEADS * PAGE_SIZE * DIM
     table = page_table + seq * table_stride
+    WINDOWED: tl.constexpr = PAGED_WINDOW or WINDOW > 0
     first_seen = 0
-    if WINDOW > 0:
-        first_seen = tl.maximum(past + begin - WINDOW + 1, 0)
+    clear = 0  # keys from here on, up to their own, are seen by all rows
     if PAGED_WINDOW:
         until = tl.load(dense_until + seq).to(tl.int32)
         first_key = tl.maximum(position - WINDOW + 1, 0) // PAGE_SIZE * PAGE_SIZE
         first_key = tl.where(position < until, 0, first_key)  # [BLOCK_M]
         first_seen = tl.min(first_key)
+        clear = tl.max(first_key)
+    elif WINDOW > 0:
+        first_key = position - WINDOW + 1
+        first_seen = tl.maximum(past + begin - WINDOW + 1, 0)
+        clear = past + begin + BLOCK_M - WINDOW
     lowest = first_seen // BLOCK_N * BLOCK_N
+    own = (past + begin) // BLOCK_N * BLOCK_N  # tiles before it end before all rows
     end = tl.minimum(past + begin + BLOCK_M, length)
-    # Keys before the block's first row are seen by all its rows, unless something hides them.
-    clear = (past + begin) // BLOCK_N * BLOCK_N
-    if (WINDOW > 0) or HIDE_LAST:
-        clear = lowest
 
     # Pages are looked up one tile ahead: a load that waits for another one stalls the loop.
     following = tl.load(table + lowest // PAGE_SIZE)
-    for start in range(lowest, clear, BLOCK_N):
+    for start in range(lowest, own, BLOCK_N):
         page = following
         following = tl.load(table + (start + BLOCK_N) // PAGE_SIZE)
+        n = start + offs_n
         if TMA:
             first = (page * (2 * KV_HEADS) + kv_head) * PAGE_SIZE + start % PAGE_SIZE
             k = tiles.load([first, 0]).T
             v = tiles.load([first + KV_HEADS * PAGE_SIZE, 0])
-        else:
-            n = start + offs_n
-            if PAGE_SIZE % BLOCK_N == 0:
-                slot = page.to(tl.int64) * PAGE_STRIDE + kv_head * (PAGE_SIZE * DIM)
-                slot = slot + (start % PAGE_SIZE + offs_n) * DIM
-            else:
-                pages = tl.load(table + n // PAGE_SIZE).to(tl.int64)
-                slot = pages * PAGE_STRIDE + kv_head * (PAGE_SIZE * DIM) + (n % PAGE_SIZE) * DIM
+        elif PAGE_SIZE % BLOCK_N == 0:
+            slot = page.to(tl.int64) * PAGE_STRIDE + kv_head * (PAGE_SIZE * DIM)
+            slot = slot + (start % PAGE_SIZE + offs_n) * DIM
             k = tl.load(pool + slot[None, :] + offs_d[:, None], mask=in_dim[:, None], other=0.0)
             v = tl.load(
                 pool + VALUES + slot[:, None] + offs_d[None, :], mask=in_dim[None, :], other=0.0
             )
-        scores = tl.dot(q, k, input_precision="ieee")
-        most, total, acc = softmax_step(scores, v, most, total, acc, True)
-
-    for start in range(clear, end, BLOCK_N):
-        n = start + offs_n
-        there = n < end
-        if PAGE_SIZE % BLOCK_N == 0:
-            page = tl.load(table + start // PAGE_SIZE).to(tl.int64)
-            slot = page * PAGE_STRIDE + kv_head * (PAGE_SIZE * DIM)
-            slot = slot + (start % PAGE_SIZE + offs_n) * DIM
         else:
-            # Pages before the window may have been given up.
-            there = there & (n >= first_seen)
-            page = tl.load(table + n // PAGE_SIZE, mask=there, other=0).to(tl.int64)
-            slot = page * PAGE_STRIDE + kv_head * (PAGE_SIZE * DIM) + (n % PAGE_SIZE) * DIM
-        k = tl.load(
-            pool + slot[None, :] + offs_d[:, None],
-            mask=there[None, :] & in_dim[:, None],
-            other=0.0,
-        )
-        v = tl.load(
-            pool + VALUES + slot[:, None] + offs_d[None, :],
-            mask=there[:, None] & in_dim[None, :],
-            other=0.0,
+            there = n >= first_seen
+            k, v = _masked_tile(
+                pool, table, start, there, kv_head, KV_HEADS, DIM, BLOCK_D, PAGE_SIZE, BLOCK_N
+            )
+        scores = tl.dot(q, k, input_precision="ieee")
+        if HIDE_LAST:
+            scores = tl.where((n % PAGE_SIZE != PAGE_SIZE - 1)[None, :], scores, float("-inf"))
+        if WINDOWED:  # noqa: SIM102 - known when it is compiled
+            if start < clear:
+                scores = tl.where(n[None, :] >= first_key[:, None], scores, float("-inf"))
+        most, total, acc = softmax_step(scores, v, most, total, acc, not WINDOWED)
+
+    for start in range(own, end, BLOCK_N):
+        n = start + offs_n
+        there = (n >= first_seen) & (n < end)
+        k, v = _masked_tile(
+            pool, table, start, there, kv_head, KV_HEADS, DIM, BLOCK_D, PAGE_SIZE, BLOCK_N
         )
         scores = tl.dot(q, k, input_precision="ieee")
         seen = n[None, :] <= position[:, None]
-        if PAGED_WINDOW:
+        if WINDOWED:
             seen = seen & (n[None, :] >= first_key[:, None])
-        elif WINDOW > 0:
-            seen = seen & (n[None, :] > position[:, None] - WINDOW)
         if HIDE_LAST:
             seen = seen & (n % PAGE_SIZE != PAGE_SIZE - 1)[None, :]
         scores = tl.where(seen, scores, float("-inf"))
@@ -229,7 +249,7 @@ def paged_extend(
         BLOCK_N=block_n,
         TMA=tma,
         num_warps=8 if blocks.block_m == 128 else 4,
-        num_stages=3 if tma else 2,
+        num_stages=3 if tma and window is None else 2,  # short loops gain by more programs
     )
 
 
