@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from cairn.attention.backend import AttentionBackend
 from cairn.engine.logprobs import TokenLogprob
@@ -323,8 +326,7 @@ class Engine:
 
     def _check_tokens(self, name: str, tokens: Sequence[int], count: int) -> None:
         last = count - 1
-        known = set(map(type, tokens)) <= {int}
-        if known and (not tokens or (min(tokens) >= 0 and max(tokens) <= last)):
+        if set(map(type, tokens)) <= {int} and _all_within(tokens, last):
             return
         for token in tokens:  # a prompt may be long, and only a bad one is gone through here
             if type(token) is not int:
@@ -338,3 +340,12 @@ class Engine:
         """With dynamic rope a long prompt's length enters its keys: it shares only with equals."""
         limit = self.spec.dynamic_rope_context
         return 0 if limit is None or prompt_len <= limit else prompt_len
+
+
+def _all_within(tokens: Sequence[int], last: int) -> bool:
+    """Whether they are all from 0 to `last`; a prompt has many, so not one by one."""
+    try:
+        ids = np.frombuffer(array("q", tokens), dtype=np.int64)
+    except OverflowError:
+        return False
+    return not len(ids) or bool(ids.min() >= 0 and ids.max() <= last)
