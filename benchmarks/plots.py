@@ -17,6 +17,13 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 Rows = list[dict[str, Any]]
+Belongs = Callable[[dict[str, Any]], bool]
+Draw = Callable[[Rows, str], None]
+_MEASURED = (
+    *("case", "backend", "model", "context", "batch", "selection"),
+    *("tier", "running", "copies"),
+)
+"""Fields that say what a row is of."""
 COLORS = {"triton": "#2a6f97", "sgl_kernel": "#e09f3e", "flashinfer": "#9e2a2b", "torch": "#8d99ae"}
 
 
@@ -27,18 +34,27 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     for file in arguments.files:
-        for line in file.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
-            for name, (belongs, draw) in DRAWINGS.get(record["workload"], {}).items():
-                rows = [row for row in record["results"] if belongs(row)]
-                if not rows:
-                    continue
-                draw(rows, f"{record['device']}, {record['date']}")
-                path = arguments.out / f"{name}.png"
-                pyplot.tight_layout()
-                pyplot.savefig(path, dpi=110)
-                pyplot.close()
-                print(path)
+        records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        for name, (belongs, draw) in DRAWINGS.get(records[0]["workload"], {}).items():
+            rows, dates = _newest(records, belongs)
+            if not rows:
+                continue
+            draw(rows, f"{records[-1]['device']}, {dates}")
+            path = arguments.out / f"{name}.png"
+            pyplot.tight_layout()
+            pyplot.savefig(path, dpi=110)
+            pyplot.close()
+            print(path)
+
+
+def _newest(records: list[dict[str, Any]], belongs: Belongs) -> tuple[Rows, str]:
+    """Of all runs in a file the newest row of everything measured, and the dates of these rows."""
+    found: dict[tuple[Any, ...], tuple[str, dict[str, Any]]] = {}
+    for record in records:
+        for row in filter(belongs, record["results"]):
+            found[tuple(row.get(name) for name in _MEASURED)] = record["date"], row
+    dates = sorted({date for date, _ in found.values()})
+    return [row for _, row in found.values()], " to ".join(dict.fromkeys(dates[:1] + dates[-1:]))
 
 
 def attention_decode(rows: Rows, where: str) -> None:
@@ -133,10 +149,6 @@ def tier_throughput(rows: Rows, where: str) -> None:
     pyplot.ylabel("tokens/s")
     pyplot.title(f"{context // 1024}K contexts, 16 GiB of device memory ({where})", fontsize=9)
     pyplot.legend(fontsize=8)
-
-
-Belongs = Callable[[dict[str, Any]], bool]
-Draw = Callable[[Rows, str], None]
 
 
 def _of(name: str, value: Any) -> Belongs:
