@@ -29,6 +29,9 @@ LARGE: dict[str, Case] = {
         topk=16,
         window=512,
     ),
+    "hils-long": Case(
+        [1, 700], [12000, 12000], heads=16, kv_heads=2, dim=64, page_size=64, topk=32, window=512
+    ),
     "hils-128": Case(
         [1, 1, 200], [9000, 70000, 4000], heads=16, kv_heads=2, dim=128, page_size=64, window=512
     ),
@@ -54,11 +57,17 @@ LARGE: dict[str, Case] = {
 
 
 SOME = """decode chunks mixed no-groups landmark-key quest mean-by-sum mean-by-best hils-by-lse
-dense-below own-policy-decode many-pages""".split()
+dense-below own-policy-decode many-pages seven-heads""".split()
 
 
-@pytest.mark.parametrize("name", SOME)  # each compiles its own kernels; the rest is interpreted
-def test_kernels_equal_the_reference_in_float32(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "few"),  # each compiles its own kernels; the rest is interpreted
+    [(name, 128) for name in SOME] + [(name, 0) for name in ("chunks", "quest", "mean-by-sum")],
+)
+def test_kernels_equal_the_reference_in_float32(
+    name: str, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cairn.kernels.sparse_select._FEW", few)
     found, expected = (run(CASES[name], CUDA, kernels=kernels) for kernels in (True, False))
     torch.testing.assert_close(found.out, expected.out, rtol=0, atol=1e-4)
     torch.testing.assert_close(found.vectors, expected.vectors, rtol=0, atol=1e-4, equal_nan=True)

@@ -184,6 +184,8 @@ CASES: dict[str, Case] = {
     "own-policy-decode": Case([1, 1], [160, 83], policy="tests.kernels.sparse_case:MaxKey"),
     "changed-policy": Case([1, 1], [160, 83], policy="tests.kernels.sparse_case:HalfBox"),
     "many-pages": Case([1, 20], [900, 900], topk=5),
+    "many-of-many": Case([1, 20], [900, 1200], topk=16, traced=[20]),
+    "seven-heads": Case([1, 20], [300, 300], heads=14, kv_heads=2, policy="mean"),
     "page-64": Case([1, 70], [700, 500], page_size=64, topk=2, window=100),
     "topk-over-pages": Case(*MIXED, topk=40),
 }

@@ -24,8 +24,9 @@ from cairn.kernels.workspace import Workspace
 
 
 def union_rows(shape: SparseShape) -> int:
-    """Neighbouring rows that read the union of their pages together."""
-    return max(1, min(16, 64 // (shape.heads // shape.kv_heads)))
+    """Neighbouring rows that read the union of their pages together: a power of two."""
+    rows = max(1, min(16, 64 // (shape.heads // shape.kv_heads)))
+    return 1 << (rows.bit_length() - 1)
 
 
 @direct
@@ -60,7 +61,8 @@ def _union_kernel(
         mask=(owner < rows) & (slot < TOPK),
         other=-1,
     )
-    # Every entry is compared with those of all rows, a few of one row at a time.
+    # Every entry is compared with those of all rows, with some of one row at a time: as many as
+    # make 16,384 comparisons, 128 a thread. There are at most 16 rows of 128.
     COMPARED: tl.constexpr = min(BLOCK_K, 16384 // (BLOCK_M * BLOCK_K))
     reads = tl.zeros((BLOCK_M * BLOCK_K,), tl.int32)
     for start in range(0, BLOCK_M * BLOCK_K, COMPARED):
@@ -184,7 +186,7 @@ def _attend_kernel(
         at = tl.load(kv_pages + base, mask=count > 0, other=0)
     own_bias = bias + kv_head * OF_KV + group // SHARED
     more = tl.zeros((BLOCK_M,), tl.float32)
-    if HAS_BIAS:
+    if HAS_BIAS and not BY_LSE:
         more = tl.load(own_bias + page.to(tl.int64) * LANDMARK_HEADS, mask=real, other=0.0)
     for i in range(0, count):
         shift = tl.zeros((), tl.int64)
@@ -243,7 +245,7 @@ def _attend_kernel(
         shares = shares * (weight / inside_total)[:, None]
         acc = tl.dot(shares.to(v.dtype), v, acc, input_precision="ieee")
         total += weight
-        if HAS_BIAS:
+        if HAS_BIAS and not BY_LSE:
             more = tl.load(own_bias + page.to(tl.int64) * LANDMARK_HEADS, mask=real, other=0.0)
     result = acc * (1.0 / total)[:, None]
     tl.store(
