@@ -54,7 +54,7 @@ def compile_kernel(
 
 
 def main() -> None:
-    for page_size, window in ((64, 0), (16, 100), (512, 0)):
+    for page_size, window in ((64, 0), (64, 100), (16, 100), (512, 0)):
         shape = {**HEADS, "PAGE_SIZE": page_size, "WINDOW": window, "HIDE_LAST": window > 0}
         shape |= {"WITH_LSE": True}
         splits = {"rows": I32, "item_seq": I32, "item_indptr": I32}
@@ -69,7 +69,8 @@ def main() -> None:
             blocks["tiles"] = "tensordesc<bf16[64,128]>" if tma else BF16
             extend = {**shape, "PAGED_WINDOW": window > 0, "BLOCK_M": 64, "BLOCK_N": 64, "TMA": tma}
             types = {**ATTENTION, **blocks}
-            compile_kernel(paged_extend._extend_kernel, types, extend, num_stages=3 if tma else 2)
+            stages = 3 if tma and not window else 2
+            compile_kernel(paged_extend._extend_kernel, types, extend, num_stages=stages)
     for dim, page_size, landmark_heads, pooling in (
         (128, 64, 16, 0),
         (64, 64, 16, 0),
@@ -205,17 +206,21 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
         build(sparse_pages.pages_kernel, num_stages=5 if located else 2)
     build(sparse_survey.lay_out_kernel)
     for tma in (False, True):
-        for tile, collect in ((128, False), (64, True)):
+        for tile, collect in ((128, False), (32, True)):
             constants |= {"TILE": tile, "COLLECT": collect, "TMA": tma}
             types |= {"flat": tile_of(tile, width) if tma else BF16}
             types |= {"queries": tile_of(64, width) if tma else BF16}
             build(sparse_select._rank_kernel, num_stages=3)
             if not collect:
-                build(sparse_survey.survey_kernel, num_stages=3)
-    build(sparse_few.few_kernel, I32, num_stages=2)
+                registers: dict[str, Any] = {"maxnreg": 128} if tma and width <= 64 else {}
+                build(sparse_survey.survey_kernel, num_stages=2, **registers)
+    for tile in (64, 128):
+        constants["TILE"] = tile
+        build(sparse_few.few_kernel, I32, num_stages=2)
+    constants |= {"ROWS": 1, "BLOCK": 256}
     build(sparse_select._threshold_kernel, num_warps=1)
     for few in (False, True):
-        constants["FEW"] = few
+        constants |= {"ROWS": 4, "BLOCK": 32, "FEW": few}
         build(sparse_select._choose_kernel, I32, num_warps=1)
     constants["ROWS"] = 8
     for located, staged in ((False, False), (True, False), (True, True)):

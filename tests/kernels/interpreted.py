@@ -205,16 +205,20 @@ def test_sampling_takes_what_the_reference_takes() -> None:
     assert tokens[0] == logits[0].argmax() and tokens[4] == 7
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_sparse_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+_PROMPTS = [name for name, case in CASES.items() if max(case.new) > 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "few"), [(name, 0) for name in CASES] + [(name, 128) for name in _PROMPTS]
+)
+def test_sparse_attention(name: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of prompts select in one launch where they have few candidates, and in five."""
     for module in (sparse_decode, sparse_scratch):
         monkeypatch.setattr(module, "CHUNK", 16)  # several chunks, on few pages
     _use_few_programs(monkeypatch)
     monkeypatch.setattr(sparse_select, "_GROUPS", 4)
-    # Half of the cases load tiles by descriptor, half of both select in one launch.
-    number = list(CASES).index(name)
-    described = number % 2 == 0
-    monkeypatch.setattr(sparse_select, "_FEW", 128 if number % 4 < 2 else 0)
+    monkeypatch.setattr(sparse_select, "_FEW", few)
+    described = list(CASES).index(name) % 2 == 0  # half of the cases load tiles by descriptor
     monkeypatch.setattr(sparse_select, "can_describe", lambda *_: described)
     monkeypatch.setattr(sparse_extend, "_worth_describing", lambda *_: described)
     found, expected = (run(CASES[name], CPU, kernels=kernels) for kernels in (True, False))
@@ -299,7 +303,9 @@ def test_whole_pages_between_host_and_device() -> None:
     swap_case.check_pages(CPU, torch.float32)
 
 
-@pytest.mark.parametrize(("n", "block", "slack"), [(1, 64, 0), (5, 1024, 0), (64, 64, 2)])
+@pytest.mark.parametrize(
+    ("n", "block", "slack"), [(1, 64, 0), (5, 1024, 0), (64, 64, 2), (64, 1024, 2)]
+)
 def test_best_ranks_are_those_of_the_reference(n: int, block: int, slack: int) -> None:
     """However counts are packed, for few or for many; with slack, a lower threshold will do."""
     torch.manual_seed(n)
@@ -318,7 +324,8 @@ def test_best_ranks_are_those_of_the_reference(n: int, block: int, slack: int) -
         places = (rank[row] > float("-inf")).nonzero().flatten()
         entries[row, : len(places)] = (bits[row, places].long() << 32) | places
     threshold, key = torch.zeros(16), torch.zeros(16, dtype=torch.int32)
-    _thresholds[(1,)](rank, entries, counts, threshold, key, n, 16, block, 16, 4, slack)
+    few = block == 64
+    _thresholds[(1,)](rank, entries, counts, threshold, key, n, 16, block, 16, 4, slack, few)
     for row in range(16):
         places = top_positions(rank[row], 4)
         expected = places[places >= 0].tolist()
@@ -344,6 +351,7 @@ def _thresholds(
     SMALL: tl.constexpr,
     K: tl.constexpr,
     SLACK: tl.constexpr,
+    FEW: tl.constexpr,
 ):
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
@@ -351,7 +359,7 @@ def _thresholds(
     tl.store(threshold + row, threshold_of_rows(value, K, SLACK))
     count = tl.load(counts + row)
     own = entries + row[:, None] * n
-    tl.store(key + row, threshold_in_memory(own, count, K, SMALL, BLOCK == SMALL * 4))
+    tl.store(key + row, threshold_in_memory(own, count, K, SMALL, FEW))
 
 
 @triton.jit

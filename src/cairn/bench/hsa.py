@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cairn.attention.batch import AttentionBatch
 from cairn.attention.hsa.backend import HSABackend
 from cairn.attention.hsa.kernel_sparse import ChunkRows, KernelSparse
 from cairn.bench.collector import release, settled
@@ -26,7 +27,7 @@ from cairn.llm import LLM
 
 PARTS = ("decode", "batch", "prefill", "together", "7b")
 
-_CHUNK = 16704  # 16K tokens with their landmark rows, in whole pages
+_CHUNK = 16704  # 261 pages: 16K tokens and their landmark rows in one step
 _SHORT = 16384  # tokens of prompts whose time is as much the host's, which varies
 _WARM_STEPS = 80  # a page and more: every kind of step has run
 _CHANGE = 0.195  # share of its pages that a row does not have from the row before
@@ -200,19 +201,19 @@ class LocalSelection:
     def __init__(self, kernels: KernelSparse) -> None:
         self._topk = kernels.topk
         self._places: dict[torch.Size, torch.Tensor] = {}
-        self._newest: tuple[ChunkRows, torch.Tensor] | None = None
+        self._newest: tuple[AttentionBatch, torch.Tensor] | None = None
 
     def __call__(self, selected: torch.Tensor, chunks: ChunkRows) -> torch.Tensor:
         pages = int(chunks.batch.kv_lens.max() - chunks.batch.query_lens.max())
         candidates = pages // chunks.batch.page_size - 9  # of the chunk's first row
         if candidates < self._topk:
             return selected  # every candidate is selected anyway
-        if self._newest is not None and self._newest[0] is chunks:
+        if self._newest is not None and self._newest[0] is chunks.batch:
             return self._newest[1]  # of the layer before: what is made up costs no time
         if selected.shape not in self._places:
             self._places[selected.shape] = self._draw(selected)
         places = self._places[selected.shape] * (candidates / self._topk)
-        self._newest = chunks, places.to(selected.dtype)
+        self._newest = chunks.batch, places.to(selected.dtype)
         return self._newest[1]
 
     def _draw(self, selected: torch.Tensor) -> torch.Tensor:

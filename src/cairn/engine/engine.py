@@ -345,7 +345,7 @@ class Engine:
 def _all_within(tokens: Sequence[int], last: int) -> bool:
     """Whether they are all from 0 to `last`; a prompt has many, so not one by one."""
     try:
-        ids = np.frombuffer(array("q", tokens), dtype=np.int64)
+        ids = np.frombuffer(array("q", list(tokens)), dtype=np.int64)
     except OverflowError:
         return False
     return not len(ids) or bool(ids.min() >= 0 and ids.max() <= last)

@@ -9,7 +9,8 @@
 Ranks of all pages are never in memory: of a row there are at most a few hundred groups, up to some
 million tokens, and beyond that one for every tile of pages.
 A group's best page stands for it, so that at least k pages reach the threshold, and no more than k
-groups hold a better one. Its pages lie apart from each other, for good pages come in clusters.
+groups and an eighth of k hold a better one. Its pages lie apart from each other, for good pages
+come in clusters. Where rows have few candidates, `sparse_few` does all of it.
 """
 
 from __future__ import annotations
@@ -339,7 +340,7 @@ def select_pages(
             BLOCK_M=block_m,
             TILE=64 if most_candidates <= 64 else 128,
             num_warps=4 if block_m <= 64 else 8,
-            num_stages=2,
+            num_stages=2 if half else 1,
         )
         return out, normalizer if normalize else None
     count = len(candidates.pages)

@@ -45,7 +45,8 @@ def _packed(one, two, three, FEW: tl.constexpr):
 
 @triton.jit
 def _narrow(low, high, wanted, SLACK: tl.constexpr, cuts, packed, FEW: tl.constexpr):
-    """The range after a step: at least `wanted` keys are >= low, fewer are > high."""
+    """The range after a step: at least `wanted` keys are >= low, and fewer are > high, until the
+    two meet."""
     first, second, third = cuts
     BITS: tl.constexpr = 10 if FEW else 21
     one, two, three = _field(packed, 0, BITS), _field(packed, 1, BITS), _field(packed, 2, BITS)
@@ -94,8 +95,8 @@ def keep_best(rank, K: tl.constexpr):
 
 @triton.jit
 def threshold_of_rows(rank, K: tl.constexpr, SLACK: tl.constexpr = 0):
-    """rank [rows, n] -> what at least K of a row reach, and no more than K, or K + SLACK, exceed;
-    -inf where there are fewer: [rows]"""
+    """rank [rows, n] -> what at least K of a row reach and at most K + SLACK exceed, -inf where
+    there are fewer: [rows]"""
     FEW: tl.constexpr = rank.shape[1] <= MOST_FEW
     valid = rank > float("-inf")
     key = order_key(rank)
@@ -111,9 +112,9 @@ def threshold_of_rows(rank, K: tl.constexpr, SLACK: tl.constexpr = 0):
 
 @triton.jit
 def threshold_in_memory(entries, count, K: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr):
-    """entries [rows, 1], pointers to each row's entries, `count` [rows] of them, if FEW no more
-    than that many: an entry's upper half is the bits of its rank. -> the key that at least K reach
-    and at most K exceed; that of the worst where there are fewer"""
+    """entries [rows, 1], pointers to each row's entries, `count` [rows] of them, if FEW at most
+    MOST_FEW: an entry's upper half is the bits of its rank. -> the key that at least K reach and at
+    most K exceed; that of the worst where there are fewer"""
     column = tl.arange(0, BLOCK)[None, :]
     low = tl.full(count.shape, 0x7FFFFFFF, tl.int64)
     high = tl.full(count.shape, -0x7FFFFFFF, tl.int64)
