@@ -44,7 +44,7 @@ def _masked_tile(
     pool,
     table,  # of the sequence
     start,
-    there,  # [BLOCK_N] which of them are loaded: pages before a window may have been given up
+    there,  # [BLOCK_N] which keys from `start` on: pages before a window may have been given up
     kv_head,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,

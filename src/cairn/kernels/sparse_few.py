@@ -6,12 +6,14 @@ first (see `sparse_select`, which does that where there are more).
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 from cairn.kernels.launch import direct
+from cairn.kernels.sizes import power_of_two
 from cairn.kernels.softmax import LN2, LOG2E
-from cairn.kernels.sparse_shape import SUM_GROUP, load_scoring
+from cairn.kernels.sparse_shape import STRATEGIES, SUM_GROUP, SparseShape, load_scoring
 from cairn.kernels.sparse_survey import rows_and_limits
 from cairn.kernels.top_pages import order_key, threshold_of_rows
 
@@ -110,4 +112,53 @@ def few_kernel(
         chosen + slot,
         tl.full((BLOCK_M, BLOCK_K), -1, tl.int32),
         mask=in_rows[:, None] & (slot >= taken[:, None]) & (slot < TOPK),
+    )
+
+
+def select_few(
+    shape: SparseShape,
+    scoring: torch.Tensor,
+    vectors: torch.Tensor,
+    bias: torch.Tensor | None,
+    pages: torch.Tensor,
+    offsets: torch.Tensor,
+    of_blocks: tuple[torch.Tensor, ...],  # kv_lens, cu_query, dense_until, block_seq, block_begin
+    window_lse: torch.Tensor,
+    normalizer: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    most: int,  # candidates of a row, up to 128
+    normalize: bool,
+    block_m: int,
+) -> None:
+    """Tensors as the kernel has them."""
+    few_kernel[(shape.kv_heads, len(of_blocks[-1]))](
+        scoring,
+        vectors,
+        vectors if bias is None else bias,
+        pages,
+        offsets,
+        *of_blocks,
+        window_lse,
+        normalizer,
+        out,
+        shape.scale,
+        scoring.stride(0),
+        HEADS=scoring.shape[1],
+        KV_HEADS=shape.kv_heads,
+        LANDMARK_HEADS=vectors.shape[1],
+        WIDTH=vectors.shape[2],
+        PAGE_SIZE=shape.page_size,
+        WINDOW=shape.window,
+        SPLIT=shape.split_query,
+        HAS_BIAS=bias is not None,
+        SINKS=shape.sinks,
+        STRATEGY=STRATEGIES[shape.strategy],
+        NORMALIZE=normalize,
+        TOPK=shape.topk,
+        BLOCK_K=power_of_two(shape.topk),
+        BLOCK_M=block_m,
+        TILE=64 if most <= 64 else 128,
+        num_warps=4 if block_m <= 64 else 8,
+        num_stages=2 if scoring.dtype.itemsize == 2 else 1,
     )

@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from cairn.kernels.launch import direct
 from cairn.kernels.paged_extend import ExtendBlocks, can_describe
 from cairn.kernels.sizes import blocks_of, power_of_two
-from cairn.kernels.sparse_few import few_kernel
+from cairn.kernels.sparse_few import select_few
 from cairn.kernels.sparse_shape import (
     STRATEGIES,
     SUM_GROUP,
@@ -312,35 +312,20 @@ def select_pages(
     of_blocks = (kv_lens, cu_query, dense_until, blocks.seq, blocks.begin)
     most_candidates = candidates.longest - shape.window // shape.page_size
     if most_candidates <= min(tile, _FEW):
-        few_kernel[(kv_heads, len(blocks.seq))](
+        select_few(
+            shape,
             scoring,
             vectors,
-            vectors if bias is None else bias,
+            bias,
             candidates.pages,
             candidates.offsets,
-            *of_blocks,
+            of_blocks,
             window_lse,
             normalizer,
             out,
-            shape.scale,
-            scoring.stride(0),
-            HEADS=heads,
-            KV_HEADS=kv_heads,
-            LANDMARK_HEADS=landmark_heads,
-            WIDTH=width,
-            PAGE_SIZE=shape.page_size,
-            WINDOW=shape.window,
-            SPLIT=shape.split_query,
-            HAS_BIAS=bias is not None,
-            SINKS=shape.sinks,
-            STRATEGY=STRATEGIES[shape.strategy],
-            NORMALIZE=normalize,
-            TOPK=topk,
-            BLOCK_K=power_of_two(topk),
-            BLOCK_M=block_m,
-            TILE=64 if most_candidates <= 64 else 128,
-            num_warps=4 if block_m <= 64 else 8,
-            num_stages=2 if half else 1,
+            most=most_candidates,
+            normalize=normalize,
+            block_m=block_m,
         )
         return out, normalizer if normalize else None
     count = len(candidates.pages)
