@@ -2,13 +2,19 @@ from __future__ import annotations
 
 import gc
 import json
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from cairn import LLM
+from cairn.attention.batch import AttentionBatch
 from cairn.bench.collector import settled
+from cairn.bench.hsa import LocalSelection
 from cairn.bench.profile import per_step, share_out
 from cairn.bench.replay import Prompts, read_trace, run
 from cairn.bench.tier_engines import SMALL_BATCHES, TierBench
@@ -95,6 +101,29 @@ def test_the_collector_is_let_go_of_again() -> None:
         assert gc.get_freeze_count() > before
         raise ZeroDivisionError
     assert gc.get_freeze_count() == 0
+
+
+def test_made_up_selections_have_the_published_locality() -> None:
+    rows, pages, topk = 512, 2200, 32
+    batches = [
+        AttentionBatch.build(
+            64, np.array([rows]), np.array([pages * 64]), [np.ones((1, pages))], torch.device("cpu")
+        )
+        for _ in range(2)
+    ]
+    made_up = LocalSelection(SimpleNamespace(topk=topk))  # type: ignore[arg-type]
+    select = partial(made_up, torch.zeros(rows, 2, topk, dtype=torch.int32))
+    selected, again, later = (
+        select(SimpleNamespace(batch=batch))  # type: ignore[arg-type]
+        for batch in (batches[0], batches[0], batches[1])
+    )
+    assert again is selected and later is not selected  # once for all layers of a step
+    assert (selected.diff(dim=-1) > 0).all()
+    assert selected.min() >= 0 and selected.max() < pages - rows // 64 - 8
+    for together, published in ((4, 2.5), (8, 3.4)):
+        unions = selected.view(-1, together, 2, topk).transpose(1, 2).flatten(2)
+        read = sum(len(own.unique()) for own in unions.flatten(0, 1))
+        assert selected.numel() / read == pytest.approx(published, rel=0.04)
 
 
 def test_kernels_that_overlap_are_not_counted_twice() -> None:

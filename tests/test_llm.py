@@ -314,6 +314,7 @@ def test_output_stops_at_the_context_length(folder: Path) -> None:
         ([1, 256], "token id 256.*0 to 255"),
         ([-1], "token id -1"),
         ([1.5], "whole numbers"),
+        ([2**70], "token id 1180591620717411303424; ids"),
         (3, "prompts is a int"),
         (b"bytes", "prompts is a bytes"),
         (["fine", 5], "a prompt is a int"),

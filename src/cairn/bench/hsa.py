@@ -200,7 +200,7 @@ class LocalSelection:
 
     def __init__(self, kernels: KernelSparse) -> None:
         self._topk = kernels.topk
-        self._places: dict[torch.Size, torch.Tensor] = {}
+        self._drawn: dict[torch.Size, torch.Tensor] = {}
         self._newest: tuple[AttentionBatch, torch.Tensor] | None = None
 
     def __call__(self, selected: torch.Tensor, chunks: ChunkRows) -> torch.Tensor:
@@ -210,20 +210,20 @@ class LocalSelection:
             return selected  # every candidate is selected anyway
         if self._newest is not None and self._newest[0] is chunks.batch:
             return self._newest[1]  # of the layer before: what is made up costs no time
-        if selected.shape not in self._places:
-            self._places[selected.shape] = self._draw(selected)
-        places = self._places[selected.shape] * (candidates / self._topk)
+        if selected.shape not in self._drawn:
+            self._drawn[selected.shape] = self._draw(selected)
+        edges = torch.arange(self._topk + 1, device=selected.device) * candidates // self._topk
+        places = edges[:-1] + (self._drawn[selected.shape] * edges.diff()).long()
         self._newest = chunks.batch, places.to(selected.dtype)
         return self._newest[1]
 
     def _draw(self, selected: torch.Tensor) -> torch.Tensor:
-        """The part of every place, and where in that part the row reads: [rows, kv_heads, k]"""
-        rows, _, k = selected.shape
+        """Where in each part the row reads, from 0 to 1: [rows, kv_heads, k]"""
+        rows = len(selected)
         device = selected.device
         generator = torch.Generator(device).manual_seed(0)
         changes = torch.rand(selected.shape, device=device, generator=generator) < _CHANGE
         # The row of the last change, and a place drawn there.
         row = torch.arange(rows, device=device)[:, None, None]
         last = torch.where(changes, row, 0).cummax(0).values
-        where = torch.rand(selected.shape, device=device, generator=generator).gather(0, last)
-        return torch.arange(k, device=device) + where
+        return torch.rand(selected.shape, device=device, generator=generator).gather(0, last)
