@@ -19,7 +19,7 @@ from matplotlib import pyplot
 Rows = list[dict[str, Any]]
 Belongs = Callable[[dict[str, Any]], bool]
 Draw = Callable[[Rows, str], None]
-_MEASURED = (
+_SUBJECT = (
     *("case", "backend", "model", "context", "batch", "selection"),
     *("tier", "running", "copies"),
 )
@@ -35,16 +35,18 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     for file in arguments.files:
         records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        for name, (belongs, draw) in DRAWINGS.get(records[0]["workload"], {}).items():
-            rows, dates = _newest(records, belongs)
-            if not rows:
-                continue
-            draw(rows, f"{records[-1]['device']}, {dates}")
-            path = arguments.out / f"{name}.png"
-            pyplot.tight_layout()
-            pyplot.savefig(path, dpi=110)
-            pyplot.close()
-            print(path)
+        for workload, drawings in DRAWINGS.items():
+            own = [record for record in records if record["workload"] == workload]
+            for name, (belongs, draw) in drawings.items():
+                rows, dates = _newest(own, belongs)
+                if not rows:
+                    continue
+                draw(rows, f"{own[-1]['device']}, {dates}")
+                path = arguments.out / f"{name}.png"
+                pyplot.tight_layout()
+                pyplot.savefig(path, dpi=110)
+                pyplot.close()
+                print(path)
 
 
 def _newest(records: list[dict[str, Any]], belongs: Belongs) -> tuple[Rows, str]:
@@ -52,7 +54,7 @@ def _newest(records: list[dict[str, Any]], belongs: Belongs) -> tuple[Rows, str]
     found: dict[tuple[Any, ...], tuple[str, dict[str, Any]]] = {}
     for record in records:
         for row in filter(belongs, record["results"]):
-            found[tuple(row.get(name) for name in _MEASURED)] = record["date"], row
+            found[tuple(row.get(name) for name in _SUBJECT)] = record["date"], row
     dates = sorted({date for date, _ in found.values()})
     return [row for _, row in found.values()], " to ".join(dict.fromkeys(dates[:1] + dates[-1:]))
 
