@@ -18,6 +18,7 @@ from tests.test_chat import TEMPLATE, talk
 PAGE, TOPK, WINDOW, HEADS, KV_HEADS = 16, 2, 20, 4, 2
 SPARSE: dict[str, Any] = {
     "attention_backend": "hsa", "page_size": PAGE, "hsa_topk": TOPK, "hsa_window": WINDOW,
+    "hsa_prefill": "sparse", "hsa_dense_below": 0,
 }  # fmt: skip
 TEXT = "A cairn is a pile of stones that marks a path where none is to be seen, so that whoever "
 TEXT += "comes later finds the way over moors and mountains, even in fog or under snow."
@@ -215,12 +216,14 @@ def test_a_prompt_within_the_window_reads_no_page(llm: LLM) -> None:
     assert trace.page_weights() == {}
 
 
-def test_with_a_dense_prompt_the_first_token_has_no_sparse_reads(folder: Path) -> None:
-    options = {**SPARSE, "attention_backend": "torch,hsa"}
+def test_with_a_dense_prompt_the_first_token_has_everything_in_its_window(folder: Path) -> None:
+    options = {**SPARSE, "hsa_prefill": "dense"}
     with LLM(folder, device="cpu", **options) as llm:
         trace = trace_of(llm.generate(TEXT, max_tokens=4, trace=True))
     first, *others = trace.tokens
-    assert first.layers == []
+    assert [read.layer for read in first.layers] == [0, 1]
+    assert all(read.pages == [[], []] for read in first.layers)
+    assert all(read.window_weight == [1.0] * HEADS for read in first.layers)
     assert first.page_weights() == {}
     assert [[read.layer for read in token.layers] for token in others] == [[0, 1]] * 3
     assert all(read.pages[0] for token in others for read in token.layers)

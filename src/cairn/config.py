@@ -16,6 +16,7 @@ LOAD_FORMATS = ("auto", "dummy")
 EVICTION_POLICIES = ("lru", "lfu")
 STRATEGIES = ("group", "head", "softmax_head")
 FUSIONS = ("landmark", "lse")
+PREFILLS = ("dense", "sparse")
 
 
 def _option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -94,7 +95,17 @@ class EngineConfig:
     hsa_fusion: str | None = _option(
         None, "hsa: weigh pages by landmark score or by exact lse.", FUSIONS
     )
-    hsa_dense_below: int | None = _option(None, "hsa: rows below this position see everything.")
+    hsa_prefill: str | None = _option(
+        None,
+        "hsa: how ordinary models read prompts. dense (the default) reads all of the past, sparse "
+        "reads selected pages as decoding does.",
+        PREFILLS,
+    )
+    hsa_dense_below: int | None = _option(
+        None,
+        "hsa: rows below this position see everything. By default rows for which dense attention "
+        "is not slower.",
+    )
     enable_hisparse: bool = _option(
         False, "Keep the KV of sparse layers in host memory, and on the device what is read."
     )
@@ -117,6 +128,7 @@ class EngineConfig:
             ("eviction", EVICTION_POLICIES),
             ("hsa_selection_strategy", STRATEGIES),
             ("hsa_fusion", FUSIONS),
+            ("hsa_prefill", PREFILLS),
         ):
             value = getattr(self, name)
             if value not in choices and not (value is None and name.startswith("hsa_")):

@@ -33,7 +33,7 @@ class TracedToken:
     token_id: int
     text: str | None
     layers: list[LayerRead]
-    """Of the sparse layers; none where a dense backend read the prompt."""
+    """Of the sparse layers. A row that was read densely has all of it in its window."""
 
     def page_weights(self) -> dict[int, float]:
         """Mean share of each page over all sparse layers and heads."""

@@ -12,9 +12,13 @@ import torch
 
 from cairn import LLM, EngineConfig
 from cairn.cli_flags import add_flags, collect
+from cairn.engine.attention_options import plan_attention
 from cairn.engine.sampling_params import MAX_LOGPROBS
 from cairn.errors import ConfigError
+from cairn.models.config_reader import ConfigReader
+from cairn.models.registry import read_spec
 from cairn.outputs import Generation
+from cairn.sparsity.config import ALL_ROWS
 from tests.helpers import GOLDENS, TINY, TINY_LLAMA, TINY_OLMO3, tokens_of, write_model
 
 PAGE, LENGTH, ANSWER = 16, 200, 8
@@ -38,7 +42,9 @@ HILS = GOLDENS / "qwen_hope_qcal_gqa"  # chunks of 16, top-4, policy hils
 KEYED = GOLDENS / "qwen_hope_wo_prior_gqa"  # the same with policy landmark-key
 PROMPT = tokens_of(LENGTH, vocab=VOCAB)
 SPARSE: dict[str, Any] = {"attention_backend": "hsa", "hsa_topk": 2, "hsa_window": PAGE}
+SPARSE["hsa_prefill"] = "sparse"
 FLAGS = ["--attention-backend", "hsa", "--hsa-topk", "2", "--hsa-window", str(PAGE)]
+FLAGS += ["--hsa-prefill", "sparse"]
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +199,7 @@ def test_a_model_of_windows_only_has_nothing_for_sparse_attention(
         ("hsa_sinks", 0),
         ("hsa_fusion", "lse"),
         ("hsa_dense_below", 0),
+        ("hsa_prefill", "sparse"),
     ],
 )
 def test_options_of_sparse_attention_are_refused_without_it(
@@ -250,6 +257,7 @@ def test_policies_and_models_that_do_not_go_together_are_refused(
         ({"hsa_sinks": 0}, "hsa_sinks is 0, but"),
         ({"hsa_fusion": "landmark"}, "hsa_fusion is 'landmark', but"),
         ({"hsa_dense_below": 0}, "hsa_dense_below is 0, but"),
+        ({"hsa_prefill": "dense"}, "hsa_prefill is 'dense', but"),
         ({"hsa_topk": 0}, "hsa_topk is 0"),
         ({"hsa_selection_strategy": "best"}, "hsa_selection_strategy is 'best'"),
     ],
@@ -275,7 +283,7 @@ def test_what_a_model_was_trained_with_is_not_changed(options: dict[str, Any], n
         ["--hsa-sinks", "2"],
         ["--hsa-fusion", "landmark"],
         ["--hsa-dense-below", "100"],
-        ["--attention-backend", "torch,hsa"],
+        ["--hsa-prefill", "dense"],
         ["--page-size", "8"],
     ],
     ids=" ".join,
@@ -295,7 +303,6 @@ def test_every_flag_changes_the_output(folder: Path, flags: list[str]) -> None:
         ["--hsa-layers", "0-1"],
         ["--hsa-sinks", "1"],
         ["--hsa-fusion", "lse"],
-        ["--hsa-dense-below", "0"],
     ],
     ids=" ".join,
 )
@@ -304,11 +311,13 @@ def test_naming_a_default_changes_nothing(folder: Path, flags: list[str]) -> Non
     assert torch.equal(logprobs(folder, **after), logprobs(folder, **before))
 
 
+@pytest.mark.parametrize("below", [{}, {"hsa_dense_below": 0}], ids=["dense", "selected"])
 @pytest.mark.parametrize(("topk", "window"), [(1, 16), (2, 16), (2, 17), (3, 40)])
 def test_a_row_is_dense_until_more_pages_than_top_k_lie_before_its_window(
-    folder: Path, topk: int, window: int
+    folder: Path, topk: int, window: int, below: dict[str, int]
 ) -> None:
-    options = {**SPARSE, "hsa_topk": topk, "hsa_window": window}
+    """Such rows go to the dense backend, unless every row is to select: the result is the same."""
+    options: dict[str, Any] = {**SPARSE, "hsa_topk": topk, "hsa_window": window, **below}
     gap = distributions(generated(folder, **options)) - distributions(generated(folder))
     first = (topk + 1) * PAGE + window - 1
     assert gap[:first].abs().max() < 1e-9
@@ -322,6 +331,7 @@ def test_with_every_page_selected_attention_is_dense(
 ) -> None:
     dense = generated(folders[model])
     options = {**SPARSE, "hsa_policy": policy, "hsa_topk": 32, "chunked_prefill_size": 90}
+    options["hsa_dense_below"] = 0
     sparse = generated(folders[model], trace=True, **options)
     assert any(traced_pages(sparse))
     assert sparse.token_ids == dense.token_ids
@@ -350,12 +360,13 @@ def test_rows_below_dense_below_see_everything_and_later_ones_do_not(
     assert gap[below].abs().max() > 1e-6
 
 
+@pytest.mark.parametrize("prefill", [None, "dense"])
 @pytest.mark.parametrize("model", ["llama", "olmo3"])
-@pytest.mark.parametrize("backend", ["torch,hsa", "auto,hsa", " torch , hsa "])
-def test_a_pair_reads_prompts_densely_and_answers_sparsely(
-    folders: dict[str, Path], model: str, backend: str
+@pytest.mark.parametrize("backend", ["hsa", "torch,hsa", "auto,hsa", " torch , hsa "])
+def test_prompts_are_read_densely_and_answers_sparsely(
+    folders: dict[str, Path], model: str, backend: str, prefill: str | None
 ) -> None:
-    options = {**SPARSE, "attention_backend": backend}
+    options = {**SPARSE, "attention_backend": backend, "hsa_prefill": prefill}
     pair, dense = generated(folders[model], **options), generated(folders[model])
     gap = distributions(pair) - distributions(dense)
     assert pair.token_ids[0] == dense.token_ids[0]
@@ -416,6 +427,33 @@ def test_the_page_size_is_64_or_the_chunk_size_unless_given(folder: Path) -> Non
             assert f"pages of {size} rows" in llm.engine.notes[0]
 
 
+def test_a_pair_and_a_sparse_prefill_contradict_each_other(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'torch,hsa'.* with torch, and hsa_prefill is 'sparse'"):
+        load(folder, **{**SPARSE, "attention_backend": "torch,hsa"})
+
+
+def test_where_dense_attention_is_not_slower_a_row_is_dense() -> None:
+    """By its position, the device and the options; never where a model was trained otherwise."""
+    spec = read_spec(ConfigReader({**TINY_LLAMA, "vocab_size": VOCAB}, "config.json")).for_engine()
+
+    def bounds(device: str, **options: Any) -> tuple[int, int]:
+        config = EngineConfig(attention_backend="hsa", hsa_topk=4, hsa_window=100, **options)
+        sparse = plan_attention(config, spec, device).sparse
+        assert sparse is not None
+        return sparse.dense_below, sparse.dense_prompt_below
+
+    all_selected = 5 * 64 + 99
+    assert bounds("cpu") == (all_selected, ALL_ROWS)
+    assert bounds("cpu", hsa_prefill="sparse") == (all_selected, all_selected)
+    assert bounds("cuda") == (16384, ALL_ROWS)
+    assert bounds("cuda", hsa_prefill="sparse") == (16384, 65536)
+    assert bounds("cuda", hsa_prefill="sparse", hsa_dense_below=0) == (0, 0)
+    assert bounds("cuda", hsa_dense_below=100) == (100, ALL_ROWS)
+    # A page that weighs as much as its landmark says is not what dense attention makes of it.
+    assert bounds("cuda", hsa_prefill="sparse", hsa_fusion="landmark") == (0, 0)
+    assert bounds("cuda", enable_hisparse=True) == (0, ALL_ROWS)
+
+
 def test_notes_tell_what_was_chosen(folder: Path) -> None:
     options = parsed(
         "--attention-backend", "torch,hsa", "--hsa-policy", "mean", "--hsa-topk", "5",
@@ -427,6 +465,8 @@ def test_notes_tell_what_was_chosen(folder: Path) -> None:
             "hsa: mean, 1 of 2 layers, top-5 pages of 16 rows, window 33, sinks 2, group, "
             "landmark weights, dense prompts",
         )
+    with load(folder, **SPARSE) as llm:
+        assert llm.engine.notes[0].endswith("lse weights, dense below row 63")
     with load(folder) as llm:
         assert llm.engine.notes == ()
 

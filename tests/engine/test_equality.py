@@ -29,6 +29,7 @@ PAGE = 16
 CHUNKS = [1, 7, PAGE - 1, PAGE, PAGE + 1, 100, 4096]
 CONFIGS = {"llama": TINY_LLAMA, "olmo3": TINY_OLMO3, "hils": TINY_HILS, "quest": TINY_LLAMA}
 SPARSE = {"attention_backend": "hsa", "hsa_topk": 2, "hsa_window": 20, "hsa_sinks": 1}
+SPARSE |= {"hsa_prefill": "sparse"}
 OPTIONS: dict[str, dict[str, Any]] = {"quest": SPARSE}
 
 

@@ -20,6 +20,7 @@ from tests.helpers import TINY_HILS, TINY_LLAMA, TINY_OLMO3, poison_free_memory
 
 PAGE = 16
 SPARSE = {"attention_backend": "hsa", "hsa_topk": 2, "hsa_window": 20, "hsa_sinks": 1}
+SPARSE |= {"hsa_prefill": "sparse"}
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "quest": (TINY_LLAMA, SPARSE),
     "mean": (TINY_LLAMA, {**SPARSE, "hsa_policy": "mean", "hsa_dense_below": 50}),

@@ -16,7 +16,7 @@ from cairn.attention.batch import AttentionBatch
 from cairn.attention.torch_backend import TorchBackend
 from cairn.errors import ConfigError
 from cairn.eval.dense_pages import DensePages
-from cairn.eval.recall import attach, compare, measure, query_places, window_start
+from cairn.eval.recall import attach, compare, measure, query_places
 from cairn.eval.settings import Setting, make_settings
 from cairn.memory.groups import LayerGroup
 from cairn.memory.kv_pool import KVPool
@@ -30,6 +30,8 @@ HSA: dict[str, Any] = {
     "page_size": SIZE,
     "attention_backend": "hsa",
     "hsa_window": SIZE,
+    "hsa_prefill": "sparse",
+    "hsa_dense_below": 0,
 }
 
 
@@ -69,7 +71,8 @@ def test_recall_is_what_the_selected_pages_hold(folder: Path) -> None:
         assert trace is not None
         (record,) = watcher.take()
         read = next(read for read in trace.tokens[0].layers if read.layer == 0)
-        start = window_start(llm, record.cache_row)
+        assert llm.engine.sparse is not None
+        start = llm.engine.sparse.window_start(record.cache_row, SIZE)
         assert start == (299 - SIZE + 1) // SIZE
         kept = compare(record.shares[0], read, start)
     mass, far, best, top = [], [], [], []

@@ -67,7 +67,7 @@ def test_graphs_and_overlap_change_nothing(backend: str) -> None:
             max_running_requests=8,
             **switches,
         ) as llm:
-            assert (llm.engine.runner.graph_sizes > 0) == (
+            assert (llm.engine.runner.largest_graph > 0) == (
                 backend == "triton" and "disable_cuda_graph" not in switches
             )
             answers.append([r.token_ids for r in llm.generate(prompts, params)])
@@ -158,6 +158,8 @@ def test_training_free_sparse_attention_equals_the_cpu(policy: str, tmp_path: Pa
             hsa_policy=policy,
             hsa_topk=4,
             hsa_window=32,
+            hsa_prefill="sparse",
+            hsa_dense_below=0,
         ) as llm:
             poison_free_memory(llm.engine)
             tokens = llm.generate(ids, max_tokens=40, ignore_eos=True).token_ids

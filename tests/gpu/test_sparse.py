@@ -127,17 +127,16 @@ def test_golden_greedy_tokens_through_graphs(case: str) -> None:
         assert backend.launches >= 63 * sparse  # and what recording ran
 
 
+QUEST = {"attention_backend": "hsa", "page_size": 16, "hsa_topk": 3, "hsa_window": 32}
+LLAMA = {**TINY_LLAMA, "hidden_size": 64}
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "hils": ({**TINY_HILS, "hidden_size": 64, "full_attn_interleave": 2}, {}),
-    "quest": (
-        {**TINY_LLAMA, "hidden_size": 64},
-        {
-            "attention_backend": "hsa",
-            "hsa_policy": "quest",
-            "page_size": 16,
-            "hsa_topk": 3,
-            "hsa_window": 32,
-        },
+    "quest": (LLAMA, {**QUEST, "hsa_prefill": "sparse", "hsa_dense_below": 0}),
+    "dense-prompts": (LLAMA, {**QUEST, "hsa_dense_below": 0}),
+    "dense-below": (LLAMA, {**QUEST, "hsa_dense_below": 120}),
+    "own-policy": (
+        LLAMA,
+        {**QUEST, "hsa_dense_below": 120, "hsa_policy": "tests.kernels.sparse_case:MaxKey"},
     ),
 }
 
@@ -172,7 +171,7 @@ def test_everything_on_together_changes_nothing(name: str, tmp_path: Path) -> No
             poison_free_memory(llm.engine)
             backend = llm.engine.runner.backend
             assert isinstance(backend, HSABackend) and backend.kernels is not None
-            assert (llm.engine.runner.graph_sizes > 0) == ("disable_cuda_graph" not in switches)
+            assert (llm.engine.runner.largest_graph > 0) == ("disable_cuda_graph" not in switches)
             answers.append([r.token_ids for r in llm.generate(prompts, params)])
             again = [r.token_ids for r in llm.generate(prompts, params)]
             assert again == answers[-1]

@@ -57,7 +57,7 @@ def test_tier_changes_no_token(model: str, graph: bool, folders: dict[str, Path]
     misses = []
     for frames in (28, 200):
         with tiered(folders[model], frames=frames, hot=48, overlap=True, **options) as llm:
-            assert (llm.engine.runner.graph_sizes > 0) == graph
+            assert (llm.engine.runner.largest_graph > 0) == graph
             assert answers(llm) == expected
             report = llm.engine.tier()
             assert report is not None and report.totals.resident > 0

@@ -129,7 +129,7 @@ def main() -> None:
     compile_kernel(stage._stage_claim_kernel, types, constants)
     for staged in (False, True):
         compile_kernel(stage._stage_tell_kernel, types, {**constants, "STAGED": staged})
-    constants = {"KV_HEADS": 8, "PAGE_SIZE": 64, "WINDOW": 512, "DENSE_BELOW": 0}
+    constants = {"KV_HEADS": 8, "PAGE_SIZE": 64, "WINDOW": 512}
     drifting = {"selected": I32, "kv_lens": I32, "clock": I32, "change": "fp32"}
     drifting["max_seqs"] = "i32"
     compile_kernel(drift._drift_kernel, drifting, {**constants, "TOPK": 32, "BLOCK_K": 32})
@@ -162,7 +162,7 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
     types |= dict.fromkeys(("groups", "capacity", "count", "room", "slots", "first_slot"), "i32")
     constants = {
         **{"HEADS": 16, "KV_HEADS": 2, "DIM": dim, "PAGE_SIZE": page_size, "WIDTH": width},
-        **{"LANDMARK_HEADS": landmark_heads, "WINDOW": 512, "DENSE_BELOW": 0},
+        **{"LANDMARK_HEADS": landmark_heads, "WINDOW": 512},
         **{
             "HIDE_LAST": native,
             "HAS_BIAS": native,

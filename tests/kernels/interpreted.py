@@ -262,7 +262,7 @@ def test_made_up_selections_drift() -> None:
     shape = SparseShape(
         heads=4, kv_heads=2, head_dim=16, page_size=16, landmark_heads=2, landmark_width=32,
         topk=5, window=32, scale=1.0, strategy="group", by_lse=True, sinks=0, null_split=False,
-        hide_last=False, dense_below=0,
+        hide_last=False,
     )  # fmt: skip
     state = DriftState.empty(shape, 2, 4, CPU)
     lengths = torch.tensor([40 * 16, 60, 1000], dtype=torch.int32)

@@ -33,7 +33,6 @@ class Case:
             heads=2 * kv_heads, kv_heads=kv_heads, head_dim=dim, page_size=size,
             landmark_heads=kv_heads, landmark_width=dim, topk=topk, window=128, scale=dim**-0.5,
             strategy="group", by_lse=by_lse, sinks=1, null_split=False, hide_last=False,
-            dense_below=0,
         )  # fmt: skip
         generator = torch.Generator().manual_seed(0)
 

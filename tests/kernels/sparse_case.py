@@ -17,7 +17,7 @@ from cairn.attention.torch_backend import TorchBackend
 from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.landmarks import LandmarkPool, LandmarkShape
-from cairn.sparsity.config import SparseConfig
+from cairn.sparsity.config import ALL_ROWS, SparseConfig
 from cairn.sparsity.policy import Landmark, Policy, PolicyShape
 from cairn.sparsity.quest import QuestPolicy
 from cairn.sparsity.registry import make_policy
@@ -98,7 +98,7 @@ def run(case: Case, device: torch.device, *, kernels: bool, seed: int = 0) -> Re
         null_split=case.options.get("null_split", native),
         landmark_rows=native,
         dense_below=case.options.get("dense_below", 0),
-        dense_prompt=case.options.get("dense_prompt", False),
+        dense_prompt_below=case.options.get("dense_prompt_below", 0),
     )
     pool = KVPool(groups, [pages], case.page_size, case.kv_heads, case.dim, case.dtype, device)
     landmark_shape = LandmarkShape(
@@ -117,7 +117,8 @@ def run(case: Case, device: torch.device, *, kernels: bool, seed: int = 0) -> Re
         for i in range(count):
             held = rows[:, i * case.page_size : (i + 1) * case.page_size].to(device)
             # The reference multiplies what it masks; the kernels do not touch it.
-            pool.layers[0][int(table[s, i])] = NAN if kernels and not config.dense_prompt else 0
+            beyond = NAN if kernels and not config.reads_densely else 0
+            pool.layers[0][int(table[s, i])] = beyond
             pool.layers[0][int(table[s, i]), :, : held.shape[1]] = held
         sealed = table[s, : past[s] // case.page_size].astype(np.int64)
         prior = torch.randn(len(sealed), case.heads, case.dim).to(case.dtype).to(device)
@@ -141,7 +142,7 @@ def run(case: Case, device: torch.device, *, kernels: bool, seed: int = 0) -> Re
     query, scores_with = (torch.randn(size).to(case.dtype).to(device) for _ in range(2))
     scoring = Scoring(scores_with, scores_with) if native else None
     contents = pool.layers[0].clone()
-    backend.launching(batch, replayed=False)
+    backend.launching(batch, None)
     metadata = backend.prepare(batch)
     pool.layers[0].copy_(contents)  # the step's rows are written after it was prepared
     backend.begin(metadata)
@@ -177,7 +178,7 @@ CASES: dict[str, Case] = {
         [1, 40, 1, 30],
         [48, 40, 300, 130],
         policy="quest",
-        options={"dense_prompt": True},
+        options={"dense_prompt_below": ALL_ROWS},
         prompt=[20, 40, 300, 110],
     ),
     "own-policy": Case(*MIXED, policy="tests.kernels.sparse_case:MaxKey"),

@@ -6,10 +6,10 @@ import torch
 
 from cairn.kernels import swap_in
 from cairn.kernels.interface import COPY_THREADS
+from cairn.kernels.layer_memory import LayerMemory
 from cairn.kernels.stage import reference
 from cairn.kernels.swap_in import (
     HotTables,
-    LayerMemory,
     SwapScratch,
     copy_missed,
     copy_pages,

@@ -16,6 +16,7 @@ from cairn.sparsity.policy import Landmark
 from tests.engine.tiered import PAGE
 
 SPARSE = {"attention_backend": "hsa", "hsa_topk": 2, "hsa_window": 20, "hsa_sinks": 1}
+SPARSE |= {"hsa_prefill": "sparse"}
 
 
 def load(folder: Path, tp: int, **options: Any) -> LLM:

@@ -26,7 +26,7 @@ MADE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama-biased-tied": (BIASED, {}),
     "quest": (TINY_LLAMA, SPARSE),
     "mean": (TINY_LLAMA, {**SPARSE, "hsa_policy": "mean", "hsa_dense_below": 50}),
-    "dense-prompt": (TINY_LLAMA, {**SPARSE, "attention_backend": "torch,hsa"}),
+    "dense-prompt": (TINY_LLAMA, {**SPARSE, "hsa_prefill": "dense"}),
     "quest-tier": (TINY_LLAMA, SCARCE),
     "quest-tier-async": (TINY_LLAMA, ASYNC),
     "hils-tier": (TINY_HILS, SCARCE),

@@ -64,7 +64,7 @@ class Lane:
     def _attention(
         self, num_pages: int, interpreted: bool = False
     ) -> tuple[SparseAttention, PageGeometry]:
-        plan, geometry = read_plan(self._options, self.spec, self._page_size)
+        plan, geometry = read_plan(self._options, self.spec, self._page_size, "cpu")
         pool = make_pool(self.spec, geometry, num_pages, self._dtype, torch.device("cpu"))
         attention = SparseAttention(
             self.spec,

@@ -18,7 +18,7 @@ PLAIN, HILS = spec_of(None, 20, 2), spec_of(8, 20, 2)
 
 def test_options_reach_the_plan() -> None:
     given = {"policy": "mean", "topk": 5, "window": 99, "sinks": 2, "dense_below": 7, "layers": "1"}
-    plan, geometry = read_plan(given, PLAIN, 16)
+    plan, geometry = read_plan(given, PLAIN, 16, "cpu")
     assert plan.sparse is not None
     found = plan.sparse
     assert (found.topk, found.window, found.sinks, found.dense_below) == (5, 99, 2, 7)
@@ -28,7 +28,7 @@ def test_options_reach_the_plan() -> None:
 
 
 def test_pages_of_models_with_landmark_rows() -> None:
-    plan, geometry = read_plan(None, HILS, 7)
+    plan, geometry = read_plan(None, HILS, 7, "cpu")
     assert plan.sparse is not None and plan.sparse.landmark_rows
     assert (geometry.page_size, geometry.tokens_per_page) == (8, 7)
 
@@ -46,7 +46,7 @@ def test_pages_of_models_with_landmark_rows() -> None:
 )
 def test_wrong_options_are_refused(given: Any, spec: Any, page_size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_plan(given, spec, page_size)
+        read_plan(given, spec, page_size, "cpu")
 
 
 def server_args(**changed: Any) -> SimpleNamespace:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
-from cairn.attention.batch import AttentionBatch, HostBatch, Scoring
+from cairn.attention.batch import AttentionBatch, GraphKind, HostBatch, Scoring
 from cairn.errors import ConfigError
 from cairn.memory.groups import LayerGroup
 from cairn.memory.kv_pool import KVPool
@@ -38,13 +38,27 @@ class AttentionShape:
     """The last row of a page is a landmark row that dense layers do not see."""
 
 
+class Graph(NamedTuple):
+    """A recorded step, as backends know it."""
+
+    kind: GraphKind
+    mixed: bool
+    """Sequences have any number of new rows; else one each."""
+
+
 class AttentionBackend(Protocol):
     @property
     def name(self) -> str: ...
 
     @property
-    def graphs(self) -> bool:
-        """`begin` and `forward` of a decode batch can be recorded in a CUDA graph and replayed."""
+    def graph_kinds(self) -> tuple[GraphKind, ...]:
+        """Kinds of decode steps whose `prepare`, `begin` and `forward` can be recorded in a CUDA
+        graph and replayed; empty if none can."""
+        ...
+
+    @property
+    def mixed_kinds(self) -> tuple[GraphKind, ...]:
+        """The same for steps that prefill, or prefill and decode."""
         ...
 
     @property
@@ -52,12 +66,17 @@ class AttentionBackend(Protocol):
         """Wants the generations of pages on the device."""
         ...
 
-    def replayable(self, batch: HostBatch) -> bool:
-        """A step that only decodes can be replayed from a graph."""
+    def graph_kind(self, batch: HostBatch, *, mixed: bool) -> GraphKind | None:
+        """The kind of graph that a step can be replayed from, one of decode steps or a mixed one;
+        None if it must be launched."""
         ...
 
-    def launching(self, batch: HostBatch, *, replayed: bool) -> None:
-        """The host's books of a step that is about to be launched or replayed."""
+    def launching(self, batch: HostBatch, graph: Graph | None) -> None:
+        """Keeps the host's books of a step that is about to be launched, or replayed."""
+        ...
+
+    def replayed(self, batch: HostBatch, graph: Graph) -> None:
+        """Launches what the graph of a step leaves out."""
         ...
 
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> Any:
@@ -98,9 +117,8 @@ class DenseBackend:
     head_dims: ClassVar[tuple[int, ...] | None] = None  # None for any
     hides_rows: ClassVar[bool] = False
     """Can leave landmark rows out."""
-    graphs: ClassVar[bool] = False
-    """`begin` and `forward` of a decode batch can be recorded in a CUDA graph and replayed."""
-
+    graph_kinds: ClassVar[tuple[GraphKind, ...]] = ()
+    mixed_kinds: ClassVar[tuple[GraphKind, ...]] = ()
     reads_generations: ClassVar[bool] = False
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
@@ -125,10 +143,13 @@ class DenseBackend:
             return "the model hides landmark rows from its window layers, and it cannot"
         return None
 
-    def replayable(self, batch: HostBatch) -> bool:
-        return self.graphs
+    def graph_kind(self, batch: HostBatch, *, mixed: bool) -> GraphKind | None:
+        return "dense" if (self.mixed_kinds if mixed else self.graph_kinds) else None
 
-    def launching(self, batch: HostBatch, *, replayed: bool) -> None:
+    def launching(self, batch: HostBatch, graph: Graph | None) -> None:
+        pass
+
+    def replayed(self, batch: HostBatch, graph: Graph) -> None:
         pass
 
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> Any:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+
+GraphKind = Literal["dense", "sparse", "resident", "both"]
+"""How the sparse layers of a recorded step attend: every row densely; every row sparsely; the same,
+where all pages of host memory that it reads are on the device; or some rows so and some so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +68,25 @@ class AttentionBatch(HostBatch):
     device: torch.device
     device_kv_lens: torch.Tensor  # kv_lens on the device, int32
     device_cu_query: torch.Tensor  # cu_query on the device, int32
+    device_prompt_rows: torch.Tensor  # prompt_rows on the device, int32
+    recorded: GraphKind | None = None
+    """The kind of step this batch is recorded for. The host's lengths are made up then: only the
+    device knows those of the steps that will be replayed."""
+
+    @property
+    def decodes(self) -> bool:
+        """Every sequence has one new row."""
+        return bool((self.query_lens == 1).all())
+
+    def shortened(self, seqs: np.ndarray) -> AttentionBatch:
+        """The same rows, but those of the chosen sequences, [seqs] bool, see only each other.
+
+        For rows that are computed elsewhere: they cost next to nothing and their output is
+        overwritten.
+        """
+        kv_lens = np.where(seqs, self.query_lens, self.kv_lens)
+        on_device = to_device(kv_lens.astype(np.int32), self.device)
+        return replace(self, kv_lens=kv_lens, device_kv_lens=on_device)
 
     @classmethod
     def build(
@@ -104,56 +127,33 @@ class AttentionBatch(HostBatch):
             traced_rows=np.array(traced_rows, dtype=np.int64),
             device_kv_lens=to_device(kv_lens.astype(np.int32), device),
             device_cu_query=to_device(cu_query.astype(np.int32), device),
-        )
-
-    def take(self, seqs: np.ndarray) -> tuple[AttentionBatch, np.ndarray]:
-        """The batch of some of its sequences, and which rows of the step are theirs."""
-        query_lens = self.query_lens[seqs]
-        cu_query = np.concatenate(([0], np.cumsum(query_lens)))
-        first = np.repeat(self.cu_query[seqs] - cu_query[:-1], query_lens)
-        rows = first + np.arange(cu_query[-1])
-        seq_index = to_device(seqs, self.device)
-        row_index = to_device(rows, self.device)
-        taken = replace(
-            self,
-            query_lens=query_lens,
-            kv_lens=self.kv_lens[seqs],
-            cu_query=cu_query,
-            row_offsets=self.row_offsets[row_index],
-            groups=tuple(
-                GroupTables(
-                    page_table=tables.page_table[seq_index],
-                    row_pages=tables.row_pages[row_index],
-                    generations=None
-                    if tables.generations is None
-                    else tables.generations[seq_index],
-                    host_pages=tables.host_pages[seqs],
-                    host_generations=tables.host_generations[seqs],
-                )
-                for tables in self.groups
+            device_prompt_rows=to_device(
+                (kv_lens if prompt_rows is None else prompt_rows).astype(np.int32), device
             ),
-            prompt_rows=self.prompt_rows[seqs],
-            traced_rows=np.flatnonzero(np.isin(rows, self.traced_rows)),
-            device_kv_lens=self.device_kv_lens[seq_index],
-            device_cu_query=to_device(cu_query.astype(np.int32), self.device),
         )
-        return taken, rows
 
 
-_AT_ONCE = 65536  # bytes; CUDA sets so many aside and goes on, and waits for its turn with more
+_AT_ONCE = 65536  # bytes; CUDA buffers copies up to this size, and waits for the stream with more
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Without waiting for what the device is doing."""
+    """A copy on the device, made without waiting for what the device is doing."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type != "cuda" or tensor.nbytes <= _AT_ONCE:
-        return tensor.to(device, non_blocking=True)
-    out = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return send(array, torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
+
+
+def send(array: np.ndarray, target: torch.Tensor) -> torch.Tensor:
+    """Overwrite a contiguous tensor without waiting for what its device is doing; returns it."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
     piece = _AT_ONCE // tensor.itemsize
+    if tensor.numel() <= piece:
+        return target.copy_(tensor, non_blocking=True)
     for begin in range(0, tensor.numel(), piece):
         part = slice(begin, begin + piece)
-        out.view(-1)[part].copy_(tensor.view(-1)[part], non_blocking=True)
-    return out
+        target.view(-1)[part].copy_(tensor.view(-1)[part], non_blocking=True)
+    return target
 
 
 class Scoring(NamedTuple):

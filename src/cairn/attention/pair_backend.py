@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from cairn.attention.backend import DenseBackend
-from cairn.attention.batch import AttentionBatch, HostBatch, Scoring
+from cairn.attention.backend import DenseBackend, Graph
+from cairn.attention.batch import AttentionBatch, GraphKind, HostBatch, Scoring
 from cairn.sparsity.selection import Selection
 
 
@@ -30,16 +30,20 @@ class PairBackend:
     def __init__(self, prefill: DenseBackend, decode: DenseBackend) -> None:
         self._prefill = prefill
         self._decode = decode
-        self.graphs = decode.graphs
+        self.graph_kinds = decode.graph_kinds
+        self.mixed_kinds = prefill.mixed_kinds
 
-    def replayable(self, batch: HostBatch) -> bool:
-        return self._decode.replayable(batch)
+    def graph_kind(self, batch: HostBatch, *, mixed: bool) -> GraphKind | None:
+        return (self._prefill if mixed else self._decode).graph_kind(batch, mixed=mixed)
 
-    def launching(self, batch: HostBatch, *, replayed: bool) -> None:
+    def launching(self, batch: HostBatch, graph: Graph | None) -> None:
+        pass
+
+    def replayed(self, batch: HostBatch, graph: Graph) -> None:
         pass
 
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> _Chosen:
-        backend = self._decode if (batch.query_lens == 1).all() else self._prefill
+        backend = self._decode if batch.decodes else self._prefill
         return _Chosen(backend, backend.prepare(batch, groups))
 
     def begin(self, metadata: _Chosen) -> None:

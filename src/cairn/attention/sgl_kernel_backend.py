@@ -24,7 +24,8 @@ class _Metadata:
 class SglKernelBackend(DenseBackend):
     name = "sgl_kernel"
     head_dims = (64, 96, 128, 192, 256)
-    graphs = True
+    graph_kinds = ("dense",)
+    mixed_kinds = ("dense",)
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
         super().__init__(shape, pool)

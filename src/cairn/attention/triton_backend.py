@@ -26,7 +26,8 @@ class TritonBackend(DenseBackend):
     name = "triton"
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     hides_rows = True
-    graphs = True
+    graph_kinds = ("dense",)
+    mixed_kinds = ("dense",)
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
         super().__init__(shape, pool)
@@ -50,11 +51,21 @@ class TritonBackend(DenseBackend):
         decoding = np.flatnonzero(batch.query_lens == 1)
         chunks = np.flatnonzero(batch.query_lens > 1)
         tables = tuple(group.page_table for group in batch.groups)
-        if not len(chunks):
+        if batch.decodes:
             rows = self._every_row[: batch.num_seqs]
             return _Metadata(rows, batch.device_kv_lens, tables, None, batch)
         from cairn.kernels.paged_extend import ExtendBlocks
 
+        if batch.recorded is not None:
+            query_lens = batch.device_cu_query.diff()
+            single = query_lens == 1
+            return _Metadata(
+                decode_rows=batch.device_cu_query[:-1],
+                decode_lens=torch.where(single, batch.device_kv_lens, 0),
+                decode_tables=tables,
+                blocks=ExtendBlocks.on_device(query_lens.masked_fill(single, 0), batch.num_rows),
+                batch=batch,
+            )
         blocks = ExtendBlocks.of(batch.query_lens, chunks, batch.device)
         if not len(decoding):
             return _Metadata(None, batch.device_kv_lens, tables, blocks, batch)

@@ -136,8 +136,8 @@ def drift(llm: LLM, change: float) -> None:
     backend = runner.backend
     if isinstance(backend, HSABackend) and backend.kernels is not None:
         backend.kernels.drift_by(change)
-        if runner.graph_sizes:
-            runner.record_graphs()
+        if runner.largest_graph:
+            runner.record_graphs(most_rows=0)
 
 
 def prompt(tokens: int, seed: int, vocab: int) -> list[int]:
@@ -200,8 +200,8 @@ def stop_copying(llm: LLM) -> bool:
     if runner.tier is None or runner.tier.swap is None:
         return False
     runner.tier.swap.probing = True
-    if runner.graph_sizes:
-        runner.record_graphs()
+    if runner.largest_graph:
+        runner.record_graphs(most_rows=0)
     return True
 
 

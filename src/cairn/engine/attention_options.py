@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from cairn.config import EngineConfig
 from cairn.errors import ConfigError
 from cairn.models.spec import ModelSpec, NativeSparsity
-from cairn.sparsity.config import SparseConfig
+from cairn.sparsity.config import ALL_ROWS, SparseConfig
 from cairn.sparsity.policy import Fusion, Policy, PolicyShape, Strategy
 from cairn.sparsity.registry import make_policy, policy_class
 
 DEFAULT_PAGE_SIZE = 64
 _POLICY, _TOPK, _WINDOW, _SINKS = "quest", 32, 512, 1
 """For models that were not trained with sparse attention."""
+
+
+class _DensePays(NamedTuple):
+    """Rows below these positions are computed no slower by dense kernels than by sparse ones."""
+
+    decode: int
+    prompt: int
+
+
+_DENSE_PAYS = {"cuda": _DensePays(decode=16384, prompt=65536)}
+"""By device, where that is known. Measured on an H200 with `cairn bench serve`. A row's position
+alone decides, so that its tokens do not depend on what else is in the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +41,8 @@ class AttentionPlan:
     """Notes that a user should not miss."""
 
 
-def plan_attention(config: EngineConfig, spec: ModelSpec) -> AttentionPlan:
+def plan_attention(config: EngineConfig, spec: ModelSpec, device: str) -> AttentionPlan:
+    """`device` is the type of device the engine runs on."""
     given = config.attention_backend
     if given is None:
         given = os.environ.get("ATTN_BACKEND") or "auto"
@@ -52,15 +66,22 @@ def plan_attention(config: EngineConfig, spec: ModelSpec) -> AttentionPlan:
             f"attention_backend is {given!r}; use hsa, or DENSE,hsa for a dense prefill and sparse "
             "decoding"
         )
-    sparse = _training_free(config, spec, dense_prompt=len(names) == 2)
-    dense = (names[0] if len(names) == 2 else "auto",)
+    if len(names) == 2 and config.hsa_prefill == "sparse":
+        raise ConfigError(
+            f"attention_backend is {given!r}, which reads prompts densely with {names[0]}, and "
+            "hsa_prefill is 'sparse'; use attention_backend=hsa, or leave hsa_prefill out"
+        )
+    sparse = _training_free(config, spec, page_size, device)
+    dense = (names[0], "auto") if len(names) == 2 else ("auto",)
     notes = [_summary(config, spec, sparse, page_size)]
     if type(sparse.policy).score is not Policy.score:
         notes.append("hsa: the policy has a score of its own, which runs in plain torch")
     return AttentionPlan(dense, sparse, page_size, tuple(notes))
 
 
-def _training_free(config: EngineConfig, spec: ModelSpec, *, dense_prompt: bool) -> SparseConfig:
+def _training_free(
+    config: EngineConfig, spec: ModelSpec, page_size: int, device: str
+) -> SparseConfig:
     name = config.hsa_policy or _POLICY
     kind = policy_class(name)
     if kind.needs_landmark_rows:
@@ -75,16 +96,28 @@ def _training_free(config: EngineConfig, spec: ModelSpec, *, dense_prompt: bool)
             f"hsa_sinks is {sinks} and hsa_topk {topk}; sink pages are among the top-k, so "
             f"hsa_topk must be at least {sinks}"
         )
+    window = config.hsa_window or _WINDOW
+    fusion = kind.fusion if config.hsa_fusion is None else _fusion(config.hsa_fusion)
+    dense_below, dense_prompt_below = config.hsa_dense_below or 0, 0
+    # With lse weights attention over all pages is dense attention: rows that would select every
+    # page lose nothing. In host memory pages are found by selection, however few there are.
+    if config.hsa_dense_below is None and fusion == "lse" and not config.enable_hisparse:
+        pays = _DENSE_PAYS.get(device, _DensePays(0, 0))
+        all_selected = (topk + 1) * page_size + window - 1
+        dense_below = max(all_selected, pays.decode)
+        dense_prompt_below = max(all_selected, pays.prompt)
+    if config.hsa_prefill != "sparse":
+        dense_prompt_below = ALL_ROWS
     return SparseConfig(
         policy=make_policy(name, _policy_shape(spec)),
         layers=_layers(config.hsa_layers, spec),
         topk=topk,
-        window=config.hsa_window or _WINDOW,
+        window=window,
         strategy=_strategy(config, kind.strategy),
-        fusion=kind.fusion if config.hsa_fusion is None else _fusion(config.hsa_fusion),
+        fusion=fusion,
         sinks=sinks,
-        dense_below=config.hsa_dense_below or 0,
-        dense_prompt=dense_prompt,
+        dense_below=dense_below,
+        dense_prompt_below=dense_prompt_below,
     )
 
 
@@ -101,7 +134,7 @@ def _native(
             f"page_size is {config.page_size} and the model's chunk_size {native.chunk_size}; a "
             f"page must be a chunk: use page_size={native.chunk_size}"
         )
-    for name in ("layers", "window", "sinks", "fusion", "dense_below"):
+    for name in ("layers", "window", "sinks", "fusion", "prefill", "dense_below"):
         value = getattr(config, f"hsa_{name}")
         if value is not None:
             raise ConfigError(
@@ -187,8 +220,15 @@ def _layers(given: str | None, spec: ModelSpec) -> tuple[int, ...]:
 
 def _summary(config: EngineConfig, spec: ModelSpec, sparse: SparseConfig, page_size: int) -> str:
     name = config.hsa_policy or (spec.sparsity.policy if spec.sparsity else _POLICY)
-    return (
+    summary = (
         f"hsa: {name}, {len(sparse.layers)} of {len(spec.windows)} layers, top-{sparse.topk} pages "
         f"of {page_size} rows, window {sparse.window}, sinks {sparse.sinks}, {sparse.strategy}, "
-        f"{sparse.fusion} weights" + (", dense prompts" if sparse.dense_prompt else "")
+        f"{sparse.fusion} weights"
     )
+    if sparse.dense_below:
+        summary += f", dense below row {sparse.dense_below}"
+    if sparse.dense_prompt_below == ALL_ROWS:
+        summary += ", dense prompts"
+    elif sparse.dense_prompt_below > sparse.dense_below:
+        summary += f", prompts dense below row {sparse.dense_prompt_below}"
+    return summary

@@ -80,7 +80,7 @@ def _build(
     if ranks is not None:
         config = ranks.agree_on_budget(config, device)
     layout = _plan_layout(config, model.spec, dtype, device)
-    attention = plan_attention(layout.config, model.spec)
+    attention = plan_attention(layout.config, model.spec, device.type)
     if ranks is None:
         runner, gpu_notes = build_runner(layout, attention, model, device, parallel)
     else:
@@ -115,7 +115,7 @@ def _plan_layout(
     options = hisparse_options(config)
     if options is not None:
         config = apply_to_attention(config, options, spec)
-    attention = plan_attention(config, spec)
+    attention = plan_attention(config, spec, device.type)
     geometry = PageGeometry(attention.page_size, spec.tokens_per_page(attention.page_size))
     groups = group_layers(spec.windows)
     context = _context_length(config, spec)

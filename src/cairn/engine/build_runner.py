@@ -35,6 +35,10 @@ from cairn.models.parallel import Parallel
 from cairn.models.spec import ModelSpec
 from cairn.sparsity.config import SparseConfig
 
+_MOST_RECORDED_ROWS = 1024
+"""Rows of the largest mixed step that is recorded: with more, the device takes longer than the
+host takes to launch its kernels."""
+
 
 class MakeRunner(Protocol):
     """Runner itself, or what stands for it on rank 0 of several."""
@@ -134,9 +138,9 @@ def build_runner(
         warm_up_products(model, step_sizes(limits.chunked_prefill_size))
     unrecorded = _not_recorded(config, device, backend)
     if unrecorded is None:
-        runner.record_graphs()
+        runner.record_graphs(min(_MOST_RECORDED_ROWS, limits.chunked_prefill_size))
     elif device.type == "cuda":
-        notes.append(f"decode steps are not recorded as CUDA graphs: {unrecorded}")
+        notes.append(f"steps are not recorded as CUDA graphs: {unrecorded}")
     return BuiltRunner(runner, tuple(notes))
 
 
@@ -157,7 +161,8 @@ def attention_shape(
         dtype=dtype,
         device=device,
         groups=groups,
-        max_seqs=most_decode_rows(limits.max_running_requests, spec.sparsity is not None),
+        # A mixed step that is recorded has one more, for padding.
+        max_seqs=most_decode_rows(limits.max_running_requests, spec.sparsity is not None) + 1,
         hides_landmark_rows=spec.sparsity is not None and spec.sparsity.hides_landmark_rows,
     )
 
@@ -220,6 +225,6 @@ def _not_recorded(
         return "disable_cuda_graph is set"
     if config.tp > 1:
         return "what ranks say to each other (tp) is not recorded"
-    if not backend.graphs:
+    if not backend.graph_kinds:
         return f"attention backend {backend.name} cannot be recorded"
     return None

@@ -1,30 +1,41 @@
-"""CUDA graphs of decode steps, one per batch size, recorded when the engine starts.
+"""CUDA graphs of whole steps, recorded when the engine starts.
 
 A recorded step reads its inputs from buffers of its own. Running it means overwriting them and
-replaying; a batch between two recorded sizes is padded with rows that live on the null page. Where
-pages live in host memory every size is recorded twice, with and without what brings pages in.
+replaying; a step between two recorded sizes is padded with rows that live on the null page.
+
+    decode graphs:  one row per sequence, by number of rows
+    mixed graphs:   any number of rows per sequence, by number of rows and of sequences
+
+Both are recorded once for each kind of step that the attention backend tells apart.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from cairn.attention.batch import to_device
-from cairn.engine.inputs import DeviceDraws, HostDraws, HostInputs, StepInputs
+from cairn.attention.batch import GraphKind, send, to_device
+from cairn.engine.inputs import DeviceDraws, HostDraws, HostInputs, StepInputs, pack, unpack
 from cairn.engine.rows import StepRows
-from cairn.memory.pages import NULL_PAGE
 
-Forward = Callable[[StepInputs, DeviceDraws], tuple[torch.Tensor, torch.Tensor]]
-"""The device work of a step, after its inputs are there: logits [rows, vocab] and tokens [rows]."""
+Forward = Callable[
+    [StepInputs, DeviceDraws, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]
+]
+"""The device work of a step, after its inputs are there. It takes how tokens are drawn and the rows
+[seqs] whose logits are wanted, None for all, and returns logits [seqs, vocab] and tokens [seqs]."""
+
+_MIXED_ROWS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_FEW_SEQS = 8
+"""Mixed steps are recorded for so many sequences and for the most there can be. What padding costs
+grows with both sizes."""
 
 
 def batch_sizes(most: int) -> list[int]:
-    """Sizes to record: dense where padding would cost most."""
+    """Sizes of decode steps to record: dense where padding would cost most."""
     sizes = [size for size in (1, 2, 4, 8) if size < most]
     sizes += list(range(16, min(most, 128), 8)) + list(range(128, most, 16))
     return [*sizes, most]
@@ -38,151 +49,167 @@ def most_decode_rows(seqs: int, landmarks: bool) -> int:
     return 2 * seqs if seqs <= 64 else seqs + seqs // 4
 
 
+class StepSize(NamedTuple):
+    rows: int
+    seqs: int
+    mixed: bool = False
+
+    @property
+    def real_seqs(self) -> int:
+        """Most sequences of a step that is replayed; a mixed one keeps one for padding."""
+        return self.seqs - self.mixed
+
+
+def mixed_sizes(most_rows: int, most_seqs: int) -> list[StepSize]:
+    """Sizes of mixed steps to record, for up to so many rows and sequences."""
+    return [
+        StepSize(rows, seqs + 1, mixed=True)
+        for seqs in sorted({min(_FEW_SEQS, most_seqs), most_seqs})
+        for rows in _MIXED_ROWS
+        if rows <= most_rows and (seqs <= _FEW_SEQS or rows >= 64)
+    ]
+
+
 @dataclass(frozen=True, slots=True)
-class _Graph:
+class _Recorded:
     graph: torch.cuda.CUDAGraph
-    packed: torch.Tensor  # draws, then inputs
-    tables: torch.Tensor  # [groups, size, max_pages] of what all share, generations behind pages
-    logits: torch.Tensor  # [size, vocab]
-    tokens: torch.Tensor  # [size]
+    packed: torch.Tensor  # draws, rows whose logits are wanted, inputs
+    tables: torch.Tensor  # [groups, seqs, max_pages] of what all share, generations behind pages
+    logits: torch.Tensor  # [seqs, vocab]
+    tokens: torch.Tensor  # [seqs]
 
 
-class DecodeGraphs:
+class StepGraphs:
     def __init__(
         self,
         forward: Forward,
         *,
-        sizes: Sequence[int],
+        decode: Sequence[StepSize],
+        decode_kinds: Sequence[GraphKind],
+        mixed: Sequence[StepSize],
+        mixed_kinds: Sequence[GraphKind],
         groups: int,
         page_size: int,
         max_pages: int,
         spare_slot: int,
         device: torch.device,
         generations: bool,
-        tiered: bool = False,
     ) -> None:
         self._generations = generations
-        self._kinds = (False, True) if tiered else (False,)  # all pages are on the device
+        self._kinds = {False: decode_kinds, True: mixed_kinds}
         self._spare_slot = spare_slot
         self._forward = forward
-        self._sizes = sorted(sizes)
+        self._sizes = sorted((*decode, *mixed))
         self._groups = groups
         self._page_size = page_size
         self._max_pages = max_pages
         self._device = device
-        self._graphs: dict[tuple[int, bool], _Graph] = {}
+        self._graphs: dict[tuple[StepSize, GraphKind], _Recorded] = {}
 
     @property
-    def largest(self) -> int:
-        return self._sizes[-1]
+    def largest_decode(self) -> int:
+        """Rows of the largest decode step that is recorded."""
+        return max(size.rows for size in self._sizes if not size.mixed)
 
     def record(self) -> None:
         """Largest first: the smaller ones then live in its memory."""
         pool = torch.cuda.graph_pool_handle()
-        whole = self._padding(self.largest).pack_tables(self._generations)
+        seqs = max(size.seqs for size in self._sizes)
+        whole = self._padding(StepSize(seqs, seqs)).pack_tables(self._generations)
         every = to_device(whole, self._device)
-        for size, resident in itertools.product(reversed(self._sizes), self._kinds):
-            host = replace(self._padding(size), resident=resident)
-            draws = self._no_draws(size)
-            packed = to_device(np.concatenate((draws.pack(), host.pack())), self._device)
-            tables = every[:, :size]
-            inputs = host.view(packed[4 * size :], tables, self._device)
-            device_draws = DeviceDraws.view(packed[: 4 * size])
-            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(stream):
-                self._forward(inputs, device_draws)  # compiles kernels and sets up libraries
-            torch.cuda.current_stream(self._device).wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                logits, tokens = self._forward(inputs, device_draws)
-            self._graphs[size, resident] = _Graph(graph, packed, tables, logits, tokens)
+        largest_first = sorted(self._sizes, key=lambda size: (-size.rows, -size.seqs))
+        for size in largest_first:
+            for kind in self._kinds[size.mixed]:
+                self._graphs[size, kind] = self._record_one(size, kind, every, pool)
 
-    def fits(self, rows: StepRows) -> bool:
-        """One token per sequence, and not too many rows."""
-        return len(rows.token_ids) <= self.largest and rows.only_decodes
+    def _record_one(
+        self, size: StepSize, kind: GraphKind, every_table: torch.Tensor, pool: Any
+    ) -> _Recorded:
+        host = replace(self._padding(size), recorded=kind, resident=kind == "resident")
+        draws = HostDraws.none(size.seqs, self._spare_slot)
+        none = np.zeros(size.seqs, dtype=np.int64)
+        packed = to_device(self._pack(host, draws, none), self._device)
+        tables = every_table[:, : size.seqs]
+        device_draws, rest = DeviceDraws.view(packed, size.seqs)
+        wanted, rest = unpack(rest, (size.seqs,))
+        logit_rows = wanted if size.mixed else None
+        inputs = host.view(rest, tables, self._device)
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            self._forward(inputs, device_draws, logit_rows)  # sets up libraries
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            logits, tokens = self._forward(inputs, device_draws, logit_rows)
+        return _Recorded(graph, packed, tables, logits, tokens)
 
-    def run(self, host: HostInputs, draws: HostDraws | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> logits [seqs, vocab] and tokens [seqs], overwritten by the next run.
+    def size_for(self, rows: StepRows, *, mixed: bool) -> StepSize | None:
+        """The smallest recorded size that a step fits into; None if there is none.
 
-        Without draws the tokens mean nothing.
+        Rows of a decode step count as sequences, so that one with landmark rows fits too.
         """
-        token_rows = host.rows.last_token_rows
-        apart = host.apart()
-        count = len(apart.rows.kv_lens)
-        size = next(size for size in self._sizes if size >= count)
-        graph = self._graphs[size, host.resident]
-        padded = apart if size == count else self._pad(apart, size)
-        own = self._no_draws(size)
+        num_rows = len(rows.token_ids)
+        num_seqs = len(rows.kv_lens) if mixed else num_rows
+        if not mixed and not rows.only_decodes:
+            return None
+        for size in self._sizes:
+            if size.mixed == mixed and num_rows <= size.rows and num_seqs <= size.real_seqs:
+                return size
+        return None
+
+    def run(
+        self,
+        host: HostInputs,
+        size: StepSize,
+        kind: GraphKind,
+        sampling: np.ndarray,
+        draws: HostDraws | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Replay a step: logits [n, vocab] and tokens [n] of the n `sampling` sequences.
+
+        They are overwritten by the next run. Without draws the tokens mean nothing.
+        """
+        wanted = host.rows.last_token_rows[sampling]
+        recorded = self._graphs[size, kind]
+        # A decode step has logits of every row, in which a sequence is found at its row.
+        places = sampling if size.mixed else wanted
+        own = HostDraws.none(size.seqs, self._spare_slot)
         if draws is not None:
-            own = draws.at(token_rows, size, self._spare_slot)
-        graph.packed.copy_(to_device(np.concatenate((own.pack(), padded.pack())), self._device))
-        width = padded.tables.shape[2]
+            own = draws.at(places, size.seqs, self._spare_slot)
+        logit_rows = np.zeros(size.seqs, dtype=np.int64)
+        logit_rows[places] = wanted
+        padded = (host if size.mixed else host.apart()).padded(size.rows, size.seqs)
+        send(self._pack(padded, own, logit_rows), recorded.packed)
         tables = padded.pack_tables(self._generations)
-        graph.tables[:, :, :width].copy_(to_device(tables, self._device))
-        graph.graph.replay()
-        if len(token_rows) == count:
-            return graph.logits[:count], graph.tokens[:count]
-        wanted = to_device(token_rows, self._device)
-        return graph.logits[wanted], graph.tokens[wanted]
+        recorded.tables[:, :, : tables.shape[2]].copy_(to_device(tables, self._device))
+        recorded.graph.replay()
+        count = len(places)
+        if np.array_equal(places, np.arange(count)):
+            return recorded.logits[:count], recorded.tokens[:count]
+        index = to_device(places, self._device)
+        return recorded.logits[index], recorded.tokens[index]
 
-    def _no_draws(self, count: int) -> HostDraws:
-        """For rows whose token nobody wants."""
-        return HostDraws(
-            np.full(count, self._spare_slot),
-            np.zeros(count, dtype=np.int64),
-            np.zeros(count, dtype=np.float32),
-        )
+    @staticmethod
+    def _pack(host: HostInputs, draws: HostDraws, logit_rows: np.ndarray) -> np.ndarray:
+        return np.concatenate((draws.pack(), pack((logit_rows,)), host.pack()))
 
-    def _padding(self, size: int, width: int | None = None) -> HostInputs:
-        """Rows of sequences of length one, all on the null page."""
-        ones = np.ones(size, dtype=np.int64)
-        zeros = np.zeros(size, dtype=np.int64)
-        rows = StepRows(
-            token_ids=zeros,
-            sources=-ones,
-            positions=zeros,
-            lengths=ones,
-            cache_rows=zeros,
-            seq=np.arange(size),
-            query_lens=ones,
-            kv_lens=ones,
-            cu_query=np.arange(size + 1),
-            is_token=ones.astype(bool),
-            last_token_rows=np.arange(size),
-        )
-        shape = (self._groups, size, width or self._max_pages)
-        tables = np.full(shape, NULL_PAGE, dtype=np.int32)
+    def _padding(self, size: StepSize) -> HostInputs:
+        """A step that is nothing but padding."""
         none = np.zeros(0, dtype=np.int64)
-        return HostInputs(rows, self._page_size, tables, np.zeros_like(tables), zeros, none)
-
-    def _pad(self, host: HostInputs, size: int) -> HostInputs:
-        count = len(host.rows.kv_lens)
-        rest = self._padding(size - count, host.tables.shape[2])
-        joined = {
-            name: np.concatenate((getattr(host.rows, name), getattr(rest.rows, name)))
-            for name in (
-                "token_ids",
-                "sources",
-                "positions",
-                "lengths",
-                "cache_rows",
-                "query_lens",
-                "kv_lens",
-                "is_token",
-            )
-        }
         rows = StepRows(
-            **joined,
-            seq=np.arange(size),
-            cu_query=np.arange(size + 1),
-            last_token_rows=np.arange(size),
+            token_ids=none,
+            sources=none,
+            positions=none,
+            lengths=none,
+            cache_rows=none,
+            seq=none,
+            query_lens=none,
+            kv_lens=none,
+            cu_query=np.zeros(1, dtype=np.int64),
+            is_token=none.astype(bool),
+            last_token_rows=none,
         )
-        return HostInputs(
-            rows,
-            self._page_size,
-            np.concatenate((host.tables, rest.tables), 1),
-            np.concatenate((host.generations, rest.generations), 1),
-            np.concatenate((host.prompt_rows, rest.prompt_rows)),
-            host.traced_rows,
-        )
+        tables = np.zeros((self._groups, 0, self._max_pages), dtype=np.int32)
+        empty = HostInputs(rows, self._page_size, tables, tables, none, none)
+        return empty.padded(size.rows, size.seqs)

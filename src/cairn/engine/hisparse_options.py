@@ -132,7 +132,7 @@ def check_together(
             f"{config.attention_backend or os.environ.get('ATTN_BACKEND')!r}; use "
             "attention_backend=hsa, or leave enable_hisparse out"
         )
-    if attention.sparse.dense_prompt:
+    if attention.sparse.dense_prompt_below:
         raise ConfigError(
             f"attention_backend is {config.attention_backend!r}: a dense prefill reads every page "
             "on the device, and enable_hisparse moves pages away; use attention_backend=hsa"

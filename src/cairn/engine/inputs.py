@@ -1,11 +1,13 @@
 """A step's host arrays, packed into one copy to the device.
 
-Everything is int32. Rows come first, then sequences, then the page tables of every layer group, so
-that a recorded step can keep one buffer of the same layout and have it overwritten.
+Everything is int32. Rows come first, then sequences; page tables travel beside them. Each array
+begins on 16 bytes, so that kernels meet pointers of one alignment whatever a step's sizes are, and
+a recorded step can keep one buffer of the same layout and have it overwritten.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,12 +15,45 @@ import torch
 
 from cairn.attention.batch import (
     AttentionBatch,
+    GraphKind,
     GroupTables,
     HostBatch,
     HostTables,
     to_device,
 )
 from cairn.engine.rows import StepRows
+
+_ALIGN = 4  # int32 in 16 bytes
+TABLE_COLUMNS = 16
+"""Page tables are multiples of this wide."""
+
+
+def pack(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """int32 arrays one behind the other, each from 16 bytes on."""
+    sizes = [len(part) for part in parts]
+    packed = np.zeros(packed_size(sizes), dtype=np.int32)
+    begin = 0
+    for part, size in zip(parts, sizes, strict=True):
+        packed[begin : begin + size] = part
+        begin += _aligned(size)
+    return packed
+
+
+def unpack(packed: torch.Tensor, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
+    """What was packed, and what is behind it."""
+    begin = 0
+    for size in sizes:
+        yield packed[begin : begin + size]
+        begin += _aligned(size)
+    yield packed[begin:]
+
+
+def packed_size(sizes: Sequence[int]) -> int:
+    return sum(map(_aligned, sizes))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +64,25 @@ class HostDraws:
     seeds: np.ndarray  # [seqs] int64, of request and position together
     temperatures: np.ndarray  # [seqs] float32, 0 for the most likely token
 
+    @classmethod
+    def none(cls, count: int, spare_slot: int) -> HostDraws:
+        """For rows whose token nobody wants."""
+        return cls(
+            np.full(count, spare_slot),
+            np.zeros(count, dtype=np.int64),
+            np.zeros(count, dtype=np.float32),
+        )
+
     def at(self, rows: np.ndarray, total: int, spare_slot: int) -> HostDraws:
         """The draws of `rows` among `total`; nobody wants the tokens of the others."""
-        spread = HostDraws(
-            np.full(total, spare_slot),
-            np.zeros(total, dtype=np.int64),
-            np.zeros(total, dtype=np.float32),
-        )
+        spread = HostDraws.none(total, spare_slot)
         spread.slots[rows] = self.slots
         spread.seeds[rows] = self.seeds
         spread.temperatures[rows] = self.temperatures
         return spread
 
     def pack(self) -> np.ndarray:
-        """int32; seeds first, so that they lie on eight bytes"""
-        seeds, temperatures = self.seeds.view(np.int32), self.temperatures.view(np.int32)
-        return np.concatenate((seeds, temperatures, self.slots.astype(np.int32)))
+        return pack((self.seeds.view(np.int32), self.temperatures.view(np.int32), self.slots))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +92,10 @@ class DeviceDraws:
     temperatures: torch.Tensor  # [seqs] float32
 
     @classmethod
-    def view(cls, packed: torch.Tensor) -> DeviceDraws:
-        seqs = len(packed) // 4
-        seeds, temperatures, slots = torch.split(packed, [2 * seqs, seqs, seqs])
-        return cls(slots, seeds.view(torch.int64), temperatures.view(torch.float32))
+    def view(cls, packed: torch.Tensor, count: int) -> tuple[DeviceDraws, torch.Tensor]:
+        """Draws at the head of a buffer, and the rest of it."""
+        seeds, temperatures, slots, rest = unpack(packed, (2 * count, count, count))
+        return cls(slots, seeds.view(torch.int64), temperatures.view(torch.float32)), rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +121,8 @@ class HostInputs:
     prompt_rows: np.ndarray
     traced_rows: np.ndarray
     resident: bool = False
+    recorded: GraphKind | None = None
+    """The kind of step this is recorded as."""
 
     def pack(self) -> np.ndarray:
         rows = self.rows
@@ -93,11 +133,12 @@ class HostInputs:
             rows.positions,
             rows.lengths,
             rows.cache_rows % self.page_size,
-            row_pages.ravel(),
+            *row_pages,
             rows.kv_lens,
             rows.cu_query,
+            self.prompt_rows,
         )
-        return np.concatenate(parts).astype(np.int32)
+        return pack(parts)
 
     def pack_tables(self, generations: bool) -> np.ndarray:
         """[groups, seqs, pages], or twice as many groups with generations"""
@@ -120,6 +161,47 @@ class HostInputs:
             prompt_rows=self.prompt_rows[seq],
         )
 
+    def padded(self, num_rows: int, num_seqs: int) -> HostInputs:
+        """The same step with more rows and sequences, all on the null page.
+
+        The first sequence behind its own has all rows behind its own; the others have none. With
+        as many sequences as rows each of them has one.
+        """
+        rows = self.rows
+        more, others = num_rows - len(rows.token_ids), num_seqs - len(rows.kv_lens)
+        if not (more or others):
+            return self
+        lens = np.zeros(others, dtype=np.int64)
+        if more == others:
+            lens[:] = 1
+        elif more:
+            lens[0] = more
+        zeros, ones = np.zeros(more, dtype=np.int64), np.ones(more, dtype=np.int64)
+        query_lens = np.concatenate((rows.query_lens, lens))
+        cu_query = np.concatenate(([0], np.cumsum(query_lens)))
+        seq = np.repeat(np.arange(len(rows.kv_lens), num_seqs), lens)
+        padded = StepRows(
+            token_ids=np.concatenate((rows.token_ids, zeros)),
+            sources=np.concatenate((rows.sources, -ones)),
+            positions=np.concatenate((rows.positions, zeros)),
+            lengths=np.concatenate((rows.lengths, ones)),
+            cache_rows=np.concatenate((rows.cache_rows, zeros)),
+            seq=np.concatenate((rows.seq, seq)),
+            query_lens=query_lens,
+            kv_lens=np.concatenate((rows.kv_lens, lens)),
+            cu_query=cu_query,
+            is_token=np.concatenate((rows.is_token, ones.astype(bool))),
+            last_token_rows=np.concatenate((rows.last_token_rows, cu_query[-others - 1 : -1])),
+        )
+        none = np.zeros((len(self.tables), others, self.tables.shape[2]), dtype=np.int32)
+        return replace(
+            self,
+            rows=padded,
+            tables=np.concatenate((self.tables, none), 1),
+            generations=np.concatenate((self.generations, none), 1),
+            prompt_rows=np.concatenate((self.prompt_rows, lens)),
+        )
+
     def host_batch(self) -> HostBatch:
         return HostBatch(
             page_size=self.page_size,
@@ -139,9 +221,9 @@ class HostInputs:
         """Inputs that read from buffers on the device: packed, and tables as packed."""
         rows, seqs = len(self.rows.token_ids), len(self.rows.kv_lens)
         groups = len(self.tables)
-        token_ids, sources, positions, lengths, offsets, pages, kv_lens, cu_query = torch.split(
-            packed, [rows] * 5 + [groups * rows, seqs, seqs + 1]
-        )
+        sizes = [rows] * (5 + groups) + [seqs, seqs + 1, seqs]
+        token_ids, sources, positions, lengths, offsets, *others = unpack(packed, sizes)
+        *pages, kv_lens, cu_query, prompt_rows, _ = others
         batch = AttentionBatch(
             page_size=self.page_size,
             query_lens=self.rows.query_lens,
@@ -151,7 +233,7 @@ class HostInputs:
             groups=tuple(
                 GroupTables(
                     page_table=tables[g],
-                    row_pages=pages[g * rows : (g + 1) * rows],
+                    row_pages=pages[g],
                     host_pages=self.tables[g],
                     host_generations=self.generations[g],
                     generations=tables[groups + g] if len(tables) > groups else None,
@@ -162,7 +244,9 @@ class HostInputs:
             prompt_rows=self.prompt_rows,
             traced_rows=self.traced_rows,
             resident=self.resident,
+            recorded=self.recorded,
             device_kv_lens=kv_lens,
             device_cu_query=cu_query,
+            device_prompt_rows=prompt_rows,
         )
         return StepInputs(token_ids, sources, positions, lengths, batch)

@@ -126,7 +126,7 @@ class _Rank:
         assert isinstance(message, Build)
         layout = message.layout
         self._group.connect(self._options.meeting_place)
-        attention = plan_attention(layout.config, model.spec)
+        attention = plan_attention(layout.config, model.spec, self._device.type)
         return build_runner(layout, attention, model, self._device, self._group).runner
 
     def _report_copies(self, runner: Runner) -> None:

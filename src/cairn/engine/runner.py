@@ -8,16 +8,22 @@ them on the device.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
 
-from cairn.attention.backend import AttentionBackend
+from cairn.attention.backend import AttentionBackend, Graph
 from cairn.attention.batch import AttentionBatch, Scoring, to_device
-from cairn.engine.graphs import DecodeGraphs, batch_sizes, most_decode_rows
-from cairn.engine.inputs import DeviceDraws, HostDraws, HostInputs, StepInputs
+from cairn.engine.graphs import (
+    StepGraphs,
+    StepSize,
+    batch_sizes,
+    mixed_sizes,
+    most_decode_rows,
+)
+from cairn.engine.inputs import TABLE_COLUMNS, DeviceDraws, HostDraws, HostInputs, StepInputs
 from cairn.engine.logprobs import TokenLogprob, token_logprobs
 from cairn.engine.plan import Advance, StepPlan
 from cairn.engine.rows import StepRows, build_rows
@@ -142,7 +148,8 @@ class Runner:
         self._samples = self._parallel.rank == 0
         self._sampler = Sampler(num_slots, model.spec.vocab_size, device)
         # Host mirror of every running request's page tables, kept up to date by plan edits.
-        self._tables = np.zeros((num_groups, num_slots, max_pages), dtype=np.int32)
+        columns = -(-max_pages // TABLE_COLUMNS) * TABLE_COLUMNS
+        self._tables = np.zeros((num_groups, num_slots, columns), dtype=np.int32)
         self._generations = np.zeros_like(self._tables)
         native = model.spec.sparsity
         self._landmark_id = None if native is None else native.landmark_id
@@ -150,7 +157,7 @@ class Runner:
         self._top_prompt_logprobs = [0] * num_slots
         # The newest token of every slot, and a spare place for rows that are only padding.
         self._newest = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self.tier = tier
         """Where pages live in host memory."""
         self._residency: Residency | None = None  # where kernels make use of it
@@ -188,19 +195,23 @@ class Runner:
             self.tier.close()
 
     @torch.inference_mode()
-    def record_graphs(self) -> None:
-        """Record decode steps of every batch size; the backend must be able to."""
+    def record_graphs(self, most_rows: int) -> None:
+        """Record decode steps, and where the backend can mixed steps of up to `most_rows` rows."""
         num_groups, num_slots, max_pages = self._tables.shape
-        graphs = DecodeGraphs(
-            self._decode_step,
-            sizes=batch_sizes(most_decode_rows(num_slots, self._landmark_id is not None)),
+        most = most_decode_rows(num_slots, self._landmark_id is not None)
+        backend = self._backend
+        graphs = StepGraphs(
+            self._recorded_step,
+            decode=[StepSize(rows, rows) for rows in batch_sizes(most)],
+            decode_kinds=backend.graph_kinds,
+            mixed=mixed_sizes(min(most_rows, max_pages * self._geometry.page_size), num_slots),
+            mixed_kinds=backend.mixed_kinds,
             groups=num_groups,
             page_size=self._geometry.page_size,
             max_pages=max_pages,
             spare_slot=num_slots,
             device=self._device,
-            generations=self._backend.reads_generations,
-            tiered=self.tier is not None,
+            generations=backend.reads_generations,
         )
         graphs.record()
         self._graphs = graphs
@@ -210,9 +221,9 @@ class Runner:
         self._backend = wrap(self._backend, self._pool)
 
     @property
-    def graph_sizes(self) -> int:
-        """The largest batch that is replayed; 0 without graphs."""
-        return 0 if self._graphs is None else self._graphs.largest
+    def largest_graph(self) -> int:
+        """Rows of the largest decode step that is replayed; 0 without graphs."""
+        return 0 if self._graphs is None else self._graphs.largest_decode
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -224,20 +235,11 @@ class Runner:
         sampling = [s for s, advance in enumerate(plan.advances) if advance.samples]
         result = StepResult()
         scored = self._scored_rows(plan, rows)
-        batch = host.host_batch()
-        if (
-            self._graphs is not None
-            and not scored
-            and self._graphs.fits(rows)
-            and self._backend.replayable(batch)
-        ):
-            self._backend.launching(batch, replayed=True)
-            draws = self._plain_draws(plan) if len(sampling) == len(plan.advances) else None
-            logits, tokens = self._graphs.run(host, draws)
-            if draws is not None:
+        replayed = None if scored else self._replay(plan, host, sampling)
+        if replayed is not None:
+            logits, tokens = replayed
+            if tokens is not None:
                 return self._in_flight(plan, sampling, tokens, result)
-            if len(sampling) < len(plan.advances):
-                logits = logits[to_device(np.array(sampling, dtype=np.int64), self._device)]
         else:
             logit_rows = np.concatenate([rows.last_token_rows[sampling], *scored.values()])
             logits = self._eager(plan, rows, host, logit_rows, sampling, result)
@@ -248,25 +250,47 @@ class Runner:
             begin += len(wanted)
         return self._in_flight(plan, sampling, tokens, result)
 
-    def _decode_step(
-        self, inputs: StepInputs, draws: DeviceDraws
+    def _replay(
+        self, plan: StepPlan, host: HostInputs, sampling: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Replay a step from a graph: logits of the `sampling` sequences and, if all of them draw
+        plainly, tokens. None if no graph fits."""
+        if self._graphs is None:
+            return None
+        batch = host.host_batch()
+        for mixed in (False, True):
+            size = self._graphs.size_for(host.rows, mixed=mixed)
+            kind = None if size is None else self._backend.graph_kind(batch, mixed=mixed)
+            if size is None or kind is None:
+                continue
+            graph = Graph(kind, mixed)
+            self._backend.launching(batch, graph)
+            draws = self._plain_draws([plan.advances[s] for s in sampling])
+            wanted = np.array(sampling, dtype=np.int64)
+            logits, tokens = self._graphs.run(host, size, kind, wanted, draws)
+            self._backend.replayed(batch, graph)
+            return logits, None if draws is None else tokens
+        return None
+
+    def _recorded_step(
+        self, inputs: StepInputs, draws: DeviceDraws, logit_rows: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A whole decode step, as it is recorded: logits and, for plain draws, tokens."""
+        """A whole step, as it is recorded: logits and, for plain draws, tokens."""
         from cairn.kernels.sampling import sample
 
-        logits = self._forward(inputs, self._backend.prepare(inputs.batch), None)
+        logits = self._forward(inputs, self._backend.prepare(inputs.batch), logit_rows)
         tokens = sample(logits, draws.temperatures, draws.seeds)
         self._newest[draws.slots] = tokens
         return logits, tokens
 
-    def _plain_draws(self, plan: StepPlan) -> HostDraws | None:
-        """How a step's rows draw their tokens, if all of them draw without filters and scores."""
-        slots = np.array([advance.slot for advance in plan.advances])
+    def _plain_draws(self, advances: Sequence[Advance]) -> HostDraws | None:
+        """How requests draw their tokens, if all of them draw without filters and scores."""
+        slots = np.array([advance.slot for advance in advances], dtype=np.int64)
         if any(self._top_logprobs[slot] is not None for slot in slots):
             return None
-        if any(advance.allowed is not None for advance in plan.advances):
+        if any(advance.allowed is not None for advance in advances):
             return None
-        positions = np.array([advance.stop for advance in plan.advances])
+        positions = np.array([advance.stop for advance in advances], dtype=np.int64)
         return self._sampler.plain_draws(slots, positions)
 
     def _in_flight(
@@ -299,7 +323,7 @@ class Runner:
     ) -> torch.Tensor:
         inputs = host.to_device(self._device, self._backend.reads_generations)
         try:
-            self._backend.launching(inputs.batch, replayed=False)
+            self._backend.launching(inputs.batch, None)
             metadata = self._backend.prepare(inputs.batch)
             wanted = to_device(logit_rows.astype(np.int64), self._device)
             logits = self._forward(inputs, metadata, wanted)
@@ -350,6 +374,7 @@ class Runner:
     def _host_inputs(self, plan: StepPlan, rows: StepRows) -> HostInputs:
         slots = np.array([advance.slot for advance in plan.advances])
         width = int(-(-rows.kv_lens.max() // self._geometry.page_size))
+        width = -(-width // TABLE_COLUMNS) * TABLE_COLUMNS
         prompts = [self._geometry.rows(advance.prompt_len) for advance in plan.advances]
         traced = [s for s, advance in enumerate(plan.advances) if advance.traced]
         tables = self._tables[:, slots, :width]

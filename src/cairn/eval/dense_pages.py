@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cairn.attention.backend import AttentionBackend
-from cairn.attention.batch import AttentionBatch, HostBatch, Scoring
+from cairn.attention.backend import AttentionBackend, Graph
+from cairn.attention.batch import AttentionBatch, GraphKind, HostBatch, Scoring
 from cairn.memory.kv_pool import KVPool
 from cairn.sparsity.selection import Selection
 
@@ -67,18 +67,25 @@ class DensePages:
         return self._inner.name
 
     @property
-    def graphs(self) -> bool:
-        return self._inner.graphs
+    def graph_kinds(self) -> tuple[GraphKind, ...]:
+        return self._inner.graph_kinds
+
+    @property
+    def mixed_kinds(self) -> tuple[GraphKind, ...]:
+        return self._inner.mixed_kinds
 
     @property
     def reads_generations(self) -> bool:
         return self._inner.reads_generations
 
-    def replayable(self, batch: HostBatch) -> bool:
-        return not len(batch.traced_rows) and self._inner.replayable(batch)
+    def graph_kind(self, batch: HostBatch, *, mixed: bool) -> GraphKind | None:
+        return None if len(batch.traced_rows) else self._inner.graph_kind(batch, mixed=mixed)
 
-    def launching(self, batch: HostBatch, *, replayed: bool) -> None:
-        self._inner.launching(batch, replayed=replayed)
+    def launching(self, batch: HostBatch, graph: Graph | None) -> None:
+        self._inner.launching(batch, graph)
+
+    def replayed(self, batch: HostBatch, graph: Graph) -> None:
+        self._inner.replayed(batch, graph)
 
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> Any:
         rows = []

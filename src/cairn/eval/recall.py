@@ -165,8 +165,9 @@ def of_rows(
     prefix cache has the rest. Where prompts are read densely the first generated token asks."""
     watcher = attach(llm)
     layers: dict[int, _Sums] = {}
-    dense_prompts = "," in (llm.config.attention_backend or "")
-    most = 2 if dense_prompts else 1
+    sparse = llm.engine.sparse
+    assert sparse is not None
+    most = 2 if sparse.dense_prompt_below else 1
     for done, place in enumerate(places):
         progress(done)
         result = llm.generate(list(ids[:place]), max_tokens=most, ignore_eos=True, trace=True)
@@ -174,20 +175,10 @@ def of_rows(
         assert trace is not None
         records = watcher.take()[-len(trace.tokens) :]
         pairs = zip(trace.tokens, records, strict=True)
-        token, record = next(pair for pair in pairs if pair[0].layers)
+        token, record = list(pairs)[-1]
+        start = sparse.window_start(record.cache_row, llm.engine.scheduler.cache.geometry.page_size)
         for read in token.layers:
-            start = window_start(llm, record.cache_row)
             kept = compare(record.shares[read.layer], read, start)
             layers.setdefault(read.layer, _Sums()).add(kept)
     progress(len(places))
     return layers
-
-
-def window_start(llm: LLM, cache_row: int) -> int:
-    """The first page of a row's window."""
-    config, native = llm.config, llm.engine.spec.sparsity
-    window = config.hsa_window if native is None else native.window
-    assert window is not None
-    if cache_row < (config.hsa_dense_below or 0):
-        return 0
-    return max(0, (cache_row - window + 1) // llm.engine.scheduler.cache.geometry.page_size)

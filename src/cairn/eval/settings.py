@@ -64,7 +64,11 @@ def make_settings(
         **common,
         "attention_backend": backend if "hsa" in backend else "hsa",
         "hsa_window": window,
+        # What is measured is the policy: nothing is read densely unasked.
+        "hsa_dense_below": config.hsa_dense_below or 0,
     }
+    if "," not in backend:
+        sparse["hsa_prefill"] = config.hsa_prefill or "sparse"
     names = policies or [config.hsa_policy or "quest"]
     for policy in names:
         for budget, topk in _budgets(config.hsa_topk, tokens, page_size, window, budgets):

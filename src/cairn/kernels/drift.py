@@ -48,7 +48,6 @@ def _drift_kernel(
     KV_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
-    DENSE_BELOW: tl.constexpr,
     TOPK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
@@ -59,7 +58,7 @@ def _drift_kernel(
     seq = tl.program_id(1)
     own = (tl.program_id(2) * max_seqs + seq) * KV_HEADS + tl.program_id(0)
     length = tl.load(kv_lens + seq).to(tl.int32)
-    limit = candidate_limit(length - 1, WINDOW, PAGE_SIZE, DENSE_BELOW)
+    limit = candidate_limit(length - 1, WINDOW, PAGE_SIZE)
     now = tl.load(clock + own) + 1
     tl.store(clock + own, now)
     k = tl.arange(0, BLOCK_K)
@@ -90,7 +89,6 @@ def drift(
         KV_HEADS=shape.kv_heads,
         PAGE_SIZE=shape.page_size,
         WINDOW=shape.window,
-        DENSE_BELOW=shape.dense_below,
         TOPK=shape.topk,
         BLOCK_K=power_of_two(shape.topk),
         num_warps=1,

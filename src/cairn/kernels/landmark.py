@@ -116,6 +116,75 @@ def _pool_kernel(
     )
 
 
+@direct
+@triton.jit
+def _pool_layers_kernel(
+    pages,  # [n]
+    kv_pages,  # [n]
+    pool,  # of the first layer, [pages, 2 * KV_HEADS, PAGE_SIZE, DIM]
+    vectors,  # of the first layer, [pages, KV_HEADS, WIDTH]
+    pool_shifts,  # [layers], in 16 bytes
+    vector_shifts,  # [layers]
+    scale,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    POOLING: tl.constexpr,
+):
+    item = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    layer = tl.program_id(2)
+    page = tl.load(pages + item).to(tl.int64)
+    kv_page = tl.load(kv_pages + item).to(tl.int64)
+    UNIT: tl.constexpr = 128 // pool.dtype.element_ty.primitive_bitwidth  # elements in 16 bytes
+    own_pool = pool + tl.load(pool_shifts + layer) * UNIT
+    own = vectors + tl.load(vector_shifts + layer) * UNIT + page * (KV_HEADS * WIDTH)
+    pool_page(
+        own_pool + (kv_page * (2 * KV_HEADS) + kv_head) * (PAGE_SIZE * DIM),
+        own_pool,
+        own,
+        own,
+        kv_head,
+        scale,
+        1,
+        DIM,
+        PAGE_SIZE,
+        POOLING,
+        16,
+    )
+
+
+def pool_landmarks_of_layers(
+    pages: torch.Tensor,  # [n] whose landmarks they are
+    kv_pages: torch.Tensor,  # [n] of the pool
+    pool: torch.Tensor,  # of the first layer, [pages, 2 * kv_heads, page_size, dim]
+    vectors: torch.Tensor,  # of the first layer, [pages, kv_heads, width]
+    pool_shifts: torch.Tensor,  # [layers] as LayerMemory has them
+    vector_shifts: torch.Tensor,  # [layers]
+    *,
+    pooling: Pooling,
+) -> None:
+    """`pool_landmarks` for all layers at once, of policies that need nothing but a page's keys."""
+    assert pooling != "hils"
+    kv_heads, page_size, dim = pool.shape[1] // 2, pool.shape[2], pool.shape[3]
+    _pool_layers_kernel[(len(pages), kv_heads, len(pool_shifts))](
+        pages,
+        kv_pages,
+        pool,
+        vectors,
+        pool_shifts,
+        vector_shifts,
+        1.0,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        PAGE_SIZE=page_size,
+        WIDTH=vectors.shape[2],
+        POOLING=POOLINGS[pooling],
+        num_warps=4,
+    )
+
+
 def pool_landmarks(
     pages: torch.Tensor,  # [n] whose landmarks they are
     kv_pages: torch.Tensor,  # [n] of the pool

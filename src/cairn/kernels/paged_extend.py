@@ -38,6 +38,21 @@ class ExtendBlocks:
         on_device = torch.from_numpy(both.copy()).to(device, non_blocking=True)
         return cls(on_device[0], on_device[1], block_m)
 
+    @classmethod
+    def on_device(cls, query_lens: torch.Tensor, rows: int, block_m: int = 64) -> ExtendBlocks:
+        """Blocks of sequences whose lengths only the device knows: `rows` new rows at most.
+
+        Their number is that of the most blocks there can be; those too many begin at -1.
+        """
+        counts = (query_lens + block_m - 1) // block_m
+        ends = counts.cumsum(0)
+        most = rows // block_m + len(query_lens)
+        index = torch.arange(most, device=query_lens.device)
+        seq = torch.searchsorted(ends, index, right=True).clamp(max=len(query_lens) - 1)
+        begin = (index - (ends - counts)[seq]) * block_m
+        begin = torch.where(index < ends[-1], begin, -1)
+        return cls(seq.int(), begin.int(), block_m)
+
 
 @triton.jit
 def _masked_tile(
@@ -104,6 +119,8 @@ def _extend_kernel(
     kv_head = head // (HEADS // KV_HEADS)
     seq = tl.load(block_seq + block)
     begin = tl.load(block_begin + block)
+    if begin < 0:
+        return
     first_row = tl.load(cu_query + seq).to(tl.int32)
     query_len = tl.load(cu_query + seq + 1).to(tl.int32) - first_row
     length = tl.load(kv_lens + seq).to(tl.int32)

@@ -57,8 +57,8 @@ def sparse_decode(
     shared = shape.heads // shape.landmark_heads
     strips = strips_of(shape, seqs)
     pooled = 0 if pooling is None else shape.kv_heads
-    sizes = {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "PAGE_SIZE": shape.page_size}
-    sizes |= {"WINDOW": shape.window, "DENSE_BELOW": shape.dense_below}
+    sizes = {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads}
+    sizes |= {"PAGE_SIZE": shape.page_size, "WINDOW": shape.window}
     tasks = strips * shape.landmark_heads + shape.window_parts * shape.kv_heads + pooled
     half = query.dtype.itemsize == 2
     # Where a load is found by way of another one, half of the stages are for that.
@@ -141,7 +141,6 @@ def sparse_decode(
             KV_HEADS=shape.kv_heads,
             PAGE_SIZE=shape.page_size,
             WINDOW=shape.window,
-            DENSE_BELOW=shape.dense_below,
             TOPK=shape.topk,
             BLOCK_K=block_k,
             CHUNK=CHUNK,

@@ -27,7 +27,6 @@ def topk_kernel(
     KV_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
-    DENSE_BELOW: tl.constexpr,
     SINKS: tl.constexpr,
     STRATEGY: tl.constexpr,
     TOPK: tl.constexpr,
@@ -46,7 +45,7 @@ def topk_kernel(
     kv_head = tl.program_id(1)
     seq = tl.program_id(2)
     length = tl.load(kv_lens + seq).to(tl.int32)
-    limit = candidate_limit(length - 1, WINDOW, PAGE_SIZE, DENSE_BELOW)
+    limit = candidate_limit(length - 1, WINDOW, PAGE_SIZE)
     if chunk * CHUNK >= limit:
         return
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -135,7 +134,6 @@ def choose_kernel(
     KV_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
-    DENSE_BELOW: tl.constexpr,
     TOPK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -148,7 +146,7 @@ def choose_kernel(
     kv_head = tl.program_id(0)
     seq = tl.program_id(1)
     length = tl.load(kv_lens + seq).to(tl.int32)
-    limit = candidate_limit(length - 1, WINDOW, PAGE_SIZE, DENSE_BELOW)
+    limit = candidate_limit(length - 1, WINDOW, PAGE_SIZE)
     base = (seq * KV_HEADS + kv_head).to(tl.int64) * best_stride
     chosen = selected + (seq * KV_HEADS + kv_head) * TOPK
     _choose(best_rank + base, best_index + base, chosen, limit, True, TOPK, BLOCK_K, CHUNK, BEST)
@@ -233,7 +231,6 @@ def pages_kernel(
     DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
-    DENSE_BELOW: tl.constexpr,
     HIDE_LAST: tl.constexpr,
     BY_LSE: tl.constexpr,
     NULL_SPLIT: tl.constexpr,
@@ -266,7 +263,10 @@ def pages_kernel(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     length = tl.load(kv_lens + seq, cache_modifier=".cg").to(tl.int32)
     row = tl.load(rows + seq, cache_modifier=".cg").to(tl.int64)
-    limit = candidate_limit(length - 1, WINDOW, PAGE_SIZE, DENSE_BELOW)
+    if not LOCATED:  # noqa: SIM102 - known when it is compiled
+        if row < 0:
+            return
+    limit = candidate_limit(length - 1, WINDOW, PAGE_SIZE)
     base = (seq * KV_HEADS + kv_head).to(tl.int64) * best_stride
     chosen = selected + (seq * KV_HEADS + kv_head) * TOPK
 

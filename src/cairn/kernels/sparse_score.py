@@ -28,7 +28,7 @@ def score_kernel(
     page_table,  # page ids, of landmarks
     kv_table,  # pages of the pool
     kv_lens,
-    rows,  # [seqs] row of each sequence's query
+    rows,  # [seqs] row of each sequence's query; negative for none
     candidates,
     scores,
     score_lse,
@@ -47,7 +47,6 @@ def score_kernel(
     LANDMARK_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     WINDOW: tl.constexpr,
-    DENSE_BELOW: tl.constexpr,
     HIDE_LAST: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -69,7 +68,9 @@ def score_kernel(
     SHARED: tl.constexpr = HEADS // LANDMARK_HEADS
     length = tl.load(kv_lens + seq).to(tl.int32)
     row = tl.load(rows + seq).to(tl.int64)
-    limit = candidate_limit(length - 1, WINDOW, PAGE_SIZE, DENSE_BELOW)
+    if row < 0:
+        return
+    limit = candidate_limit(length - 1, WINDOW, PAGE_SIZE)
     if task < STRIPS * LANDMARK_HEADS:
         strip = task % STRIPS
         own = task // STRIPS  # landmark head

@@ -34,7 +34,6 @@ class SparseShape:
     null_split: bool
     hide_last: bool
     """The last row of a page is a landmark row."""
-    dense_below: int
     split_query: bool = False
     """Scoring queries come as they are; kernels take their positive and their negative part."""
 
@@ -45,7 +44,7 @@ class SparseShape:
     @property
     def window_parts(self) -> int:
         """Programs that share a window, of three pages each."""
-        rows = max(self.window, self.dense_below) + self.page_size
+        rows = self.window + self.page_size
         return max(1, min(16, -(-rows // (3 * self.page_size))))
 
     @property
@@ -59,10 +58,9 @@ class SparseShape:
 
 
 @triton.jit
-def candidate_limit(position, WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr, dense_until):
+def candidate_limit(position, WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr):
     """Pages before it are candidates of the query at `position`; its window starts there."""
-    limit = tl.maximum(position - WINDOW + 1, 0) // PAGE_SIZE
-    return tl.where(position < dense_until, 0, limit)
+    return tl.maximum(position - WINDOW + 1, 0) // PAGE_SIZE
 
 
 @triton.jit

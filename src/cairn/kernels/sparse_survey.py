@@ -64,7 +64,8 @@ def rows_and_limits(
     new = tl.load(block_begin + block) + tl.arange(0, BLOCK_M)
     in_rows = new < query_len
     until = tl.load(dense_until + seq).to(tl.int32)
-    limit = tl.where(in_rows, candidate_limit(past + new, WINDOW, PAGE_SIZE, until), 0)
+    limit = candidate_limit(past + new, WINDOW, PAGE_SIZE)
+    limit = tl.where(in_rows & (past + new >= until), limit, 0)
     return seq, (first_row + new).to(tl.int64), in_rows, limit
 
 

@@ -10,7 +10,6 @@ Host memory is registered with CUDA (see `memory.pinned`): kernels take its tens
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cairn.kernels.interface import COPY_THREADS
 from cairn.kernels.launch import direct
+from cairn.kernels.layer_memory import LayerMemory
 from cairn.kernels.pdl import pdl_options
 from cairn.kernels.sizes import blocks_of, power_of_two
 
@@ -88,23 +88,6 @@ class SwapScratch:
             Misses.empty(kv_heads, seqs * topk, device),
             torch.zeros(4, dtype=torch.int64, device=device),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class LayerMemory:
-    """Pages of several layers, on the device or in memory of the host that it can reach."""
-
-    first: torch.Tensor  # [pages, 2 * kv_heads, page_size, dim] of the first layer, as int32
-    shifts: torch.Tensor  # [layers] int64, where each layer begins: 16 bytes from the first one's
-
-    @classmethod
-    def of(cls, layers: Iterable[torch.Tensor], device: torch.device) -> LayerMemory:
-        tensors = list(layers)
-        first = tensors[0].data_ptr()
-        shifts = [divmod(tensor.data_ptr() - first, 16) for tensor in tensors]
-        assert not any(rest for _, rest in shifts), "tensors lie on whole cache lines"
-        by = torch.tensor([shift for shift, _ in shifts], dtype=torch.int64, device=device)
-        return cls(tensors[0].view(torch.int32), by)
 
 
 @triton.jit

@@ -59,8 +59,9 @@ class DeviceSwap:
         hot_slots: int,
         shape: SwapShape,
     ) -> None:
+        from cairn.kernels.layer_memory import LayerMemory
         from cairn.kernels.stage import StageTables
-        from cairn.kernels.swap_in import HotTables, LayerMemory, Misses, SwapScratch
+        from cairn.kernels.swap_in import HotTables, Misses, SwapScratch
 
         self._pool = pool
         self._host = host

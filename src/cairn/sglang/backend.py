@@ -38,7 +38,10 @@ class CairnAttnBackend(AttentionBackend):
             spec = describe(layers, type(model).__name__, config.vocab_size, config.context_len)
         assert isinstance(spec, ModelSpec)
         plan, geometry = read_plan(
-            getattr(config.hf_config, FIELD, None), spec, runner.token_to_kv_pool.page_size
+            getattr(config.hf_config, FIELD, None),
+            spec,
+            runner.token_to_kv_pool.page_size,
+            self._req_to_token.device.type,
         )
         self.sparse = SparseAttention(
             spec,

@@ -28,12 +28,14 @@ def option_names() -> tuple[str, ...]:
     return tuple(name.removeprefix(_PREFIX) for name in names if name.startswith(_PREFIX))
 
 
-def read_plan(given: object, spec: ModelSpec, page_size: int) -> tuple[AttentionPlan, PageGeometry]:
+def read_plan(
+    given: object, spec: ModelSpec, page_size: int, device: str
+) -> tuple[AttentionPlan, PageGeometry]:
     """`given` is the config's field, None without one; `page_size` is SGLang's, in tokens."""
     geometry = _geometry(spec, page_size)
     options = {f"{_PREFIX}{name}": value for name, value in _options(given).items()}
     config = EngineConfig(attention_backend="hsa", page_size=geometry.page_size, **options)
-    return plan_attention(config, spec), geometry
+    return plan_attention(config, spec, device), geometry
 
 
 def _options(given: object) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cairn.attention.batch import AttentionBatch, GroupTables
+from cairn.attention.batch import AttentionBatch, GraphKind, GroupTables
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.pages import NULL_PAGE
 from cairn.sglang.step import PageLives, Step
@@ -48,8 +48,9 @@ class RecordedSteps:
         self._cu_query = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._places = torch.arange(max_pages, device=device)
         self._seqs = torch.arange(max_seqs, device=device)
+        self._no_prompt = empty(rows, dtype=torch.int32)
 
-    def step(self, num_seqs: int) -> Step:
+    def step(self, num_seqs: int, kind: GraphKind) -> Step:
         """Its host arrays say nothing: no backend that can be recorded reads them."""
         rows = num_seqs * self._per_seq
         ones = np.ones(rows, dtype=np.int64)
@@ -73,6 +74,8 @@ class RecordedSteps:
             traced_rows=np.zeros(0, dtype=np.int64),
             device_kv_lens=self._kv_lens[:rows],
             device_cu_query=self._cu_query[: rows + 1],
+            device_prompt_rows=self._no_prompt[:rows],
+            recorded=kind,
         )
         token_rows = self._seqs[:num_seqs] if self._per_seq == 2 else None
         return Step(batch, self._positions[:rows], token_rows)

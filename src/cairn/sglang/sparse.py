@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from cairn.attention.backend import AttentionShape, backend_class, resolve_backends
-from cairn.attention.batch import Scoring
+from cairn.attention.batch import GraphKind, Scoring
 from cairn.attention.hsa.backend import HSABackend
 from cairn.attention.hsa.kernel_sparse import KernelSparse
 from cairn.attention.pair_backend import PairBackend
@@ -61,6 +61,7 @@ class SparseAttention:
         """
         assert plan.sparse is not None
         self.notes = (*plan.notes, *plan.warnings)
+        self._plan = plan.sparse
         self._geometry = geometry
         self._pool = pool
         some = next(iter(pool.layers.values()))
@@ -110,14 +111,14 @@ class SparseAttention:
         step = read_step(
             forward_batch, req_to_token, self._geometry, self._lives, len(self._groups)
         )
-        self._hsa.launching(step.batch, replayed=False)
+        self._hsa.launching(step.batch, None)
         self._metadata = self._hsa.prepare(step.batch)
         self._hsa.begin(self._metadata)
         self.step = step
 
     def prepare_recording(self, max_seqs: int) -> None:
         """Buffers that recorded steps of up to `max_seqs` sequences share."""
-        if not self._hsa.graphs:
+        if "sparse" not in self._hsa.graph_kinds:
             raise ConfigError(
                 "decode steps cannot be recorded as CUDA graphs here: "
                 f"{self.kernel_refusal or 'the dense layers cannot'}; give --disable-cuda-graph"
@@ -139,7 +140,8 @@ class SparseAttention:
     def begin_recording(self, num_seqs: int) -> None:
         """The host's part of a step that is about to be recorded."""
         assert self._recorded is not None
-        self.step = self._recorded.step(num_seqs)
+        kind: GraphKind = "both" if self._plan.reads_densely else "sparse"
+        self.step = self._recorded.step(num_seqs, kind)
         self._metadata = self._hsa.prepare(self.step.batch)
         # A graph that is replayed reads the tensors it was recorded with.
         self._kept.append(self._metadata)

@@ -68,7 +68,8 @@ def read_step(
     device = req_to_token.device
     size, tokens_per_page = geometry.page_size, geometry.tokens_per_page
     seq_lens = forward_batch.seq_lens_cpu.numpy().astype(np.int64)
-    if forward_batch.forward_mode.is_decode():
+    decodes = forward_batch.forward_mode.is_decode()
+    if decodes:
         new_tokens = np.ones_like(seq_lens)
     else:
         new_tokens = np.asarray(forward_batch.extend_seq_lens_cpu, dtype=np.int64)
@@ -88,6 +89,8 @@ def read_step(
     row_offsets = to_device(offsets, device)
     lives.begin(row_pages, row_offsets)
 
+    # What a request generated and lost to a retraction is prompt when it is computed again.
+    prompt_rows = np.zeros_like(kv_lens) if decodes else kv_lens
     width = -(-int(kv_lens.max()) // size)
     slots = req_to_token[
         forward_batch.req_pool_indices, : width * tokens_per_page : tokens_per_page
@@ -111,10 +114,11 @@ def read_step(
         groups=(tables,) * num_groups,
         row_offsets=row_offsets,
         device=device,
-        prompt_rows=kv_lens,
+        prompt_rows=prompt_rows,
         traced_rows=np.zeros(0, dtype=np.int64),
         device_kv_lens=to_device(kv_lens.astype(np.int32), device),
         device_cu_query=to_device(cu_query.astype(np.int32), device),
+        device_prompt_rows=to_device(prompt_rows.astype(np.int32), device),
     )
     return Step(
         batch=batch,

@@ -23,6 +23,13 @@ class Selection:
     window_lse: torch.Tensor  # [rows, heads]
     window_weight: torch.Tensor  # [rows, heads]
 
+    @classmethod
+    def window_only(cls, heads: int, kv_heads: int) -> Selection:
+        """Of one row that no page was selected for: all it saw is its window."""
+        pages = torch.empty(1, kv_heads, 0, dtype=torch.int64)
+        none = torch.empty(1, heads, 0)
+        return cls(pages, pages, none, none, torch.zeros(1, heads), torch.ones(1, heads))
+
     def row(self, index: int) -> Selection:
         """The selection of one row, on the host."""
         parts = (getattr(self, part.name)[index : index + 1].cpu() for part in fields(self))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from cairn.attention.backend import AttentionBackend, AttentionShape
-from cairn.attention.batch import AttentionBatch, HostBatch, Scoring, to_device
+from cairn.attention.backend import AttentionBackend, AttentionShape, Graph
+from cairn.attention.batch import AttentionBatch, GraphKind, HostBatch, Scoring, to_device
 from cairn.attention.clearing import clear_begun_pages
 from cairn.attention.hsa.kernel_sparse import KernelMetadata, KernelSparse
 from cairn.attention.hsa.metadata import (
@@ -33,18 +33,26 @@ from cairn.sparsity.selection import Selection
 class HSAMetadata:
     dense: Any
     """The dense backend's own, for all layers that are not sparse."""
-    prompt: Any
-    """The dense backend's, for the sequences that sparse layers read densely."""
-    prompt_rows: torch.Tensor | None  # [n] their rows
+    dense_rows: Any
+    """The dense backend's, for the sequences that sparse layers read densely; None without any."""
+    dense_seqs: np.ndarray  # [seqs] which those are
     kernels: KernelMetadata | None
     tiles: tuple[Tile, ...]
     """Rows that are computed in torch; with kernels those whose selection is to be told."""
     completed: CompletedPages | None
+    """Pages whose landmarks torch saves."""
+    batch: AttentionBatch
     selections: dict[int, dict[int, Selection]] = field(default_factory=dict)
     """Filled as layers run: row of the step -> layer -> its selection, one row each."""
 
 
 class HSABackend:
+    """Rows of sparse layers are sparse or, by their position alone, dense (`SparseConfig`).
+
+    Sequences whose new rows are all dense go to the dense backend, with all rows of the step: the
+    rows of the others are made short for it, and overwritten by what the sparse kernels compute.
+    """
+
     name: ClassVar[str] = "hsa"
 
     def __init__(
@@ -64,12 +72,20 @@ class HSABackend:
         self._dense = dense
         self.kernels = kernels
         self._torch = TorchSparse(config, pool, landmarks, shape.scale, tier)
+        self._shape = shape
         self._sparse_layers = frozenset(config.layers)
         dense_layers = pool.layers.keys() - self._sparse_layers
         self._dense_groups = {pool.group_of[layer] for layer in dense_layers}
         self._groups = SparseGroups.of(config, shape, pool)
         self._wide = torch.promote_types(shape.dtype, torch.float32)
-        self.graphs = kernels is not None and (dense.graphs or not self._dense_groups)
+        self.graph_kinds: tuple[GraphKind, ...] = ()
+        self.mixed_kinds: tuple[GraphKind, ...] = ()
+        if kernels is not None and (dense.graph_kinds or not self._dense_groups):
+            self.graph_kinds = ("sparse",) if tier is None else ("sparse", "resident")
+            if tier is None and config.reads_densely and dense.graph_kinds:
+                self.graph_kinds = ("dense", "sparse", "both")
+                # Chunks of rows that select pages are not recorded.
+                self.mixed_kinds = ("dense", "both") if dense.mixed_kinds else ()
 
     @property
     def reads_generations(self) -> bool:
@@ -80,31 +96,56 @@ class HSABackend:
         """Sparse layers of decode steps that kernels have attended to."""
         return 0 if self.kernels is None else self.kernels.launches
 
-    def replayable(self, batch: HostBatch) -> bool:
-        if not self.graphs or len(batch.traced_rows):
-            return False
-        return not self._in_prompt(batch).any()
+    def graph_kind(self, batch: HostBatch, *, mixed: bool) -> GraphKind | None:
+        if len(batch.traced_rows):
+            return None
+        dense = self._dense_seqs(batch)
+        kind: GraphKind = "resident" if batch.resident else "sparse"
+        if dense.any() or mixed:
+            kind = "dense" if dense.all() else "both"
+        if mixed and ((batch.query_lens > 1) & ~dense).any():
+            return None
+        return kind if kind in (self.mixed_kinds if mixed else self.graph_kinds) else None
 
-    def launching(self, batch: HostBatch, *, replayed: bool) -> None:
+    def launching(self, batch: HostBatch, graph: Graph | None) -> None:
         seq, place, _ = completed_pages(batch)
         if not len(seq):
             return
         tables = batch.groups[self._groups.ids]
-        # Where every row is by itself, the kernels seal pages themselves.
-        apart = replayed or ((batch.query_lens == 1).all() and not self._in_prompt(batch).any())
         self._landmarks.seal(
             tables.host_pages[seq, place].astype(np.int64),
             tables.host_generations[seq, place],
-            on_device=self.kernels is None or not apart,
+            on_device=not self._seals_itself(batch, graph),
         )
 
-    def _in_prompt(self, batch: HostBatch) -> np.ndarray:
-        """Sequences whose rows, in sparse layers, see everything."""
-        if self._config.dense_prompt:
-            return batch.kv_lens <= batch.prompt_rows
-        return np.zeros(batch.num_seqs, dtype=bool)
+    def _seals_itself(self, batch: HostBatch, graph: Graph | None) -> bool:
+        """Kernels of sparse decode steps make the landmarks of completed pages and seal them."""
+        if self.kernels is None:
+            return False
+        if graph is not None:
+            return graph.kind in ("sparse", "resident")
+        return bool((batch.query_lens == 1).all() and not self._dense_seqs(batch).any())
+
+    def replayed(self, batch: HostBatch, graph: Graph) -> None:
+        """Landmarks of pages that rows complete which no sparse kernel has seen."""
+        if self._seals_itself(batch, graph):
+            return
+        seq, place, _ = completed_pages(batch)
+        if len(seq):
+            assert self.kernels is not None
+            pages, kv_pages = (batch.groups[g].host_pages[seq, place] for g in self._groups)
+            self.kernels.save_all_layers(pages, kv_pages)
+
+    def _dense_seqs(self, batch: HostBatch) -> np.ndarray:
+        """[seqs] which have only rows that see everything."""
+        return batch.kv_lens <= self._config.dense_until(batch.prompt_rows)
 
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> HSAMetadata:
+        dense = None
+        if self._dense_groups:
+            dense = self._dense.prepare(batch, self._dense_groups)
+        if batch.recorded is not None:
+            return self._prepare_recorded(batch, dense)
         seq, place, rows = completed_pages(batch)
         completed = None
         if len(seq):
@@ -113,32 +154,40 @@ class HSABackend:
                 for g in self._groups
             )
             completed = CompletedPages(pages, kv_pages, to_device(rows, batch.device))
-        dense = None
-        if self._dense_groups:
-            dense = self._dense.prepare(batch, self._dense_groups)
-        # Prompts that are read densely go to the dense backend whole; a sequence that resumes
-        # with generated rows behind its prompt is not: its windows reach back to its start.
-        in_prompt = self._in_prompt(batch)
-        prompt = prompt_rows = None
-        if in_prompt.any():
-            taken, of_step = batch.take(np.flatnonzero(in_prompt))
-            prompt = self._dense.prepare(taken, {self._groups.kv})
-            prompt_rows = to_device(of_step, batch.device)
-        sparse = np.flatnonzero(~in_prompt)
-        kernels = None
+        dense_seqs = self._dense_seqs(batch)
+        dense_rows = None
+        if dense_seqs.any():
+            own = batch if dense_seqs.all() else batch.shortened(~dense_seqs)
+            dense_rows = self._dense.prepare(own, {self._groups.kv})
+        sparse = np.flatnonzero(~dense_seqs)
         if self.kernels is None:
             clear_begun_pages(self._pool, batch)
             tiles = make_tiles(batch, self._groups, self._config, sparse)
+            return HSAMetadata(dense, dense_rows, dense_seqs, None, tiles, completed, batch)
+        kernels = self.kernels.prepare(batch, sparse, completed)
+        tiles = traced_tiles(batch, self._groups, self._config, dense_seqs)
+        return HSAMetadata(dense, dense_rows, dense_seqs, kernels, tiles, None, batch)
+
+    def _prepare_recorded(self, batch: AttentionBatch, dense: Any) -> HSAMetadata:
+        """Of a step whose lengths only the device knows."""
+        assert self.kernels is not None
+        none = np.zeros(batch.num_seqs, dtype=bool)
+        dense_rows = kernels = None
+        if batch.recorded == "dense":
+            dense_rows = self._dense.prepare(batch, {self._groups.kv})
+        elif batch.recorded == "both":
+            kernels, kv_lens = self.kernels.prepare_both(batch)
+            own = replace(batch, device_kv_lens=kv_lens)
+            dense_rows = self._dense.prepare(own, {self._groups.kv})
         else:
-            kernels = self.kernels.prepare(batch, sparse, completed)
-            tiles = traced_tiles(batch, self._groups, self._config, in_prompt)
-        return HSAMetadata(dense, prompt, prompt_rows, kernels, tiles, completed)
+            kernels = self.kernels.prepare_decode(batch)
+        return HSAMetadata(dense, dense_rows, none, kernels, (), None, batch)
 
     def begin(self, metadata: HSAMetadata) -> None:
         if metadata.dense is not None:
             self._dense.begin(metadata.dense)
-        if metadata.prompt is not None:
-            self._dense.begin(metadata.prompt)
+        if metadata.dense_rows is not None:
+            self._dense.begin(metadata.dense_rows)
         if metadata.kernels is not None and self.kernels is not None:
             self.kernels.begin(metadata.kernels)
 
@@ -147,14 +196,14 @@ class HSABackend:
     ) -> torch.Tensor:
         if layer not in self._sparse_layers:
             return self._dense.forward(layer, query, metadata.dense)
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        if metadata.dense_rows is not None:
+            out = self._dense.forward(layer, query, metadata.dense_rows)
+        else:
+            out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if metadata.kernels is not None:
             self._forward_kernels(layer, query, metadata, scoring, out)
-        else:
+        elif self.kernels is None:
             self._forward_torch(layer, query, metadata, scoring, out)
-        if metadata.prompt_rows is not None:
-            rows = metadata.prompt_rows
-            out[rows] = self._dense.forward(layer, query[rows], metadata.prompt)
         return out
 
     def _forward_kernels(
@@ -214,6 +263,10 @@ class HSABackend:
         return attended
 
     def selections(self, metadata: HSAMetadata, row: int) -> dict[int, Selection]:
+        seq = int(np.searchsorted(metadata.batch.cu_query, row, side="right")) - 1
+        if metadata.dense_seqs[seq]:
+            everything = Selection.window_only(self._shape.num_heads, self._shape.num_kv_heads)
+            return dict.fromkeys(self._config.layers, everything)
         return metadata.selections.get(row, {})
 
     def abandon(self, batch: HostBatch) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class DecodeRows:
     """Sequences with one new row."""
 
-    rows: torch.Tensor  # [n] int32, their rows of the step
+    rows: torch.Tensor  # [n] int32, their rows of the step; negative for none
     kv_lens: torch.Tensor  # [n] int32
     page_table: torch.Tensor  # [n, pages]
     kv_table: torch.Tensor  # [n, pages] of the pool
@@ -57,7 +57,6 @@ class ChunkRows:
     """Together they are all blocks; each reads no more pages than the stage holds."""
     candidates: CandidatePages
     dense_until: torch.Tensor  # [seqs] int32
-    completed: CompletedPages | None
     workspace: Workspace
 
 
@@ -65,6 +64,8 @@ class ChunkRows:
 class KernelMetadata:
     decode: DecodeRows | None
     chunks: ChunkRows | None
+    completed: CompletedPages | None = None
+    """Pages whose landmarks are saved in every layer, before anything is selected."""
 
 
 Revise = Callable[[torch.Tensor, ChunkRows], torch.Tensor]
@@ -104,7 +105,6 @@ class KernelSparse:
             sinks=config.sinks,
             null_split=config.null_split,
             hide_last=config.landmark_rows,
-            dense_below=config.dense_below,
             split_query=type(config.policy).map_query is QuestPolicy.map_query,
         )
         self._scratch = SparseScratch.empty(self._shape, shape.max_seqs, max_pages, shape.device)
@@ -159,26 +159,50 @@ class KernelSparse:
         self, batch: AttentionBatch, chosen: np.ndarray, completed: CompletedPages | None
     ) -> KernelMetadata:
         """`chosen`: the sequences that are sparse; `completed`: all pages the step completes."""
-        alone = bool((batch.query_lens == 1).all()) and len(chosen) == batch.num_seqs
-        if alone:
-            tables = batch.groups[self._groups.ids]
-            assert tables.generations is not None
-            whole = DecodeRows(
-                self._every_row[: batch.num_seqs],
-                batch.device_kv_lens,
-                tables.page_table,
-                batch.groups[self._groups.kv].page_table,
-                tables.generations,
-                alone=True,
-                resident=batch.resident,
-            )
-            return KernelMetadata(whole, None)
+        if batch.decodes and len(chosen) == batch.num_seqs:
+            return self.prepare_decode(batch)
         single = batch.query_lens[chosen] == 1
         decode = self._decode_rows(batch, chosen[single]) if single.any() else None
         longer = chosen[~single]
-        if not len(longer) and completed is None:
-            return KernelMetadata(decode, None)
-        return KernelMetadata(decode, self._chunk_rows(batch, longer, completed))
+        chunks = self._chunk_rows(batch, longer) if len(longer) else None
+        return KernelMetadata(decode, chunks, completed)
+
+    def prepare_decode(self, batch: AttentionBatch) -> KernelMetadata:
+        """Of a step in which every sequence has one row, and is sparse."""
+        tables = batch.groups[self._groups.ids]
+        assert tables.generations is not None
+        whole = DecodeRows(
+            self._every_row[: batch.num_seqs],
+            batch.device_kv_lens,
+            tables.page_table,
+            batch.groups[self._groups.kv].page_table,
+            tables.generations,
+            alone=True,
+            resident=batch.resident,
+        )
+        return KernelMetadata(whole, None)
+
+    def prepare_both(self, batch: AttentionBatch) -> tuple[KernelMetadata, torch.Tensor]:
+        """Of a recorded step: sequences with one row that is not dense are found on the device.
+
+        Also returns lengths for the dense backend, [seqs] int32, at which those see nothing else.
+        """
+        tables = batch.groups[self._groups.ids]
+        assert tables.generations is not None
+        config, kv_lens = self._config, batch.device_kv_lens
+        query_lens = batch.device_cu_query.diff()
+        until = batch.device_prompt_rows.clamp(max=config.dense_prompt_below)
+        sparse = (query_lens == 1) & (kv_lens > until.clamp(min=config.dense_below))
+        decode = DecodeRows(
+            torch.where(sparse, batch.device_cu_query[:-1], -1),
+            torch.where(sparse, kv_lens, 1),
+            tables.page_table,
+            batch.groups[self._groups.kv].page_table,
+            tables.generations,
+            alone=False,
+            resident=False,
+        )
+        return KernelMetadata(decode, None), torch.where(sparse, query_lens, kv_lens)
 
     def _decode_rows(self, batch: AttentionBatch, seqs: np.ndarray) -> DecodeRows:
         tables = batch.groups[self._groups.ids]
@@ -194,16 +218,12 @@ class KernelSparse:
             resident=batch.resident,
         )
 
-    def _chunk_rows(
-        self, batch: AttentionBatch, seqs: np.ndarray, completed: CompletedPages | None
-    ) -> ChunkRows:
+    def _chunk_rows(self, batch: AttentionBatch, seqs: np.ndarray) -> ChunkRows:
         from cairn.kernels.paged_extend import ExtendBlocks
         from cairn.kernels.sparse_extend import union_rows
         from cairn.kernels.sparse_select import SELECT_ROWS
 
-        until = np.full(batch.num_seqs, self._config.dense_below)
-        if self._config.dense_prompt:
-            until = np.maximum(until, batch.prompt_rows)
+        until = self._config.dense_until(batch.prompt_rows)
 
         def blocks(rows: int, of: np.ndarray = seqs) -> ExtendBlocks:
             return ExtendBlocks.of(batch.query_lens, of, batch.device, rows)
@@ -216,7 +236,6 @@ class KernelSparse:
             tuple(blocks(rows, of) for of in self._staged_together(batch, seqs)),
             self._candidates(batch, seqs),
             to_device(until.astype(np.int32), batch.device),
-            completed,
             Workspace(batch.device),
         )
 
@@ -290,6 +309,8 @@ class KernelSparse:
         if not self._shape.split_query:
             mapped = self._config.policy.map_query(scores_with)
         selected = None
+        if metadata.completed is not None:
+            self._save(layer, prior, metadata.completed)
         if metadata.chunks is not None:
             selected = self._chunks(layer, query, mapped, prior, metadata.chunks, out)
         if metadata.decode is not None:
@@ -380,7 +401,7 @@ class KernelSparse:
         prior: torch.Tensor,
         chunks: ChunkRows,
         out: torch.Tensor,
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor:
         from cairn.kernels.paged_extend import ExtendBlocks, paged_extend
         from cairn.kernels.sparse_extend import attend_selected
         from cairn.kernels.sparse_select import select_pages
@@ -390,10 +411,6 @@ class KernelSparse:
         pool, batch = self._pool.layers[layer], chunks.batch
         vectors, bias = self._landmarks.vectors[layer], self._landmarks.biases.get(layer)
         table = batch.groups[self._groups.ids].page_table
-        if chunks.completed is not None:
-            self._save(layer, prior, chunks.completed)
-        if not len(chunks.windows.seq):
-            return None
         lse = chunks.workspace.take("window_lse", *query.shape[:2])
         paged_extend(
             query,
@@ -456,6 +473,37 @@ class KernelSparse:
             )
         self.pages_read = read
         return selected
+
+    def save_all_layers(self, pages: np.ndarray, kv_pages: np.ndarray) -> None:
+        """Landmarks of pages [n] whose rows are in the pool, where those take nothing but keys."""
+        device = self._every_row.device
+        ids, places = (to_device(own.astype(np.int64), device) for own in (pages, kv_pages))
+        if self._pooling is None:
+            for layer in self._config.layers:
+                keys = self._pool.keys(layer)[places]
+                self._landmarks.save(layer, ids, *self._config.policy.landmark(keys, None))
+            return
+        from cairn.kernels.landmark import pool_landmarks_of_layers
+
+        first = self._config.layers[0]
+        pool_landmarks_of_layers(
+            ids,
+            places,
+            self._pool.layers[first],
+            self._landmarks.vectors[first],
+            *self._layer_shifts,
+            pooling=self._pooling,
+        )
+
+    @cached_property
+    def _layer_shifts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """How far the layers' KV and landmarks are from those of the first layer."""
+        from cairn.kernels.layer_memory import LayerMemory
+
+        device, layers = self._every_row.device, self._config.layers
+        kv = LayerMemory.of((self._pool.layers[layer] for layer in layers), device)
+        vectors = LayerMemory.of((self._landmarks.vectors[layer] for layer in layers), device)
+        return kv.shifts, vectors.shifts
 
     def _save(self, layer: int, prior: torch.Tensor, completed: CompletedPages) -> None:
         from cairn.kernels.landmark import pool_landmarks

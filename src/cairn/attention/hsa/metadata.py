@@ -125,7 +125,7 @@ def _blocks(batch: AttentionBatch, config: SparseConfig, s: int) -> Iterator[_Bl
     size = batch.page_size
     end = int(batch.kv_lens[s])
     row = end - int(batch.query_lens[s])
-    dense_until = int(batch.prompt_rows[s]) if config.dense_prompt else 0
+    dense_until = int(config.dense_until(batch.prompt_rows[s]))
     while row < end:
         stop = min(end, (row // size + 1) * size)
         start = 0 if row < dense_until else config.window_start(row, size)
@@ -165,9 +165,7 @@ def _tile(
     cache_rows = first[:, None] + np.arange(count)  # [blocks, count]
     rows = cache_rows - (batch.kv_lens - batch.query_lens - batch.cu_query[:-1])[seq, None]
     limits = np.maximum(0, (cache_rows - config.window + 1) // size)
-    limits[cache_rows < config.dense_below] = 0
-    if config.dense_prompt:
-        limits[cache_rows < batch.prompt_rows[seq, None]] = 0
+    limits[cache_rows < config.dense_until(batch.prompt_rows[seq, None])] = 0
     keys = start[:, None] * size + np.arange(width * size)  # [blocks, keys]
     hidden = keys[:, None] > cache_rows[..., None]
     hidden |= keys[:, None] < limits[..., None] * size
