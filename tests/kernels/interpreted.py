@@ -3,6 +3,7 @@ interpreter is chosen when a process first imports triton."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ import triton.language as tl
 from cairn import LLM
 from cairn.attention.hsa.backend import HSABackend
 from cairn.attention.hsa.kernel_sparse import KernelSparse
+from cairn.attention.triton_backend import TritonBackend
+from cairn.engine import graphs
+from cairn.engine.graphs import StepGraphs
 from cairn.kernels import paged_decode as paged_decode_module
 from cairn.kernels import paged_extend as paged_extend_module
 from cairn.kernels import rope_kv as rope_kv_module
@@ -35,7 +39,7 @@ from cairn.kernels.top_pages import keep_best, threshold_in_memory, threshold_of
 from cairn.sparsity.selection import top_positions
 from tests.engine.lanes import tier_of
 from tests.engine.tiered import check_clean, tiered
-from tests.helpers import TINY_HILS, poison_free_memory, tokens_of, write_model
+from tests.helpers import TINY_HILS, TINY_LLAMA, poison_free_memory, tokens_of, write_model
 from tests.kernels import located_case, swap_case
 from tests.kernels.sparse_case import CASES, run
 
@@ -390,6 +394,73 @@ def test_a_whole_engine_on_sparse_kernels(tmp_path: Path, monkeypatch: pytest.Mo
             assert (backend.launches > 0) == (refused is None)
             llm.engine.scheduler.check()
     assert answers[0] == answers[1]
+
+
+class _Rerun:
+    """Stands in for a CUDA graph: runs the step again, on the same buffers."""
+
+    def __init__(self, call: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._call = call
+        self.result: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        assert self.result is not None
+        for kept, new in zip(self.result, self._call(), strict=True):
+            kept.copy_(new)
+
+
+@pytest.mark.parametrize("policy", ["quest", "tests.kernels.sparse_case:MaxKey"])
+def test_a_whole_engine_on_recorded_steps(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode and mixed steps with dense rows, sparse rows and both, padded to recorded sizes,
+    against the same steps as they are."""
+    _use_few_programs(monkeypatch)
+    monkeypatch.setattr(KernelSparse, "refusal", staticmethod(lambda *_: None))
+    monkeypatch.setattr(TritonBackend, "unavailable_reason", staticmethod(lambda _: None))
+    monkeypatch.setattr(graphs, "_MIXED_ROWS", (32, 64))
+    config = {**TINY_LLAMA, "hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    folder = write_model(tmp_path, config)
+    recorded: list[_Rerun] = []
+
+    def capture(own: StepGraphs, call: Callable[[], Any], pool: Any) -> tuple[_Rerun, Any]:
+        rerun = _Rerun(call)
+        seqs = len(call.args[1].slots)  # type: ignore[attr-defined]
+        rerun.result = torch.zeros(seqs, 64), torch.zeros(seqs, dtype=torch.int64)
+        recorded.append(rerun)
+        return rerun, rerun.result
+
+    monkeypatch.setattr(StepGraphs, "_capture", capture)
+    prompts = [tokens_of(n, seed=n, vocab=64) for n in (70, 20, 45)]
+    options: dict[str, Any] = {"attention_backend": "triton,hsa", "page_size": 16, "hsa_topk": 2}
+    options |= {"hsa_window": 16, "hsa_dense_below": 26, "hsa_policy": policy}
+    answers, used = [], set()
+    for records in (False, True):
+        with LLM(
+            folder,
+            device="cpu",
+            dtype="float32",
+            kv_cache_gib=0.05,
+            chunked_prefill_size=50,
+            max_running_requests=3,
+            **options,
+        ) as llm:
+            runner = llm.engine.runner
+            if records:
+                runner.record_graphs(64)
+            poison_free_memory(llm.engine)
+            results = llm.generate(prompts, max_tokens=8, ignore_eos=True)
+            answers.append([result.token_ids for result in results])
+            llm.engine.scheduler.check()
+            if records:
+                assert runner._graphs is not None
+                for (size, kind), step in runner._graphs._graphs.items():
+                    if isinstance(step.graph, _Rerun) and step.graph.replays:
+                        used.add((size.mixed, kind))
+    assert answers[0] == answers[1]
+    assert used == {(True, "dense"), (True, "both"), (False, "both"), (False, "sparse")}
 
 
 def test_a_whole_engine_on_sparse_kernels_with_a_host_tier(

@@ -71,7 +71,7 @@ class Pages:
         lens = torch.tensor([request.computed + count for request, count in work])
         decode = all(count == 1 for _, count in work)
         return SimpleNamespace(
-            forward_mode=SimpleNamespace(is_decode=lambda: decode),
+            forward_mode=SimpleNamespace(is_decode=lambda: decode, is_mixed=lambda: False),
             batch_size=len(work),
             req_pool_indices=torch.tensor([request.slot for request, _ in work]),
             seq_lens=lens,

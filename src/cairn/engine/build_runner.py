@@ -19,6 +19,7 @@ from cairn.engine.runner import Runner
 from cairn.engine.scheduler import Limits
 from cairn.engine.step_time import step_sizes
 from cairn.engine.tier_sizes import TierSizes
+from cairn.engine.warm_up import Progress, rehearsals
 from cairn.errors import ConfigError
 from cairn.kernels.interface import COPY_THREADS
 from cairn.memory.device_swap import SwapShape
@@ -72,6 +73,7 @@ def build_runner(
     device: torch.device,
     parallel: Parallel,
     make: MakeRunner = Runner,
+    progress: Progress | None = None,
 ) -> BuiltRunner:
     config, sizes, spec = layout.config, layout.tier, model.spec
     geometry, groups, num_pages = layout.geometry, layout.groups, layout.num_pages
@@ -133,15 +135,36 @@ def build_runner(
         tier=tier,
         parallel=parallel,
     )
-    limits = layout.limits
-    if device.type == "cuda" and limits.max_step_seconds is not None and isinstance(model, Module):
-        warm_up_products(model, step_sizes(limits.chunked_prefill_size))
     unrecorded = _not_recorded(config, device, backend)
-    if unrecorded is None:
-        runner.record_graphs(min(_MOST_RECORDED_ROWS, limits.chunked_prefill_size))
-    elif device.type == "cuda":
-        notes.append(f"steps are not recorded as CUDA graphs: {unrecorded}")
+    if device.type == "cuda":
+        _warm_up(layout, attention, model, runner, progress, records=unrecorded is None)
+        if unrecorded is not None:
+            notes.append(f"steps are not recorded as CUDA graphs: {unrecorded}")
     return BuiltRunner(runner, tuple(notes))
+
+
+def _warm_up(
+    layout: Layout,
+    attention: AttentionPlan,
+    model: LanguageModel,
+    runner: Runner,
+    progress: Progress | None,
+    *,
+    records: bool,
+) -> None:
+    limits = layout.limits
+    chunk = limits.chunked_prefill_size
+    if limits.max_step_seconds is not None and isinstance(model, Module):
+        warm_up_products(model, step_sizes(chunk))
+    steps = rehearsals(
+        page_size=layout.geometry.page_size,
+        max_pages=layout.max_pages,
+        chunk=chunk,
+        max_seqs=limits.max_running_requests,
+        dense_below=0 if attention.sparse is None else attention.sparse.dense_below,
+    )
+    most = min(_MOST_RECORDED_ROWS, chunk) if records else None
+    runner.warm_up(list(steps), most_recorded_rows=most, progress=progress)
 
 
 def attention_shape(

@@ -11,9 +11,10 @@ Both are recorded once for each kind of step that the attention backend tells ap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +28,8 @@ Forward = Callable[
 ]
 """The device work of a step, after its inputs are there. It takes how tokens are drawn and the rows
 [seqs] whose logits are wanted, None for all, and returns logits [seqs, vocab] and tokens [seqs]."""
+
+Call = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 _MIXED_ROWS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _FEW_SEQS = 8
@@ -70,9 +73,13 @@ def mixed_sizes(most_rows: int, most_seqs: int) -> list[StepSize]:
     ]
 
 
+class Replayable(Protocol):
+    def replay(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    graph: torch.cuda.CUDAGraph
+    graph: Replayable
     packed: torch.Tensor  # draws, rows whose logits are wanted, inputs
     tables: torch.Tensor  # [groups, seqs, max_pages] of what all share, generations behind pages
     logits: torch.Tensor  # [seqs, vocab]
@@ -111,20 +118,37 @@ class StepGraphs:
         """Rows of the largest decode step that is recorded."""
         return max(size.rows for size in self._sizes if not size.mixed)
 
+    def rehearse(self) -> None:
+        """Run every step that will be recorded."""
+        tables = self._all_tables()
+        for size, kind in self._steps():
+            call, _, _ = self._step(size, kind, tables)
+            call()
+
     def record(self) -> None:
+        pool = None if self._device.type != "cuda" else torch.cuda.graph_pool_handle()
+        every = self._all_tables()
+        for size, kind in self._steps():
+            call, packed, tables = self._step(size, kind, every)
+            graph, (logits, tokens) = self._capture(call, pool)
+            self._graphs[size, kind] = _Recorded(graph, packed, tables, logits, tokens)
+
+    def _steps(self) -> Iterator[tuple[StepSize, GraphKind]]:
         """Largest first: the smaller ones then live in its memory."""
-        pool = torch.cuda.graph_pool_handle()
+        for size in sorted(self._sizes, key=lambda size: (-size.rows, -size.seqs)):
+            for kind in self._kinds[size.mixed]:
+                yield size, kind
+
+    def _all_tables(self) -> torch.Tensor:
+        """[groups, seqs, max_pages] for the most sequences; all graphs share them."""
         seqs = max(size.seqs for size in self._sizes)
         whole = self._padding(StepSize(seqs, seqs)).pack_tables(self._generations)
-        every = to_device(whole, self._device)
-        largest_first = sorted(self._sizes, key=lambda size: (-size.rows, -size.seqs))
-        for size in largest_first:
-            for kind in self._kinds[size.mixed]:
-                self._graphs[size, kind] = self._record_one(size, kind, every, pool)
+        return to_device(whole, self._device)
 
-    def _record_one(
-        self, size: StepSize, kind: GraphKind, every_table: torch.Tensor, pool: Any
-    ) -> _Recorded:
+    def _step(
+        self, size: StepSize, kind: GraphKind, every_table: torch.Tensor
+    ) -> tuple[Call, torch.Tensor, torch.Tensor]:
+        """A step as it is recorded, and the buffers it reads its inputs and tables from."""
         host = replace(self._padding(size), recorded=kind, resident=kind == "resident")
         draws = HostDraws.none(size.seqs, self._spare_slot)
         none = np.zeros(size.seqs, dtype=np.int64)
@@ -134,15 +158,21 @@ class StepGraphs:
         wanted, rest = unpack(rest, (size.seqs,))
         logit_rows = wanted if size.mixed else None
         inputs = host.view(rest, tables, self._device)
+        return partial(self._forward, inputs, device_draws, logit_rows), packed, tables
+
+    def _capture(
+        self, call: Call, pool: Any
+    ) -> tuple[Replayable, tuple[torch.Tensor, torch.Tensor]]:
+        """A graph of what the call launches, and what it returned: replays overwrite that."""
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            self._forward(inputs, device_draws, logit_rows)  # sets up libraries
+            call()  # sets up libraries
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            logits, tokens = self._forward(inputs, device_draws, logit_rows)
-        return _Recorded(graph, packed, tables, logits, tokens)
+            result = call()
+        return graph, result
 
     def size_for(self, rows: StepRows, *, mixed: bool) -> StepSize | None:
         """The smallest recorded size that a step fits into; None if there is none.

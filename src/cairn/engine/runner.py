@@ -28,6 +28,7 @@ from cairn.engine.logprobs import TokenLogprob, token_logprobs
 from cairn.engine.plan import Advance, StepPlan
 from cairn.engine.rows import StepRows, build_rows
 from cairn.engine.sampler import Draw, Sampler
+from cairn.engine.warm_up import Progress, Rehearsal
 from cairn.kernels.interface import ScoringHeads
 from cairn.memory.copies import Mover
 from cairn.memory.geometry import PageGeometry
@@ -195,12 +196,60 @@ class Runner:
             self.tier.close()
 
     @torch.inference_mode()
+    def warm_up(
+        self,
+        steps: Sequence[Rehearsal],
+        *,
+        most_recorded_rows: int | None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Compile all kernels that a step may launch, set up libraries, and record graphs: decode
+        steps and mixed ones of up to `most_recorded_rows` rows, none if None."""
+        from cairn.kernels.precompile import collecting, compile_all
+
+        graphs = None
+        if most_recorded_rows is not None:
+            graphs = self._make_graphs(most_recorded_rows)
+        with collecting() as forms:
+            for step in steps:
+                self._rehearse(step)
+            if graphs is not None:
+                graphs.rehearse()
+        compile_all(forms, progress)
+        for step in steps:
+            if step.for_real:
+                self._rehearse(step)
+        if graphs is not None:
+            graphs.record()
+            self._graphs = graphs
+
+    def _rehearse(self, step: Rehearsal) -> None:
+        from cairn.kernels.sampling import sample
+
+        for resident in (False,) if self.tier is None else (False, True):
+            host = step.inputs(len(self._tables), self._geometry.page_size, resident=resident)
+            inputs = host.to_device(self._device, self._backend.reads_generations)
+            wanted = to_device(host.rows.last_token_rows, self._device)
+            logits = self._forward(inputs, self._backend.prepare(inputs.batch), wanted)
+            draws = HostDraws.none(len(wanted), spare_slot=0)
+            temperatures, seeds = (
+                to_device(own, self._device) for own in (draws.temperatures, draws.seeds)
+            )
+            sample(logits, temperatures, seeds)
+            if "dense" in self._backend.graph_kinds:
+                self._backend.replayed(inputs.batch, Graph("dense", mixed=True))
+
+    @torch.inference_mode()
     def record_graphs(self, most_rows: int) -> None:
         """Record decode steps, and where the backend can mixed steps of up to `most_rows` rows."""
+        self._graphs = self._make_graphs(most_rows)
+        self._graphs.record()
+
+    def _make_graphs(self, most_rows: int) -> StepGraphs:
         num_groups, num_slots, max_pages = self._tables.shape
         most = most_decode_rows(num_slots, self._landmark_id is not None)
         backend = self._backend
-        graphs = StepGraphs(
+        return StepGraphs(
             self._recorded_step,
             decode=[StepSize(rows, rows) for rows in batch_sizes(most)],
             decode_kinds=backend.graph_kinds,
@@ -213,8 +262,6 @@ class Runner:
             device=self._device,
             generations=backend.reads_generations,
         )
-        graphs.record()
-        self._graphs = graphs
 
     def wrap_attention(self, wrap: Callable[[AttentionBackend, KVPool], AttentionBackend]) -> None:
         """Steps that are replayed from graphs do not come by what is put in front here."""

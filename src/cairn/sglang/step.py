@@ -90,7 +90,8 @@ def read_step(
     lives.begin(row_pages, row_offsets)
 
     # What a request generated and lost to a retraction is prompt when it is computed again.
-    prompt_rows = np.zeros_like(kv_lens) if decodes else kv_lens
+    generated = decodes | (forward_batch.forward_mode.is_mixed() & (new_tokens == 1))
+    prompt_rows = np.where(generated, 0, kv_lens)
     width = -(-int(kv_lens.max()) // size)
     slots = req_to_token[
         forward_batch.req_pool_indices, : width * tokens_per_page : tokens_per_page
