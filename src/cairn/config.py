@@ -53,7 +53,9 @@ class EngineConfig:
         None, "Most tokens of a request, prompt and output; the model's own limit by default."
     )
     page_size: int | None = _option(
-        None, "Rows of the KV cache in a page; 64, or the chunk size the model was trained with."
+        None,
+        "Rows of the KV cache in a page; 64, on CUDA without hsa 128, or the chunk size the model "
+        "was trained with.",
     )
     kv_cache_gib: float | None = _option(
         None, "Memory for the KV cache. By default a quarter of what is free on a CPU."

@@ -25,6 +25,7 @@ from cairn.kernels import rope_kv as rope_kv_module
 from cairn.kernels import sparse_decode, sparse_extend, sparse_scratch, sparse_select, swap_in
 from cairn.kernels.activation import silu_and_mul, silu_and_mul_reference
 from cairn.kernels.drift import DriftState, drift
+from cairn.kernels.gather_pages import gather_pages, gather_pages_reference
 from cairn.kernels.gemv import gemv, gemv_reference
 from cairn.kernels.interface import ScoringHeads
 from cairn.kernels.norm import add_rms_norm, rms_norm, rms_norm_reference
@@ -127,6 +128,17 @@ def test_splits_cover_every_sequence_once(lengths: list[int], window: int | None
     programs = len(lengths) + paged_decode_module.target_items(2, len(lengths), CPU)
     assert indptr[-1] <= programs <= len(splits.item_seq)
     assert (splits.item_seq[indptr[-1] : programs] == -1).all()
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 4])
+def test_gathered_pages(ratio: int) -> None:
+    pool = torch.randn(9, 4, 16, 24)
+    pages = torch.randint(0, 9, (4 * ratio,), dtype=torch.int32)
+    out = torch.full((4, 4, ratio * 16, 24), NAN)
+    gather_pages(pool, pages, ratio, out)
+    assert torch.equal(out, gather_pages_reference(pool, pages, ratio))
+    third = torch.cat([pool[int(page)] for page in pages[2 * ratio : 3 * ratio]], 1)
+    assert torch.equal(out[2], third)
 
 
 def test_norms() -> None:
@@ -433,6 +445,7 @@ def test_a_whole_engine_on_recorded_steps(
         return rerun, rerun.result
 
     monkeypatch.setattr(StepGraphs, "_capture", capture)
+    monkeypatch.setattr(StepGraphs, "_run_aside", lambda *_: None)
     prompts = [tokens_of(n, seed=n, vocab=64) for n in (70, 20, 45)]
     options: dict[str, Any] = {"attention_backend": "triton,hsa", "page_size": 16, "hsa_topk": 2}
     options |= {"hsa_window": 16, "hsa_dense_below": 26, "hsa_policy": policy}

@@ -6,11 +6,31 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from cairn.attention.backend import AttentionShape, DenseBackend, missing_module
-from cairn.attention.batch import AttentionBatch
+from cairn.attention.batch import AttentionBatch, to_device
+from cairn.kernels.workspace import Workspace
 from cairn.memory.kv_pool import KVPool
+
+_TILE = 128
+"""Rows of a key tile. Pages of a multiple of this are loaded by TMA; smaller ones row by row, which
+is 9 % slower for long prompts."""
+_GATHER_FROM = 3000
+"""Mean number of new rows for each row of the past, from which on it pays to gather a layer's pages
+into larger ones first. Copying breaks even at half of it."""
+_MOST_GATHERED = 4 * 2**30
+"""Bytes of one layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """Small pages of a group as pages of _TILE rows, for one layer at a time."""
+
+    pages: torch.Tensor  # [n] int32, what each large page is made of, one behind the other
+    table: torch.Tensor  # [seqs, large pages] int32
+    workspace: Workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +39,7 @@ class _Metadata:
     cu_query: torch.Tensor
     max_query: int
     tables: tuple[torch.Tensor, ...]
+    gathered: dict[int, _Gathered]  # by group
 
 
 class SglKernelBackend(DenseBackend):
@@ -43,22 +64,42 @@ class SglKernelBackend(DenseBackend):
         return missing_module("sgl_kernel.flash_attn", "sglang-kernel")
 
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> _Metadata:
+        gathered = {}
+        if self._pays_to_gather(batch):
+            gathered = {
+                g: _gather(batch, g)
+                for g in (range(len(batch.groups)) if groups is None else groups)
+                if self._shape.groups[g].window is None
+            }
         return _Metadata(
             batch.device_kv_lens,
             batch.device_cu_query,
             int(batch.query_lens.max()),
             tuple(group.page_table for group in batch.groups),
+            gathered,
         )
+
+    def _pays_to_gather(self, batch: AttentionBatch) -> bool:
+        shape = self._shape
+        if batch.recorded is not None or _TILE % batch.page_size or batch.page_size == _TILE:
+            return False
+        row_bytes = 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+        if batch.kv_lens.sum() * row_bytes > _MOST_GATHERED:
+            return False
+        return bool(batch.query_lens @ batch.kv_lens > _GATHER_FROM * batch.kv_lens.sum())
 
     def attend(self, layer: int, query: torch.Tensor, metadata: _Metadata) -> torch.Tensor:
         g = self._pool.group_of[layer]
         window = self._shape.groups[g].window
+        keys, values, table = self._pool.keys(layer), self._pool.values(layer), metadata.tables[g]
+        if g in metadata.gathered:
+            keys, values, table = self._gathered(layer, metadata.gathered[g])
         out: torch.Tensor = self._attend(
             query,
-            self._pool.keys(layer),
-            self._pool.values(layer),
+            keys,
+            values,
             cache_seqlens=metadata.kv_lens,
-            page_table=metadata.tables[g],
+            page_table=table,
             cu_seqlens_q=metadata.cu_query,
             max_seqlen_q=metadata.max_query,
             softmax_scale=self._shape.scale,
@@ -66,3 +107,35 @@ class SglKernelBackend(DenseBackend):
             window_size=(-1, -1) if window is None else (window - 1, 0),
         )
         return out
+
+    def _gathered(
+        self, layer: int, gathered: _Gathered
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Keys, values [large pages, _TILE, kv_heads, dim] and the page table."""
+        from cairn.kernels.gather_pages import gather_pages
+
+        pool = self._pool.layers[layer]
+        ratio = _TILE // pool.shape[2]
+        size = (len(gathered.pages) // ratio, pool.shape[1], _TILE, pool.shape[3])
+        large = gathered.workspace.take("pages", *size, dtype=pool.dtype)
+        gather_pages(pool, gathered.pages, ratio, large)
+        keys, values = large.transpose(1, 2).chunk(2, dim=2)
+        return keys, values, gathered.table
+
+
+def _gather(batch: AttentionBatch, group: int) -> _Gathered:
+    ratio = _TILE // batch.page_size
+    counts = -(-batch.kv_lens // _TILE)
+    most = int(counts.max())
+    held = batch.groups[group].host_pages
+    padded = np.zeros((len(counts), most * ratio), dtype=np.int32)
+    width = min(held.shape[1], padded.shape[1])
+    padded[:, :width] = held[:, :width]
+    within = np.arange(most) < counts[:, None]  # [seqs, large pages]
+    pages = padded.reshape(len(counts), most, ratio)[within]
+    table = np.arange(most) + (np.cumsum(counts) - counts)[:, None]
+    return _Gathered(
+        to_device(pages.reshape(-1), batch.device),
+        to_device(np.where(within, table, 0).astype(np.int32), batch.device),
+        Workspace(batch.device),
+    )

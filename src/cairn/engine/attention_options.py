@@ -14,6 +14,8 @@ from cairn.sparsity.policy import Fusion, Policy, PolicyShape, Strategy
 from cairn.sparsity.registry import make_policy, policy_class
 
 DEFAULT_PAGE_SIZE = 64
+_DENSE_PAGE_SIZE = {"cuda": 128}
+"""Without sparse attention: FlashAttention-3 loads pages of 128 rows whole."""
 _POLICY, _TOPK, _WINDOW, _SINKS = "quest", 32, 512, 1
 """For models that were not trained with sparse attention."""
 
@@ -51,6 +53,7 @@ def plan_attention(config: EngineConfig, spec: ModelSpec, device: str) -> Attent
         return _native(config, spec, spec.sparsity, names)
     page_size = config.page_size or DEFAULT_PAGE_SIZE
     if "hsa" not in names:
+        page_size = config.page_size or _DENSE_PAGE_SIZE.get(device, DEFAULT_PAGE_SIZE)
         for name in _hsa_options(config):
             raise ConfigError(
                 f"{name} is given but attention_backend is {given!r}; it works with "

@@ -128,8 +128,12 @@ class StepGraphs:
     def record(self) -> None:
         pool = None if self._device.type != "cuda" else torch.cuda.graph_pool_handle()
         every = self._all_tables()
+        run = set()
         for size, kind in self._steps():
             call, packed, tables = self._step(size, kind, every)
+            if (size.mixed, kind) not in run:  # the first of its kind sets up libraries
+                run.add((size.mixed, kind))
+                self._run_aside(call)
             graph, (logits, tokens) = self._capture(call, pool)
             self._graphs[size, kind] = _Recorded(graph, packed, tables, logits, tokens)
 
@@ -160,15 +164,17 @@ class StepGraphs:
         inputs = host.view(rest, tables, self._device)
         return partial(self._forward, inputs, device_draws, logit_rows), packed, tables
 
+    def _run_aside(self, call: Call) -> None:
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            call()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+
     def _capture(
         self, call: Call, pool: Any
     ) -> tuple[Replayable, tuple[torch.Tensor, torch.Tensor]]:
         """A graph of what the call launches, and what it returned: replays overwrite that."""
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            call()  # sets up libraries
-        torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             result = call()
