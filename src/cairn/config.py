@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from cairn.errors import ConfigError
@@ -196,3 +198,12 @@ class EngineConfig:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def cache_folder() -> Path:
+    """Where pulled models and compiled kernels are kept: $CAIRN_CACHE, or the user's cache."""
+    own = os.environ.get("CAIRN_CACHE")
+    if own:
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "cairn"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from cairn import LLM, SamplingParams
 from cairn.attention.hsa.backend import HSABackend
 from tests.helpers import GOLDENS, TINY_HILS, TINY_LLAMA, poison_free_memory, tokens_of, write_model
 from tests.kernels.sparse_case import CASES, Case, run
+from tests.kernels.union_case import UNION_SHAPES, expected_output, union_case
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -104,6 +106,41 @@ def test_large_shapes_stay_close(name: str, dtype: torch.dtype) -> None:
             heads = slice(head * group, (head + 1) * group)
             weights = selection.weights[0, heads].amax(0)
             assert weights[odd].max() < 3 * weights.min() + 1e-3
+
+
+CUTS: list[tuple[str, int | None, int]] = [(name, None, 1) for name in UNION_SHAPES]
+CUTS += [("hils", 8, 1), ("hils", 32, 1), ("hils", 16, 2), ("by-lse", 16, 2)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("name", "rows", "tiles"), CUTS)
+def test_unions_in_cuda_equal_the_reference_and_triton(
+    name: str, rows: int | None, tiles: int, dtype: torch.dtype
+) -> None:
+    """Chunks of odd lengths, rows with few pages, a row and a sequence without any."""
+    from cairn.kernels.union_attention import Tuning, UnionAttention, refusal
+
+    shape = replace(UNION_SHAPES[name], topk=12)
+    refused = refusal(shape, dtype, CUDA)
+    if refused is not None:
+        pytest.skip(refused)
+    case = union_case(shape, [1, 150, 33, 2], 40, dtype, CUDA)
+    case.selected[-2:] = -1
+    kernel = UnionAttention(
+        *(shape, dtype, CUDA), has_bias=case.bias is not None, tuning=Tuning.of(shape, rows, tiles)
+    )
+    out = case.window_out.clone()  # in place, as the engine has it
+    counts = case.by_cuda(kernel, out)
+    expected = expected_output(case)
+    for found in (out, case.by_triton()):
+        torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.01)
+    assert int(counts[0, 0]) == 0  # the last block comes first
+    blocks = case.blocks(kernel.rows)
+    begins = zip(blocks.seq.tolist(), blocks.begin.tolist(), counts.tolist(), strict=True)
+    for seq, begin, count in begins:
+        first = int(case.cu_query[seq]) + begin
+        mine = case.selected[first : min(int(case.cu_query[seq + 1]), first + kernel.rows)]
+        assert count == [len(set(mine[:, h].flatten().tolist()) - {-1}) for h in range(len(count))]
 
 
 @pytest.mark.parametrize("case", HILS)

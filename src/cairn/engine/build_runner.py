@@ -112,6 +112,7 @@ def build_runner(
                 layout.max_pages,
                 None if tier is None else tier.swap,
             )
+            notes.extend(kernels.notes)
         backend = HSABackend(
             shape,
             pool,

@@ -306,7 +306,7 @@ def select_pages(
 
     landmark_heads, width = vectors.shape[1:]
     summed = shape.strategy == "group" and heads > kv_heads
-    normalize = shape.strategy == "softmax_head" and heads > kv_heads
+    normalize = shape.normalized
     normalizer = workspace.take("normalizer", rows, heads) if normalize else window_lse
     out = torch.empty(rows, kv_heads, topk, dtype=torch.int32, device=device)
     of_blocks = (kv_lens, cu_query, dense_until, blocks.seq, blocks.begin)

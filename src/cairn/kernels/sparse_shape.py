@@ -42,6 +42,11 @@ class SparseShape:
         return max(16, power_of_two(self.heads // self.kv_heads))
 
     @property
+    def normalized(self) -> bool:
+        """Selection computes what no page and no window weighs more than."""
+        return self.strategy == "softmax_head" and self.heads > self.kv_heads
+
+    @property
     def window_parts(self) -> int:
         """Programs that share a window, of three pages each."""
         rows = self.window + self.page_size

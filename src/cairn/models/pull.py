@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import subprocess
 import sys
 import tempfile
@@ -12,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from cairn.config import cache_folder
 from cairn.errors import LoadError
 
 Progress = Callable[[int, int], None]
@@ -38,15 +38,6 @@ PULLABLE: Mapping[str, PullableModel] = {
         sampling={"temperature": 0.2, "top_p": 0.9},
     ),
 }
-
-
-def cache_folder() -> Path:
-    """Where pulled models are kept: $CAIRN_CACHE, or the user's cache folder."""
-    own = os.environ.get("CAIRN_CACHE")
-    if own:
-        return Path(own)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "cairn"
 
 
 def pulled_path(name: str) -> Path:

@@ -93,6 +93,7 @@ class SparseAttention:
         kernels = None
         if self.kernel_refusal is None or interpreted:
             kernels = KernelSparse(plan.sparse, shape, pool, self.landmarks, self._max_pages)
+            self.notes += kernels.notes
         self._hsa = HSABackend(
             shape,
             pool,

@@ -29,6 +29,7 @@ from cairn.sparsity.quest import QuestPolicy
 if TYPE_CHECKING:
     from cairn.kernels.drift import DriftState
     from cairn.kernels.sparse_select import CandidatePages
+    from cairn.kernels.union_attention import UnionAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,15 @@ class KernelSparse:
             hide_last=config.landmark_rows,
             split_query=type(config.policy).map_query is QuestPolicy.map_query,
         )
+        self._unions: UnionAttention | None = None
+        """Attends to what chunk rows selected; without it `attend_selected` does."""
+        self.notes: tuple[str, ...] = ()
+        """What whoever starts an engine should know."""
+        if shape.device.type == "cuda":
+            unserved = self._load_unions(shape)
+            if unserved is not None:
+                note = f"hsa: Triton attends to pages of prompts, CUDA C++ cannot: {unserved}"
+                self.notes = (note,)
         self._scratch = SparseScratch.empty(self._shape, shape.max_seqs, max_pages, shape.device)
         self._homes: Homes | None = None
         if swap is not None:
@@ -120,6 +130,24 @@ class KernelSparse:
         self.selected_pages: torch.Tensor | None = None
         self.pages_read: list[torch.Tensor] = []
         self._every_row = torch.arange(shape.max_seqs, dtype=torch.int32, device=shape.device)
+
+    def _load_unions(self, shape: AttentionShape) -> str | None:
+        """Compile the kernel in CUDA C++, or load it; returns why that cannot be, if so."""
+        from cairn.kernels.cuda_source import KernelUnavailableError
+        from cairn.kernels.union_attention import UnionAttention, refusal
+
+        if self._swap is not None:
+            return "pages may lie in host memory"
+        refused = refusal(self._shape, shape.dtype, shape.device)
+        if refused is not None:
+            return refused
+        try:
+            self._unions = UnionAttention(
+                self._shape, shape.dtype, shape.device, has_bias=self._config.policy.has_bias
+            )
+        except KernelUnavailableError as error:
+            return str(error)
+        return None
 
     @staticmethod
     def refusal(config: SparseConfig, shape: AttentionShape) -> str | None:
@@ -228,7 +256,7 @@ class KernelSparse:
         def blocks(rows: int, of: np.ndarray = seqs) -> ExtendBlocks:
             return ExtendBlocks.of(batch.query_lens, of, batch.device, rows)
 
-        rows = union_rows(self._shape)
+        rows = union_rows(self._shape) if self._unions is None else self._unions.rows
         return ChunkRows(
             batch,
             blocks(64),
@@ -450,6 +478,24 @@ class KernelSparse:
         read = []
         for blocks in chunks.reading:
             assert isinstance(blocks, ExtendBlocks)
+            if self._unions is not None:
+                counts = self._unions(
+                    selected,
+                    query,
+                    mapped,
+                    pool,
+                    vectors,
+                    bias,
+                    table,
+                    batch.device_cu_query,
+                    blocks,
+                    out,
+                    lse,
+                    normalizer,
+                    out,
+                )
+                read.append(counts)
+                continue
             read.append(
                 attend_selected(
                     self._shape,

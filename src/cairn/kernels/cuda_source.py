@@ -1,0 +1,197 @@
+"""Kernels in CUDA C++: compiled when an engine starts, by the NVRTC that torch ships, and launched.
+
+What was compiled is kept in the user's cache folder, so that the next start only loads it. Needs no
+CUDA toolkit: sources include no header.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from cairn.config import cache_folder
+from cairn.errors import CairnError
+
+MOST_SHARED = 232448  # bytes a block can have with compute capability 9.0
+ALL_SHARED = 233472  # bytes of a multiprocessor, of which every block takes 1,024 for itself
+
+_SHARED_SIZE, _REGISTERS, _LOCAL_SIZE = 8, 4, 3  # numbers of function attributes
+_BFLOAT16, _FLOAT16 = 9, 6  # numbers of a tensor map's types
+_SWIZZLE_128B, _PROMOTE_256B = 3, 3
+
+
+class KernelUnavailableError(CairnError):
+    """No kernel in CUDA C++ can be had here; says why."""
+
+
+def compile_source(source: str, constants: Mapping[str, int], architecture: str) -> bytes:
+    """A cubin: from the cache folder, or compiled and put there."""
+    nvrtc = _load_nvrtc()
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _expect(nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "nvrtcVersion")
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", "--use_fast_math"]
+    options += [f"-D{name}={value}" for name, value in constants.items()]
+    described = "\n".join([source, *options, f"{major.value}.{minor.value}"])
+    name = f"{hashlib.sha256(described.encode()).hexdigest()[:32]}.cubin"
+    kept = cache_folder() / "kernels" / name
+    if kept.exists():
+        return kept.read_bytes()
+    cubin = _compile(nvrtc, source, options)
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as part:
+            part.write(cubin)
+        Path(part.name).replace(kept)  # all or nothing, also when two processes compile at once
+    except OSError:
+        pass  # the folder cannot be written: the next start compiles again, in about a second
+    return cubin
+
+
+def _compile(nvrtc: ctypes.CDLL, source: str, options: list[str]) -> bytes:
+    program = ctypes.c_void_p()
+    made = nvrtc.nvrtcCreateProgram(
+        ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None
+    )
+    _expect(made, "nvrtcCreateProgram")
+    given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    size = ctypes.c_size_t()
+    try:
+        if nvrtc.nvrtcCompileProgram(program, len(options), given):
+            _expect(nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)), "log size")
+            log = ctypes.create_string_buffer(size.value)
+            _expect(nvrtc.nvrtcGetProgramLog(program, log), "log")
+            raise KernelUnavailableError(f"NVRTC cannot compile it: {log.value.decode()[:2000]}")
+        _expect(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)), "nvrtcGetCUBINSize")
+        cubin = ctypes.create_string_buffer(size.value)
+        _expect(nvrtc.nvrtcGetCUBIN(program, cubin), "nvrtcGetCUBIN")
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return cubin.raw
+
+
+def _load_nvrtc() -> ctypes.CDLL:
+    """That of torch's CUDA: beside torch among the packages, or of a toolkit."""
+    major = (torch.version.cuda or "13").split(".")[0]
+    name = f"libnvrtc.so.{major}"
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
+    found = [str(path) for folder in folders for path in sorted(folder.glob(f"*/lib/{name}"))]
+    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
+    tried = [*found, name, str(toolkit / "lib64" / name)]
+    for path in tried:
+        try:
+            # NVRTC opens this one by its name alone, which is only found once it is loaded.
+            for builtins in Path(path).parent.glob("libnvrtc-builtins.so.*"):
+                ctypes.CDLL(str(builtins))
+            return ctypes.CDLL(path)
+        except OSError:
+            continue
+    raise KernelUnavailableError(
+        f"NVRTC is not installed (tried {', '.join(tried)}); pip install nvidia-cuda-nvrtc"
+    )
+
+
+def _expect(status: int, what: str) -> None:
+    if status:
+        raise KernelUnavailableError(f"{what} failed with status {status}")
+
+
+class CudaKernel:
+    """A kernel of a cubin on one device. It takes one structure, as bytes."""
+
+    def __init__(
+        self, cubin: bytes, name: str, threads: int, shared_bytes: int, device: torch.device
+    ) -> None:
+        try:
+            self._driver = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise KernelUnavailableError(
+                f"the driver's library cannot be loaded: {error}"
+            ) from error
+        torch.cuda.synchronize(device)  # makes the device's context, if nothing else has yet
+        self._device = device
+        self._threads = threads
+        self._shared_bytes = shared_bytes
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        with torch.cuda.device(device):
+            self._call("cuModuleLoadData", ctypes.byref(module), cubin)
+            self._call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
+            self._call("cuFuncSetAttribute", function, _SHARED_SIZE, shared_bytes)
+        self._module = module
+        self._function = function
+
+    def _call(self, function: str, *arguments: object) -> None:
+        status = getattr(self._driver, function)(*arguments)
+        if status:
+            raise RuntimeError(f"{function} failed with CUDA error {status}")
+
+    @property
+    def registers(self) -> int:
+        return self._attribute(_REGISTERS)
+
+    @property
+    def spilled_bytes(self) -> int:
+        return self._attribute(_LOCAL_SIZE)
+
+    @property
+    def blocks_per_multiprocessor(self) -> int:
+        blocks = ctypes.c_int()
+        self._call(
+            "cuOccupancyMaxActiveBlocksPerMultiprocessor",
+            ctypes.byref(blocks),
+            self._function,
+            self._threads,
+            ctypes.c_size_t(self._shared_bytes),
+        )
+        return blocks.value
+
+    def _attribute(self, number: int) -> int:
+        value = ctypes.c_int()
+        self._call("cuFuncGetAttribute", ctypes.byref(value), number, self._function)
+        return value.value
+
+    def launch(self, grid: tuple[int, int], structure: bytes) -> None:
+        """On torch's current stream."""
+        held = ctypes.create_string_buffer(structure, len(structure))
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(held))
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.current_stream().cuda_stream
+            self._call(
+                "cuLaunchKernel",
+                self._function,
+                *(*grid, 1),
+                *(self._threads, 1, 1),
+                self._shared_bytes,
+                ctypes.c_void_p(stream),
+                pointers,
+                None,
+            )
+
+    def describe(self, matrix: torch.Tensor, box_rows: int) -> bytes:
+        """A tensor map of rows in half precision, for copies of boxes of 64 columns, swizzled."""
+        rows, columns = matrix.shape
+        held = ctypes.create_string_buffer(128 + 64)
+        target = (ctypes.addressof(held) + 63) // 64 * 64
+        self._call(
+            "cuTensorMapEncodeTiled",
+            ctypes.c_void_p(target),
+            _FLOAT16 if matrix.dtype == torch.float16 else _BFLOAT16,
+            2,
+            ctypes.c_void_p(matrix.data_ptr()),
+            (ctypes.c_uint64 * 2)(columns, rows),
+            (ctypes.c_uint64 * 1)(columns * matrix.element_size()),
+            (ctypes.c_uint32 * 2)(64, box_rows),
+            (ctypes.c_uint32 * 2)(1, 1),
+            0,
+            _SWIZZLE_128B,
+            _PROMOTE_256B,
+            0,
+        )
+        return ctypes.string_at(target, 128)
