@@ -216,15 +216,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=16640)
     parser.add_argument("--last", type=int, default=83200)
+    parser.add_argument("--one", action="store_true", help="one shape and cut, for profilers")
     options = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
-    for name, shape in SHAPES.items():
+    for name, shape in list(SHAPES.items())[: 1 if options.one else None]:
         cuts = [Tuning.of(shape)]
         if shape == HILS:
             tried = ((16, 1), (8, 1), (32, 1), (16, 2), (32, 2))
             cuts = [Tuning.of(shape, rows, tiles) for rows, tiles in tried]
-            cuts += [Tuning(16, 1, 4, 2), Tuning(16, 1, 12, 1), Tuning(8, 1, 3, 4)]
+            cuts += [Tuning(16, 1, 4, 2), Tuning(16, 1, 12, 1), Tuning(8, 1, 2, 4)]
         rows = options.rows if shape.kv_heads == 2 else options.rows // 4
+        cuts = cuts[:1] if options.one else cuts
         compare(name, shape, rows, options.last, [cut for cut in cuts if cut is not None])
 
 

@@ -37,7 +37,8 @@ class Tuning:
     @classmethod
     def of(cls, shape: SparseShape, rows: int | None = None, tiles: int = 1) -> Tuning | None:
         """For 16 warps on a multiprocessor, or 8 if heads of 128 or two tiles take twice the
-        registers; fewer where less than three pages of each block would fit. None if none does."""
+        registers; fewer where less than three pages of each block would fit, or two with heads of
+        128. None if no block fits."""
         group = shape.heads // shape.kv_heads
         least = 16 * tiles // group  # rows of a warp
         if rows is None:
@@ -50,7 +51,8 @@ class Tuning:
             room = min(ALL_SHARED // blocks - 1024, MOST_SHARED) - _union_bytes(shape, rows, warps)
             stages = min(12, room // _stage_bytes(shape))
             table = 8 * power_of_two(2 * rows * shape.topk)
-            if stages >= (3 if blocks > 1 else 2) and table <= stages * _stage_bytes(shape):
+            few = 3 if blocks > 1 and shape.head_dim == 64 else 2
+            if stages >= few and table <= stages * _stage_bytes(shape):
                 return cls(rows, tiles, stages, blocks)
         return None
 
