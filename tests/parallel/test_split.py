@@ -10,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cairn.engine.rank_messages import Compiled
 from cairn.errors import LoadError
+from cairn.kernels.compilations import CompilationCounts
 from cairn.models.config_reader import ConfigReader
 from cairn.models.decoder import CausalLM
 from cairn.models.layers import TensorSlot, named_slots
@@ -19,7 +21,7 @@ from cairn.models.parallel import Alone
 from cairn.models.registry import read_spec
 from tests.helpers import GOLDENS, TINY_HILS, TINY_LLAMA, TINY_OLMO3, tokens_of, write_model
 from tests.models.test_gguf import write_gguf
-from tests.parallel.ranks import SPARSE, load
+from tests.parallel.ranks import SPARSE, lead, load
 
 
 @dataclass(frozen=True)
@@ -142,3 +144,13 @@ def test_host_memory_is_shared_by_the_ranks_and_holds_as_many_pages(tmp_path: Pa
             assert report is not None
             pages.append(sum(report.pages.values()))
     assert pages[0] == pages[1] > 100
+
+
+def test_compilations_of_all_ranks_are_counted(tmp_path: Path) -> None:
+    """A CPU compiles nothing: what rank 1 would say is put in its mouth."""
+    with load(write_model(tmp_path, TINY_LLAMA), 2) as llm:
+        assert llm.engine.compilations == CompilationCounts(0, 0)
+        ranks = lead(llm.engine).ranks
+        for counts in (CompilationCounts(3, 0), CompilationCounts(3, 1)):
+            ranks._take(1, Compiled(counts))
+            assert llm.engine.compilations == counts

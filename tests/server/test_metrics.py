@@ -7,10 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from cairn.server.metrics import Metrics
+from cairn.server.wire import Stats
 from tests.server.process import ServerProcess
 
 ROOT = Path(__file__).parents[2]
@@ -53,8 +56,24 @@ def test_metrics_count_what_happened(server: ServerProcess) -> None:
     assert all(seconds > 0 for seconds in parts)
     states = [after[f"cairn_pages|full|{state}"] for state in ("free", "cached", "owned")]
     assert states[2] == 0 and states[1] > 0
+    compiled = [after[f"cairn_kernel_compilations_total|{phase}"] for phase in ("start", "serving")]
+    assert compiled == [0, 0]  # on a CPU
     assert after["cairn_ready"] == 1
     assert after["cairn_running_requests"] == after["cairn_waiting_requests"] == 0
+
+
+def test_compilations_are_told_by_phase_and_go_on_across_engines() -> None:
+    zeros: dict[str, Any] = {name: 0 for name in Stats.__struct_fields__ if name != "tier"}
+    first, second = (
+        Stats(**{**zeros, "pages": [], "start_compilations": start, "serving_compilations": late})
+        for start, late in ((40, 1), (38, 2))
+    )
+    metrics = Metrics()
+    metrics.engine_lost(first)
+    metrics.stats = second
+    text = metrics.write().decode()
+    assert 'cairn_kernel_compilations_total{phase="start"} 78.0' in text
+    assert 'cairn_kernel_compilations_total{phase="serving"} 3.0' in text
 
 
 def test_the_dashboard_asks_for_what_there_is(server: ServerProcess) -> None:

@@ -88,6 +88,7 @@ def _build(
     for warning in attention.warnings:
         logging.getLogger("cairn").warning(warning)
     cache = _build_cache(layout, runner)
+    runner.mark_ready()
     return Engine(
         model.spec,
         Scheduler(cache, layout.limits, time.perf_counter),

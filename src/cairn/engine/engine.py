@@ -20,6 +20,7 @@ from cairn.engine.sampler import derived_seed
 from cairn.engine.sampling_params import MAX_SEED, SamplingParams
 from cairn.engine.scheduler import Scheduler, attention_pairs
 from cairn.errors import RequestError
+from cairn.kernels.compilations import CompilationCounts
 from cairn.memory.cache import GroupUsage
 from cairn.memory.hisparse import TierStats
 from cairn.memory.kv_pool import KVPool
@@ -103,6 +104,11 @@ class Engine:
         """Launch a step before the tokens of the one before it are known."""
         self._in_flight: InFlight | None = None
         self._last_finish = 0.0
+
+    @property
+    def compilations(self) -> CompilationCounts:
+        """Kernels compiled or loaded, by all its ranks, before it was ready and since then."""
+        return self.runner.compilations()
 
     @property
     def can_trace(self) -> bool:

@@ -14,6 +14,7 @@ from cairn.engine.plan import StepPlan
 from cairn.engine.rank_messages import BackUp, Launch, State, Tell
 from cairn.engine.runner import InFlight, Runner, StepResult
 from cairn.errors import CairnError, RankError
+from cairn.kernels.compilations import CompilationCounts
 from cairn.memory.copies import Mover, Transfer
 from cairn.memory.hisparse import HiSparseCoordinator, TierStats
 from cairn.memory.kv_pool import KVPool
@@ -77,6 +78,10 @@ class LeadRunner(Runner):
         parts = [own, *(state.tier for state in self._states() if state.tier is not None)]
         sums = {x.name: sum(getattr(part, x.name) for part in parts) for x in fields(TierStats)}
         return TierStats(**{**sums, "stall_seconds": max(part.stall_seconds for part in parts)})
+
+    def compilations(self) -> CompilationCounts:
+        counts = (super().compilations(), *self.ranks.compilations.values())
+        return CompilationCounts(*(sum(phase) for phase in zip(*counts, strict=True)))
 
     def wrap_attention(self, wrap: Callable[[AttentionBackend, KVPool], AttentionBackend]) -> None:
         raise CairnError(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from cairn.engine.layout import Layout
 from cairn.engine.plan import StepPlan
+from cairn.kernels.compilations import CompilationCounts
 from cairn.memory.copies import Transfer
 from cairn.memory.hisparse import TierStats
 
@@ -62,6 +63,13 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class Compiled:
+    """Kernels the rank has compiled so far, whenever there are more."""
+
+    counts: CompilationCounts
+
+
+@dataclass(frozen=True, slots=True)
 class Backed:
     """Copies to host memory that have come to their end."""
 
@@ -85,4 +93,4 @@ class Failed:
     """Only because another one failed."""
 
 
-FromRank = Loaded | Ready | Backed | State | Failed
+FromRank = Loaded | Ready | Compiled | Backed | State | Failed

@@ -26,6 +26,7 @@ from cairn.engine.rank_messages import (
     BackUp,
     Build,
     Close,
+    Compiled,
     Failed,
     FromRank,
     Launch,
@@ -37,6 +38,7 @@ from cairn.engine.rank_messages import (
 )
 from cairn.engine.runner import Runner
 from cairn.engine.tp_options import rank_device
+from cairn.kernels.compilations import CompilationCounts
 
 _LOOK_EVERY = 0.001  # seconds between looks at copies that are under way
 
@@ -91,11 +93,15 @@ class _Rank:
             torch.cuda.set_device(self._device)
         self._group = RankGroup(options.rank, options.config.tp, self._device)
         self._backing = 0  # pages on their way to host memory
+        self._compiled = CompilationCounts()  # as rank 0 knows it
 
     def run(self) -> None:
         runner = self._build()
+        runner.mark_ready()
+        self._report_compilations(runner)
         self._send(Ready())
         while True:
+            self._report_compilations(runner)
             self._report_copies(runner)
             message = self._receive()
             match message:
@@ -128,6 +134,12 @@ class _Rank:
         self._group.connect(self._options.meeting_place)
         attention = plan_attention(layout.config, model.spec, self._device.type)
         return build_runner(layout, attention, model, self._device, self._group).runner
+
+    def _report_compilations(self, runner: Runner) -> None:
+        counts = runner.compilations()
+        if counts != self._compiled:
+            self._compiled = counts
+            self._send(Compiled(counts))
 
     def _report_copies(self, runner: Runner) -> None:
         """Until rank 0 says something, or there is nothing more to report."""

@@ -37,6 +37,7 @@ from cairn.engine.rank_messages import (
     Backed,
     Build,
     Close,
+    Compiled,
     Failed,
     FromRank,
     Loaded,
@@ -46,6 +47,7 @@ from cairn.engine.rank_messages import (
 from cairn.engine.rank_process import RankOptions, run_rank
 from cairn.engine.tp_options import rank_device
 from cairn.errors import RankError
+from cairn.kernels.compilations import CompilationCounts
 from cairn.memory.copies import Transfer
 from cairn.models.interface import LanguageModel
 from cairn.models.source import ModelSource
@@ -89,6 +91,8 @@ class Ranks:
         self._processes: list[BaseProcess] = []
         self._links: list[Connection] = []
         self._backed: list[Transfer] = []
+        self.compilations: dict[int, CompilationCounts] = {}
+        """Kernels that each other rank has compiled, if any."""
         # Whoever forgets to close an engine must not leave processes behind.
         weakref.finalize(self, _kill, self._processes)
         context = multiprocessing.get_context(_START_METHOD)
@@ -163,8 +167,15 @@ class Ranks:
             message = self._receive(rank)
             if isinstance(message, kind):
                 return message
-            assert isinstance(message, Backed), message
-            self._backed += message.transfers
+            self._take(rank, message)
+
+    def _take(self, rank: int, message: FromRank) -> None:
+        """What a rank says unasked."""
+        if isinstance(message, Compiled):
+            self.compilations[rank] = message.counts
+            return
+        assert isinstance(message, Backed), message
+        self._backed += message.transfers
 
     def take_backed(self, *, waiting: bool) -> list[Transfer]:
         """Copies that ranks other than 0 have made, each once for every rank."""
@@ -178,9 +189,7 @@ class Ranks:
         """Take in what ranks said unasked; raise if one has failed or ended."""
         self.check()
         while (rank := self._wait_for_any(0)) is not None:
-            message = self._receive(rank)
-            assert isinstance(message, Backed), message
-            self._backed += message.transfers
+            self._take(rank, self._receive(rank))
 
     def check(self) -> None:
         if self.failure is not None:

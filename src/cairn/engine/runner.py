@@ -29,6 +29,7 @@ from cairn.engine.plan import Advance, StepPlan
 from cairn.engine.rows import StepRows, build_rows
 from cairn.engine.sampler import Draw, Sampler
 from cairn.engine.warm_up import Progress, Rehearsal
+from cairn.kernels.compilations import CompilationCounts, Compilations
 from cairn.kernels.interface import ScoringHeads
 from cairn.memory.copies import Mover
 from cairn.memory.geometry import PageGeometry
@@ -139,6 +140,7 @@ class Runner:
         tier: HiSparseCoordinator | None = None,
         parallel: Parallel | None = None,
     ) -> None:
+        self._compilations = Compilations(device)
         self._parallel = parallel or Alone()
         self._model = model
         self._pool = pool
@@ -174,6 +176,13 @@ class Runner:
         """Who copies complete pages to host memory."""
         return self.tier
 
+    def mark_ready(self) -> None:
+        """The engine takes requests from now on: what is compiled later makes one of them wait."""
+        self._compilations.mark_ready()
+
+    def compilations(self) -> CompilationCounts:
+        return self._compilations.counts
+
     def tier_stats(self) -> TierStats | None:
         return None if self.tier is None else self.tier.stats
 
@@ -192,6 +201,7 @@ class Runner:
 
     def close(self) -> None:
         """Wait for copies under way and let go of host memory."""
+        self._compilations.close()
         if self.tier is not None:
             self.tier.close()
 

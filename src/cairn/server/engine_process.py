@@ -265,7 +265,7 @@ class EngineLoop:
 
     def _stats(self) -> wire.Stats:
         engine, scheduler = self._engine, self._engine.scheduler
-        totals, cache = engine.stats, scheduler.cache.stats
+        totals, cache, compiled = engine.stats, scheduler.cache.stats, engine.compilations
         return wire.Stats(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
@@ -283,6 +283,8 @@ class EngineLoop:
             aborted=scheduler.stats.aborted,
             read_pages=self._reads.read,
             held_pages=self._reads.held,
+            start_compilations=compiled.start,
+            serving_compilations=compiled.serving,
             tier=self._tier(),
         )
 

@@ -29,7 +29,21 @@ _COUNTED = (
     ("cairn_read_pages", "Pages that sparse layers read for generated tokens.", "read_pages"),
     ("cairn_held_pages", "Pages that were there to be read.", "held_pages"),
 )
-_SPLIT = ("scheduler", "model", "text")
+# Totals of the engine with a label: name, help, label, and the field of each of its values.
+_LABELLED = (
+    (
+        "cairn_step_seconds",
+        "Where the engine's time went.",
+        "part",
+        {part: f"{part}_seconds" for part in ("scheduler", "model", "text")},
+    ),
+    (
+        "cairn_kernel_compilations",
+        "Kernels compiled or loaded from disk, before the engine was ready and since then.",
+        "phase",
+        {phase: f"{phase}_compilations" for phase in ("start", "serving")},
+    ),
+)
 # Totals of the host tier: name, help, label, and the field of each of its values.
 _TIER = (
     (
@@ -137,13 +151,12 @@ class Metrics(Collector):
         for name, text, field in _COUNTED:
             value = totals.get(field, 0) + self._before.get(field, 0)
             yield CounterMetricFamily(name, text, value)
-        seconds = CounterMetricFamily(
-            "cairn_step_seconds", "Where the engine's time went.", labels=("part",)
-        )
-        for part in _SPLIT:
-            field = f"{part}_seconds"
-            seconds.add_metric((part,), totals.get(field, 0) + self._before.get(field, 0))
-        yield seconds
+        for name, text, label, fields in _LABELLED:
+            family = CounterMetricFamily(name, text, labels=(label,))
+            for label_value, field in fields.items():
+                total = totals.get(field, 0) + self._before.get(field, 0)
+                family.add_metric((label_value,), total)
+            yield family
         running, waiting = (0, 0) if stats is None else (stats.running, stats.waiting)
         yield GaugeMetricFamily("cairn_running_requests", "Choices in the batch.", running)
         yield GaugeMetricFamily("cairn_waiting_requests", "Choices in the queue.", waiting)
@@ -177,7 +190,7 @@ class Metrics(Collector):
 
 def _totals(stats: Stats) -> dict[str, float]:
     names: Iterable[str] = [field for _, _, field in _COUNTED]
-    split = [f"{part}_seconds" for part in _SPLIT]
+    split = [field for *_, fields in _LABELLED for field in fields.values()]
     totals = {name: getattr(stats, name) for name in [*names, *split]}
     if stats.tier is not None:
         moved = [field for *_, fields in _TIER for field in fields.values()]

@@ -131,6 +131,8 @@ class Stats(msgspec.Struct, frozen=True):
     aborted: int
     read_pages: int  # pages that generated tokens' rows read in a sparse layer
     held_pages: int  # pages they had behind them
+    start_compilations: int  # kernels compiled before the engine was ready
+    serving_compilations: int  # and since then, while a request waited
     tier: Tier | None = None
 
 
