@@ -6,16 +6,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 
 @contextmanager
-def loading_bar(label: str) -> Iterator[Callable[[int, int], None]]:
+def loading_bar(label: str, *, counted: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """`counted`: shows how many are done of how many, not the share."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        TaskProgressColumn(),
+        MofNCompleteColumn() if counted else TaskProgressColumn(),
         TimeElapsedColumn(),
     )
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
@@ -28,6 +36,9 @@ def loading_bar(label: str) -> Iterator[Callable[[int, int], None]]:
             bar.start()
             started = True
         bar.update(task, completed=done, total=total)
+        if done >= total:  # what comes next may have a bar of its own
+            bar.stop()
+            started = False
 
     try:
         yield update

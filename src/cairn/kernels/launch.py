@@ -4,16 +4,24 @@ Triton looks at each argument of each launch to see which compiled form of the k
 step without a graph, with its hundreds of kernels, a large part of what the host does. `direct`
 keeps compiled forms under a smaller description of the arguments, fine enough that arguments of the
 same one always have the same form.
+
+Numbers that change from step to step are `do_not_specialize` in every kernel, with their type
+written down: no step may have a form of its own, which would have to be compiled while it waits.
+Their pointers lie on 16 bytes (see `packing`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import partial
+from operator import call
 from typing import Any
 
 import torch
+from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from cairn.kernels.precompile import Collector
 
 
 def direct(jit: Any) -> DirectKernel:
@@ -22,17 +30,29 @@ def direct(jit: Any) -> DirectKernel:
 
 
 class DirectKernel:
-    """Launched as Triton's own: kernel[grid](*arguments, **constants and options)."""
+    """Launched as Triton's own: kernel[grid](*arguments, **constants and options).
+
+    While a `Collector` is Triton's hook, nothing is launched.
+    """
 
     def __init__(self, jit: Any) -> None:
         self.jit = jit
         self._compiled: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
+        # One for each argument; the interpreter has no parameters, and needs no forms.
+        self._forms = [
+            _no_form if param.do_not_specialize and param.annotation_type else form_of
+            for param in getattr(jit, "params", ())
+        ]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        key = (tuple(map(form_of, arguments)), tuple(constants.items()))
+        if isinstance(knobs.runtime.jit_cache_hook, Collector):
+            self.jit.warmup(*arguments, grid=grid, **constants)
+            return
+        forms = tuple(map(call, self._forms, arguments))
+        key = (forms, tuple(constants.items()))
         found = self._compiled.get(key)
         if found is None:
             compiled = self.jit[grid](*arguments, **constants)
@@ -57,3 +77,8 @@ def form_of(argument: Any) -> Hashable:
     if isinstance(argument, TensorDescriptor):
         return argument.base.dtype, tuple(argument.block_shape), argument.base.device
     raise TypeError(f"a kernel was given {type(argument).__name__}, which has no form")
+
+
+def _no_form(argument: Any) -> Hashable:
+    """The same, of a number that makes no difference: the kernel says its type itself."""
+    return None

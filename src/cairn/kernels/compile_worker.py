@@ -1,0 +1,58 @@
+"""A process of `precompile`: compiles kernels as it is told to, for a GPU that it does not touch.
+
+It reads lines of JSON: first the GPU, then one line for each kernel, which it answers with null, or
+with what went wrong.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime.driver import driver
+
+
+class _AbsentGPU:
+    """What Triton asks of a GPU to compile for it."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # a compiler may print
+    order = json.loads(sys.stdin.readline())
+    launchers = order.pop("launchers")
+    driver.set_active(_AbsentGPU(GPUTarget(**order)))
+    for line in sys.stdin:
+        error = None
+        try:
+            _compile(**json.loads(line), launchers=launchers)
+        except Exception:
+            error = traceback.format_exc()
+        print(json.dumps(error), file=answers, flush=True)
+
+
+def _compile(kernel: str, data: str, launchers: bool) -> None:
+    module, _, name = kernel.partition(":")
+    found: Any = getattr(importlib.import_module(module), name)
+    compiled = getattr(found, "jit", found).preload(data)
+    if launchers:
+        nvidia.CudaLauncher(compiled.src, compiled.metadata)
+
+
+if __name__ == "__main__":
+    main()
