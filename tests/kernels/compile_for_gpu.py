@@ -159,7 +159,8 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
     types |= {"launches": I64, "kept": I64, "scale": "fp32", "seal": "i32", "stage_shift": "i64"}
     types |= dict.fromkeys(("query_stride", "scoring_stride", "prior_stride"), "i32")
     types |= dict.fromkeys(("table_stride", "candidate_stride", "best_stride"), "i32")
-    types |= dict.fromkeys(("groups", "capacity", "count", "room", "slots", "first_slot"), "i32")
+    types |= dict.fromkeys(("groups", "capacity", "count", "room", "slots", "strips"), "i32")
+    types["first_slot"] = "i32"
     constants = {
         **{"HEADS": 16, "KV_HEADS": 2, "DIM": dim, "PAGE_SIZE": page_size, "WIDTH": width},
         **{"LANDMARK_HEADS": landmark_heads, "WINDOW": 512},
@@ -171,7 +172,7 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
             "BY_LSE": not native,
         },
         **{"NULL_SPLIT": native, "SINKS": int(not native), "STRATEGY": 2, "TOPK": 32},
-        **{"BLOCK_K": 32, "CHUNK": 1024, "BEST": 256, "STRIPS": 16, "WINDOW_PARTS": 3},
+        **{"BLOCK_K": 32, "CHUNK": 1024, "BEST": 256, "MOST_STRIPS": 16, "WINDOW_PARTS": 3},
         **{"BLOCK_PARTS": 4, "PARTS": 19, "PAGE_PARTS": 16, "BLOCK_G": 16, "MERGE_G": 8},
         **{"BLOCK_S": 1 if native else 16, "BLOCK_P": 64 if native else 32},
         **{
@@ -184,7 +185,7 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
             "SURVEYED": 8,
             "BLOCK_M": 64,
         },
-        **{"BLOCK": 512, "PROGRAMS": 8, "SLACK": 4},
+        **{"BLOCK": 512, "SLACK": 4},
     }
 
     def build(kernel: Any, out: str = BF16, **options: Any) -> None:

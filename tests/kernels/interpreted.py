@@ -255,7 +255,7 @@ def test_swap_in(
     shape: tuple[int, int, int, int], entries: int, ways: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a selection is looked at in several parts, and slots are searched in halves."""
-    monkeypatch.setattr(swap_in, "_ENTRIES", entries)
+    monkeypatch.setattr(swap_in, "_ENTRIES", (entries,))
     monkeypatch.setattr(swap_in, "plan_ways", lambda _: ways)
     swap_case.check(*shape, CPU, torch.float32)
 

@@ -19,7 +19,7 @@ from cairn.engine.runner import Runner
 from cairn.engine.scheduler import Limits
 from cairn.engine.step_time import step_sizes
 from cairn.engine.tier_sizes import TierSizes
-from cairn.engine.warm_up import Progress, rehearsals
+from cairn.engine.warm_up import Progress, rehearsals, rungs_of
 from cairn.errors import ConfigError
 from cairn.kernels.interface import COPY_THREADS
 from cairn.memory.device_swap import SwapShape
@@ -157,11 +157,13 @@ def _warm_up(
     chunk = limits.chunked_prefill_size
     if limits.max_step_seconds is not None and isinstance(model, Module):
         warm_up_products(model, step_sizes(chunk))
+    backend = runner.backend
+    kernels = backend.kernels if isinstance(backend, HSABackend) else None
     steps = rehearsals(
+        rungs_of(kernels, limits.max_running_requests, layout.max_pages),
         page_size=layout.geometry.page_size,
         max_pages=layout.max_pages,
         chunk=chunk,
-        max_seqs=limits.max_running_requests,
         dense_below=0 if attention.sparse is None else attention.sparse.dense_below,
     )
     most = min(_MOST_RECORDED_ROWS, chunk) if records else None

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 
 from cairn.attention.batch import GraphKind, send, to_device
-from cairn.engine.inputs import DeviceDraws, HostDraws, HostInputs, StepInputs, pack, unpack
+from cairn.engine.inputs import DeviceDraws, HostDraws, HostInputs, StepInputs
 from cairn.engine.rows import StepRows
+from cairn.kernels.packing import pack, unpack
 
 Forward = Callable[
     [StepInputs, DeviceDraws, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]
@@ -156,12 +157,13 @@ class StepGraphs:
         host = replace(self._padding(size), recorded=kind, resident=kind == "resident")
         draws = HostDraws.none(size.seqs, self._spare_slot)
         none = np.zeros(size.seqs, dtype=np.int64)
-        packed = to_device(self._pack(host, draws, none), self._device)
+        arrays = (*draws.arrays(), none, *host.arrays())
+        packed = to_device(pack(arrays), self._device)
         tables = every_table[:, : size.seqs]
-        device_draws, rest = DeviceDraws.view(packed, size.seqs)
-        wanted, rest = unpack(rest, (size.seqs,))
-        logit_rows = wanted if size.mixed else None
+        seeds, temperatures, slots, wanted, *rest = unpack(packed, [len(own) for own in arrays])
+        device_draws = DeviceDraws.view((seeds, temperatures, slots))
         inputs = host.view(rest, tables, self._device)
+        logit_rows = wanted if size.mixed else None
         return partial(self._forward, inputs, device_draws, logit_rows), packed, tables
 
     def _run_aside(self, call: Call) -> None:
@@ -216,7 +218,7 @@ class StepGraphs:
         logit_rows = np.zeros(size.seqs, dtype=np.int64)
         logit_rows[places] = wanted
         padded = (host if size.mixed else host.apart()).padded(size.rows, size.seqs)
-        send(self._pack(padded, own, logit_rows), recorded.packed)
+        send(pack((*own.arrays(), logit_rows, *padded.arrays())), recorded.packed)
         tables = padded.pack_tables(self._generations)
         recorded.tables[:, :, : tables.shape[2]].copy_(to_device(tables, self._device))
         recorded.graph.replay()
@@ -225,10 +227,6 @@ class StepGraphs:
             return recorded.logits[:count], recorded.tokens[:count]
         index = to_device(places, self._device)
         return recorded.logits[index], recorded.tokens[index]
-
-    @staticmethod
-    def _pack(host: HostInputs, draws: HostDraws, logit_rows: np.ndarray) -> np.ndarray:
-        return np.concatenate((draws.pack(), pack((logit_rows,)), host.pack()))
 
     def _padding(self, size: StepSize) -> HostInputs:
         """A step that is nothing but padding."""

@@ -1,13 +1,12 @@
 """A step's host arrays, packed into one copy to the device.
 
-Everything is int32. Rows come first, then sequences; page tables travel beside them. Each array
-begins on 16 bytes, so that kernels meet pointers of one alignment whatever a step's sizes are, and
-a recorded step can keep one buffer of the same layout and have it overwritten.
+Everything is int32. Rows come first, then sequences; page tables travel beside them. A recorded
+step can keep one buffer of the same layout and have it overwritten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,38 +21,7 @@ from cairn.attention.batch import (
     to_device,
 )
 from cairn.engine.rows import StepRows
-
-_ALIGN = 4  # int32 in 16 bytes
-TABLE_COLUMNS = 16
-"""Page tables are multiples of this wide."""
-
-
-def pack(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """int32 arrays one behind the other, each from 16 bytes on."""
-    sizes = [len(part) for part in parts]
-    packed = np.zeros(packed_size(sizes), dtype=np.int32)
-    begin = 0
-    for part, size in zip(parts, sizes, strict=True):
-        packed[begin : begin + size] = part
-        begin += _aligned(size)
-    return packed
-
-
-def unpack(packed: torch.Tensor, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
-    """What was packed, and what is behind it."""
-    begin = 0
-    for size in sizes:
-        yield packed[begin : begin + size]
-        begin += _aligned(size)
-    yield packed[begin:]
-
-
-def packed_size(sizes: Sequence[int]) -> int:
-    return sum(map(_aligned, sizes))
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN
+from cairn.kernels.packing import pack, unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +49,8 @@ class HostDraws:
         spread.temperatures[rows] = self.temperatures
         return spread
 
-    def pack(self) -> np.ndarray:
-        return pack((self.seeds.view(np.int32), self.temperatures.view(np.int32), self.slots))
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        return self.seeds.view(np.int32), self.temperatures.view(np.int32), self.slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +60,10 @@ class DeviceDraws:
     temperatures: torch.Tensor  # [seqs] float32
 
     @classmethod
-    def view(cls, packed: torch.Tensor, count: int) -> tuple[DeviceDraws, torch.Tensor]:
-        """Draws at the head of a buffer, and the rest of it."""
-        seeds, temperatures, slots, rest = unpack(packed, (2 * count, count, count))
-        return cls(slots, seeds.view(torch.int64), temperatures.view(torch.float32)), rest
+    def view(cls, arrays: Sequence[torch.Tensor]) -> DeviceDraws:
+        """`arrays` are those of HostDraws, on the device."""
+        seeds, temperatures, slots = arrays
+        return cls(slots, seeds.view(torch.int64), temperatures.view(torch.float32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +92,11 @@ class HostInputs:
     recorded: GraphKind | None = None
     """The kind of step this is recorded as."""
 
-    def pack(self) -> np.ndarray:
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """All but the tables."""
         rows = self.rows
         row_pages = self.tables[:, rows.seq, rows.cache_rows // self.page_size]  # [groups, rows]
-        parts = (
+        return (
             rows.token_ids,
             rows.sources,
             rows.positions,
@@ -138,15 +107,16 @@ class HostInputs:
             rows.cu_query,
             self.prompt_rows,
         )
-        return pack(parts)
 
     def pack_tables(self, generations: bool) -> np.ndarray:
         """[groups, seqs, pages], or twice as many groups with generations"""
         return np.concatenate((self.tables, self.generations)) if generations else self.tables
 
     def to_device(self, device: torch.device, generations: bool) -> StepInputs:
-        packed = to_device(self.pack(), device)
-        return self.view(packed, to_device(self.pack_tables(generations), device), device)
+        arrays = self.arrays()
+        packed = to_device(pack(arrays), device)
+        tables = to_device(self.pack_tables(generations), device)
+        return self.view(unpack(packed, [len(array) for array in arrays]), tables, device)
 
     def apart(self) -> HostInputs:
         """Every row as a sequence of its own."""
@@ -217,13 +187,13 @@ class HostInputs:
             resident=self.resident,
         )
 
-    def view(self, packed: torch.Tensor, tables: torch.Tensor, device: torch.device) -> StepInputs:
-        """Inputs that read from buffers on the device: packed, and tables as packed."""
-        rows, seqs = len(self.rows.token_ids), len(self.rows.kv_lens)
+    def view(
+        self, arrays: Sequence[torch.Tensor], tables: torch.Tensor, device: torch.device
+    ) -> StepInputs:
+        """Inputs that read from these arrays and tables on the device."""
         groups = len(self.tables)
-        sizes = [rows] * (5 + groups) + [seqs, seqs + 1, seqs]
-        token_ids, sources, positions, lengths, offsets, *others = unpack(packed, sizes)
-        *pages, kv_lens, cu_query, prompt_rows, _ = others
+        token_ids, sources, positions, lengths, offsets, *others = arrays
+        *pages, kv_lens, cu_query, prompt_rows = others
         batch = AttentionBatch(
             page_size=self.page_size,
             query_lens=self.rows.query_lens,

@@ -23,7 +23,7 @@ from cairn.engine.graphs import (
     mixed_sizes,
     most_decode_rows,
 )
-from cairn.engine.inputs import TABLE_COLUMNS, DeviceDraws, HostDraws, HostInputs, StepInputs
+from cairn.engine.inputs import DeviceDraws, HostDraws, HostInputs, StepInputs
 from cairn.engine.logprobs import TokenLogprob, token_logprobs
 from cairn.engine.plan import Advance, StepPlan
 from cairn.engine.rows import StepRows, build_rows
@@ -31,6 +31,7 @@ from cairn.engine.sampler import Draw, Sampler
 from cairn.engine.warm_up import Progress, Rehearsal
 from cairn.kernels.compilations import CompilationCounts, Compilations
 from cairn.kernels.interface import ScoringHeads
+from cairn.kernels.packing import table_width
 from cairn.memory.copies import Mover
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.hisparse import HiSparseCoordinator, TierStats
@@ -151,8 +152,7 @@ class Runner:
         self._samples = self._parallel.rank == 0
         self._sampler = Sampler(num_slots, model.spec.vocab_size, device)
         # Host mirror of every running request's page tables, kept up to date by plan edits.
-        columns = -(-max_pages // TABLE_COLUMNS) * TABLE_COLUMNS
-        self._tables = np.zeros((num_groups, num_slots, columns), dtype=np.int32)
+        self._tables = np.zeros((num_groups, num_slots, table_width(max_pages)), dtype=np.int32)
         self._generations = np.zeros_like(self._tables)
         native = model.spec.sparsity
         self._landmark_id = None if native is None else native.landmark_id
@@ -430,8 +430,7 @@ class Runner:
 
     def _host_inputs(self, plan: StepPlan, rows: StepRows) -> HostInputs:
         slots = np.array([advance.slot for advance in plan.advances])
-        width = int(-(-rows.kv_lens.max() // self._geometry.page_size))
-        width = -(-width // TABLE_COLUMNS) * TABLE_COLUMNS
+        width = table_width(int(-(-rows.kv_lens.max() // self._geometry.page_size)))
         prompts = [self._geometry.rows(advance.prompt_len) for advance in plan.advances]
         traced = [s for s, advance in enumerate(plan.advances) if advance.traced]
         tables = self._tables[:, slots, :width]

@@ -1,23 +1,25 @@
-"""Made-up steps of every shape that matters, run before the engine is ready.
+"""Made-up steps of every kind, run before the engine is ready.
 
-What kernels are compiled for depends on a few classes of sizes: how many sequences a step has, how
-long the longest is, whether a sequence has one new row or several. Each class has a step here. The
-steps are run twice: first without launching anything, to learn which kernels they need, so that
-those can be compiled side by side; then, some of them, for real, which sets up libraries.
+Which kernels a step needs depends on a few of its sizes, and kernels say at which. There is a step
+here for each of these. They are run first without launching anything, to learn which kernels they
+need, so that those can be compiled side by side. Then some of them run for real, which sets up
+libraries.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from cairn.engine.inputs import TABLE_COLUMNS, HostInputs
+from cairn.attention.hsa.kernel_sparse import KernelSparse
+from cairn.engine.inputs import HostInputs
 from cairn.engine.rows import StepRows
+from cairn.kernels.packing import table_width
 
-_CHUNK = 16  # rows of a chunk where only the rows before it matter
-_PAST_OF_MANY = 16  # pages before the rows of steps with many sequences
+_CHUNK = 40  # rows of a chunk where only the rows before it matter
 
 Progress = Callable[[int, int], None]
 
@@ -53,43 +55,61 @@ class Rehearsal:
             is_token=zeros == 0,
             last_token_rows=cu_query[1:] - 1,
         )
-        pages = int(-(-kv_lens.max() // page_size))
-        width = -(-pages // TABLE_COLUMNS) * TABLE_COLUMNS
+        width = table_width(int(-(-kv_lens.max() // page_size)))
         tables = np.zeros((groups, len(query_lens), width), dtype=np.int32)
         prompt_rows = kv_lens if self.prompt else np.zeros_like(kv_lens)
         none = np.zeros(0, dtype=np.int64)
         return HostInputs(rows, page_size, tables, tables, prompt_rows, none, resident)
 
 
+@dataclass(frozen=True, slots=True)
+class Rungs:
+    """Sizes of a step at which kernels go on to another compiled form."""
+
+    rows: Sequence[int]
+    seqs: Sequence[int]
+    pages: Sequence[int]
+    """Of its longest sequence."""
+
+
+def rungs_of(kernels: KernelSparse | None, max_seqs: int, max_pages: int) -> Rungs:
+    """Those of all kernels; `kernels` are those of sparse attention, if it has any."""
+    from cairn.kernels import gemv, paged_decode, rope_kv
+
+    rows = {*gemv.row_rungs(), *rope_kv.row_rungs()}
+    seqs, pages = {*paged_decode.seq_rungs(), max_seqs}, {1, max_pages}
+    if kernels is not None:
+        sparse_seqs, sparse_pages = kernels.rungs(max_seqs, max_pages)
+        seqs.update(sparse_seqs)
+        pages.update(sparse_pages)
+    return Rungs(
+        sorted(rows),
+        sorted(count for count in seqs if count <= max_seqs),
+        sorted(count for count in pages if count <= max_pages),
+    )
+
+
 def rehearsals(
-    *, page_size: int, max_pages: int, chunk: int, max_seqs: int, dense_below: int
+    rungs: Rungs, *, page_size: int, max_pages: int, chunk: int, dense_below: int
 ) -> Iterator[Rehearsal]:
     """`dense_below`: generated rows at this position and behind it are not dense."""
     longest = max_pages * page_size
-    pasts = [0]
-    pages = 1
-    while pages * page_size + _CHUNK <= longest:
-        pasts.append(pages * page_size)
-        pages *= 2
-    pasts.append(max(0, longest - _CHUNK))
-    for past in pasts:
-        yield Rehearsal([_CHUNK], [past], prompt=True)
-        yield Rehearsal([_CHUNK], [past], prompt=False)
-        yield Rehearsal([1], [past], prompt=False)
-        yield Rehearsal([1, _CHUNK], [past, past], prompt=False)
-        yield Rehearsal([1, 1], [past, past], prompt=True)
-    beyond = min(longest - 1, dense_below + _PAST_OF_MANY * page_size)
-    seqs = 2
-    while seqs < max_seqs:
-        yield Rehearsal([1] * seqs, [beyond] * seqs, prompt=False)
-        yield Rehearsal([1] * seqs + [_CHUNK], [beyond] * seqs + [0], prompt=False)
-        seqs *= 2
-    yield Rehearsal([1] * max_seqs, [beyond] * max_seqs, prompt=False)
-    # A page that is complete, and numbers of rows for which kernels other than attention differ.
-    yield Rehearsal([1], [page_size - 1], prompt=False)
-    for rows in (2, 8, 9):
-        yield Rehearsal([rows], [0], prompt=True)
-    for rows in (1024, 2048, 4096, chunk):
-        if rows <= min(chunk, longest):
-            yield Rehearsal([rows], [0], prompt=True, for_real=True)
-            yield Rehearsal([rows], [min(longest - rows, beyond)], prompt=False, for_real=True)
+    # A row that is not dense, and one that completes a page.
+    beyond = min(longest - 1, -(-dense_below // page_size) * page_size + page_size - 1)
+    some = min(_CHUNK, longest)
+    for pages in rungs.pages:
+        past = max(0, min((pages - 1) * page_size, longest - some))
+        yield Rehearsal([some], [past], prompt=True)
+        yield Rehearsal([some], [past], prompt=False)
+    for count, past in itertools.product(rungs.seqs, sorted({0, beyond})):
+        yield Rehearsal([1] * count, [past] * count, prompt=False)
+        if count > 1:
+            for prompt in (False, True):
+                new = [1] * (count - 1) + [some]
+                yield Rehearsal(new, [min(past, longest - some)] * count, prompt=prompt)
+    for count in rungs.rows:
+        if 1 < count <= longest:
+            yield Rehearsal([count], [0], prompt=True)
+    for rows in {min(rows, chunk, longest) for rows in (1024, 2048, 4096, chunk)}:
+        yield Rehearsal([rows], [0], prompt=True, for_real=True)
+        yield Rehearsal([rows], [min(longest - rows, beyond)], prompt=False, for_real=True)

@@ -22,6 +22,11 @@ from cairn.kernels.sizes import blocks_of, power_of_two
 _COLUMNS = 256  # of the matrix, for each warp of a program for several rows
 
 
+def row_rungs() -> tuple[int, ...]:
+    """Numbers of rows at which products go on to another compiled form; the last has none."""
+    return 1, 2, FEW_ROWS + 1
+
+
 def gemv_reference(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -100,14 +105,14 @@ def _gemv_kernel(
 
 
 @direct
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _few_rows_kernel(
     x,  # [rows, IN]
     weight,  # [out_features, IN]
     out,  # [rows, out_features], added to if ADD
     norm_weight,  # [IN], if NORM
     eps,
-    rows,
+    rows: tl.int32,
     out_features,
     IN: tl.constexpr,
     BLOCK_M: tl.constexpr,  # at least `rows`

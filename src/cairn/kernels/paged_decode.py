@@ -79,20 +79,25 @@ def _depth(seqs: int) -> _Depth:
 _MANY = 64
 
 
+def seq_rungs() -> tuple[int, ...]:
+    """Numbers of sequences at which `paged_decode` goes on to another compiled form."""
+    return 1, 2, _MANY
+
+
 @direct
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_items", "target"])
 def _plan_kernel(
     kv_lens,
     item_seq,
     item_indptr,
-    num_seqs,
-    num_items,
-    target,
+    num_seqs: tl.int32,
+    num_items: tl.int32,
+    target: tl.int32,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0 for none
     LEAST: tl.constexpr,
-    BLOCK: tl.constexpr,  # at least num_seqs
-    BLOCK_ITEMS: tl.constexpr,  # at least num_items
+    BLOCK: tl.constexpr,  # at least num_seqs, of any step
+    BLOCK_ITEMS: tl.constexpr,  # at least num_items, likewise
 ):
     seq = tl.arange(0, BLOCK)
     valid = seq < num_seqs
@@ -137,8 +142,8 @@ def plan_splits(
         PAGE_SIZE=page_size,
         WINDOW=window or 0,
         LEAST=max(1, _LEAST_PAGES * 64 // page_size),
-        BLOCK=power_of_two(seqs),
-        BLOCK_ITEMS=power_of_two(items),
+        BLOCK=power_of_two(len(splits.arrivals)),
+        BLOCK_ITEMS=power_of_two(len(splits.item_seq)),
     )
 
 
@@ -202,7 +207,7 @@ def merge_splits(
 
 
 @direct
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     query,  # [rows, HEADS, DIM]
     pool,  # [pages, 2 * KV_HEADS, PAGE_SIZE, DIM]
@@ -219,7 +224,7 @@ def _decode_kernel(
     group_arrivals,  # [items, KV_HEADS]
     scale,
     query_stride,
-    table_stride,
+    table_stride: tl.int32,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,

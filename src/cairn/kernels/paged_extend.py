@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cairn.kernels.launch import direct
+from cairn.kernels.packing import pack, unpack
 from cairn.kernels.pdl import is_hopper
 from cairn.kernels.sizes import power_of_two
 from cairn.kernels.softmax import LOG2E, softmax_result, softmax_step
@@ -34,9 +35,10 @@ class ExtendBlocks:
         counts = -(-query_lens[seqs] // block_m)
         seq = np.repeat(seqs, counts)
         begin = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        both = np.stack((seq, begin * block_m))[:, ::-1].astype(np.int32)
-        on_device = torch.from_numpy(both.copy()).to(device, non_blocking=True)
-        return cls(on_device[0], on_device[1], block_m)
+        both = pack((seq[::-1], begin[::-1] * block_m))
+        on_device = torch.from_numpy(both).to(device, non_blocking=True)
+        on_device_seq, on_device_begin = unpack(on_device, (len(seq), len(seq)))
+        return cls(on_device_seq, on_device_begin, block_m)
 
     @classmethod
     def on_device(cls, query_lens: torch.Tensor, rows: int, block_m: int = 64) -> ExtendBlocks:
@@ -85,7 +87,7 @@ def _masked_tile(
 
 
 @direct
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _extend_kernel(
     query,  # [rows, HEADS, DIM]
     pool,  # [pages, 2 * KV_HEADS, PAGE_SIZE, DIM]
@@ -100,7 +102,7 @@ def _extend_kernel(
     lse_out,
     scale,
     query_stride,
-    table_stride,
+    table_stride: tl.int32,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,

@@ -17,6 +17,11 @@ from cairn.kernels.sizes import blocks_of, power_of_two
 _MANY_ROWS = 1024  # so many that programs with several of them still fill the device
 
 
+def row_rungs() -> tuple[int, ...]:
+    """Numbers of rows at which `rope_kv` goes on to another compiled form."""
+    return 1, _MANY_ROWS
+
+
 def rope_kv_reference(
     qkv: torch.Tensor,
     cos: torch.Tensor,
@@ -67,7 +72,7 @@ def _rope_kv_kernel(
     scoring_out,  # [rows, HEADS, DIM]
     stride,
     projected_stride,
-    rows,
+    rows: tl.int32,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,

@@ -55,7 +55,7 @@ def sparse_decode(
     seqs = len(kv_lens)
     group = shape.heads // shape.kv_heads
     shared = shape.heads // shape.landmark_heads
-    strips = strips_of(shape, seqs)
+    strips, most_strips = strips_of(shape, seqs), scratch.score_lse.shape[2]
     pooled = 0 if pooling is None else shape.kv_heads
     sizes = {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads}
     sizes |= {"PAGE_SIZE": shape.page_size, "WINDOW": shape.window}
@@ -85,6 +85,7 @@ def sparse_decode(
         prior.stride(0),
         page_table.stride(0),
         scratch.candidates.stride(0),
+        strips,
         **sizes,
         DIM=shape.head_dim,
         LANDMARK_HEADS=shape.landmark_heads,
@@ -93,7 +94,7 @@ def sparse_decode(
         HAS_BIAS=bias is not None,
         SPLIT=shape.split_query,
         POOLING=-1 if pooling is None else POOLINGS[pooling],
-        STRIPS=strips,
+        MOST_STRIPS=most_strips,
         WINDOW_PARTS=shape.window_parts,
         PARTS=shape.parts,
         BLOCK_P=max(16, min(64, 8192 // shape.landmark_width)),
@@ -115,13 +116,14 @@ def sparse_decode(
         scratch.best_index,
         scratch.candidates.stride(0),
         best_stride,
+        strips,
         **sizes,
         SINKS=shape.sinks,
         STRATEGY=STRATEGIES[shape.strategy],
         TOPK=shape.topk,
         BLOCK_K=block_k,
         CHUNK=CHUNK,
-        STRIPS=strips,
+        MOST_STRIPS=most_strips,
         WINDOW_PARTS=shape.window_parts,
         BLOCK_PARTS=power_of_two(shape.window_parts),
         PARTS=shape.parts,
@@ -205,3 +207,10 @@ def _parts_beside_copies(shape: SparseShape, seqs: int) -> int:
     for its turn would begin when those before it have seen the last copy arrive."""
     parts = max(1, min(shape.page_parts, 264 // (seqs * shape.kv_heads)))
     return 1 << (parts.bit_length() - 1)  # few numbers: each is a compilation
+
+
+def seq_rungs(shape: SparseShape, most: int) -> tuple[int, ...]:
+    """Numbers of sequences, up to `most`, at which `sparse_decode` goes on to another compiled
+    form. There is more than one only where pages are located."""
+    parts = [_parts_beside_copies(shape, seqs) for seqs in range(most + 1) if seqs]
+    return tuple(n for n, own in enumerate(parts, 1) if n == 1 or own != parts[n - 2])

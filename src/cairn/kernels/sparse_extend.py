@@ -30,7 +30,7 @@ def union_rows(shape: SparseShape) -> int:
 
 
 @direct
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _union_kernel(
     selected,  # [rows, KV_HEADS, TOPK]
     page_table,
@@ -40,7 +40,7 @@ def _union_kernel(
     pages,  # [blocks, KV_HEADS, BLOCK_M * BLOCK_K]
     readers,  # the same, bit r for row r of the block
     counts,  # [blocks, KV_HEADS]
-    table_stride,
+    table_stride: tl.int32,
     KV_HEADS: tl.constexpr,
     TOPK: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -84,7 +84,7 @@ def _union_kernel(
 
 
 @direct
-@triton.jit
+@triton.jit(do_not_specialize=["stage_shift"])
 def _attend_kernel(
     query,
     scoring,
@@ -107,7 +107,7 @@ def _attend_kernel(
     scale,
     query_stride,
     scoring_stride,
-    stage_shift,  # of the stage behind the pool, in sixteen elements
+    stage_shift: tl.int64,  # of the stage behind the pool, in sixteen elements
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -191,7 +191,7 @@ def _attend_kernel(
     for i in range(0, count):
         shift = tl.zeros((), tl.int64)
         if STAGED:
-            shift = tl.where(at < 0, stage_shift.to(tl.int64), 0) * 16
+            shift = tl.where(at < 0, stage_shift, 0) * 16
             at = tl.where(at < 0, -1 - at, at)
         if TMA:
             first = (at * (2 * KV_HEADS) + kv_head) * PAGE_SIZE

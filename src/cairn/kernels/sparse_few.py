@@ -17,6 +17,9 @@ from cairn.kernels.sparse_shape import STRATEGIES, SUM_GROUP, SparseShape, load_
 from cairn.kernels.sparse_survey import rows_and_limits
 from cairn.kernels.top_pages import order_key, threshold_of_rows
 
+FEW_TILES = 64, 128
+"""Candidates of a row that a program has room for; each is a compilation."""
+
 
 @direct
 @triton.jit
@@ -158,7 +161,7 @@ def select_few(
         TOPK=shape.topk,
         BLOCK_K=power_of_two(shape.topk),
         BLOCK_M=block_m,
-        TILE=64 if most <= 64 else 128,
+        TILE=next(tile for tile in FEW_TILES if most <= tile),
         num_warps=4 if block_m <= 64 else 8,
         num_stages=2 if scoring.dtype.itemsize == 2 else 1,
     )

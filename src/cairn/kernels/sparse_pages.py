@@ -13,7 +13,7 @@ from cairn.kernels.top_pages import keep_best
 
 
 @direct
-@triton.jit
+@triton.jit(do_not_specialize=["strips"])
 def topk_kernel(
     kv_lens,
     scores,
@@ -23,6 +23,7 @@ def topk_kernel(
     best_index,
     candidate_stride,
     best_stride,
+    strips: tl.int32,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -32,7 +33,7 @@ def topk_kernel(
     TOPK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
-    STRIPS: tl.constexpr,
+    MOST_STRIPS: tl.constexpr,  # a power of two
     WINDOW_PARTS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -59,7 +60,10 @@ def topk_kernel(
         )
         if (STRATEGY == SOFTMAX_HEAD) and (GROUP > 1):
             # A page's share of the head's whole attention: the window counts too.
-            strip = tl.load(score_lse + head * STRIPS + tl.arange(0, STRIPS))
+            own = tl.arange(0, MOST_STRIPS)
+            strip = tl.load(
+                score_lse + head * MOST_STRIPS + own, mask=own < strips, other=float("-inf")
+            )
             part = tl.arange(0, BLOCK_PARTS)
             window = tl.load(
                 partial_lse + (seq * PARTS + part) * HEADS + kv_head * GROUP + g,
@@ -199,7 +203,7 @@ def _read_page(
 
 
 @direct
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def pages_kernel(
     query,
     pool,
@@ -221,7 +225,7 @@ def pages_kernel(
     out,  # [rows, HEADS, DIM]
     scale,
     query_stride,
-    table_stride,
+    table_stride: tl.int32,
     candidate_stride,
     best_stride,
     first_slot,  # page of the pool that is slot 0

@@ -17,7 +17,7 @@ from cairn.kernels.sparse_shape import candidate_limit, load_scoring
 
 
 @direct
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "strips"])
 def score_kernel(
     query,  # [rows, HEADS, DIM]
     scoring,  # [rows, HEADS, WIDTH], mapped by the policy
@@ -38,8 +38,9 @@ def score_kernel(
     query_stride,
     scoring_stride,
     prior_stride,
-    table_stride,
+    table_stride: tl.int32,
     candidate_stride,
+    strips: tl.int32,  # that share the candidates of a sequence and landmark head
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -51,7 +52,7 @@ def score_kernel(
     HAS_BIAS: tl.constexpr,
     SPLIT: tl.constexpr,
     POOLING: tl.constexpr,  # -1 where landmarks are made elsewhere
-    STRIPS: tl.constexpr,
+    MOST_STRIPS: tl.constexpr,
     WINDOW_PARTS: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -71,9 +72,9 @@ def score_kernel(
     if row < 0:
         return
     limit = candidate_limit(length - 1, WINDOW, PAGE_SIZE)
-    if task < STRIPS * LANDMARK_HEADS:
-        strip = task % STRIPS
-        own = task // STRIPS  # landmark head
+    if task < strips * LANDMARK_HEADS:
+        strip = task % strips
+        own = task // strips  # landmark head
         offs_w = tl.arange(0, WIDTH)
         offs_s = tl.arange(0, BLOCK_S)
         head = own * SHARED + offs_s
@@ -82,7 +83,7 @@ def score_kernel(
         most = tl.full((BLOCK_S,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_S,), tl.float32)
         table = candidates + seq.to(tl.int64) * candidate_stride
-        for start in range(strip * BLOCK_P, limit, STRIPS * BLOCK_P):
+        for start in range(strip * BLOCK_P, limit, strips * BLOCK_P):
             index = start + tl.arange(0, BLOCK_P)
             there = index < limit
             page = tl.load(table + index, mask=there, other=-1).to(tl.int64)
@@ -107,9 +108,9 @@ def score_kernel(
             total = total * tl.exp(most - safe) + tl.sum(tl.exp(product - safe[:, None]), 1)
             most = new_most
         lse = tl.where(total > 0, most + tl.log(total), float("-inf"))
-        tl.store(score_lse + (seq * HEADS + head) * STRIPS + strip, lse, mask=offs_s < SHARED)
-    elif task < STRIPS * LANDMARK_HEADS + WINDOW_PARTS * KV_HEADS:
-        task -= STRIPS * LANDMARK_HEADS
+        tl.store(score_lse + (seq * HEADS + head) * MOST_STRIPS + strip, lse, mask=offs_s < SHARED)
+    elif task < strips * LANDMARK_HEADS + WINDOW_PARTS * KV_HEADS:
+        task -= strips * LANDMARK_HEADS
         part = task % WINDOW_PARTS
         kv_head = task // WINDOW_PARTS
         offs_g = tl.arange(0, BLOCK_G)
@@ -147,7 +148,7 @@ def score_kernel(
         tl.store(partial + place[:, None] * DIM + offs_d[None, :], out, mask=in_group[:, None])
         tl.store(partial_lse + place, lse, mask=in_group)
     elif POOLING >= 0:
-        kv_head = task - STRIPS * LANDMARK_HEADS - WINDOW_PARTS * KV_HEADS
+        kv_head = task - strips * LANDMARK_HEADS - WINDOW_PARTS * KV_HEADS
         if length % PAGE_SIZE == 0:
             last = seq * table_stride + length // PAGE_SIZE - 1
             page = tl.load(page_table + last).to(tl.int64)

@@ -73,7 +73,7 @@ def strips_of(shape: SparseShape, seqs: int) -> int:
 
 
 @direct
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "seal"])
 def _begin_kernel(
     page_table,  # [seqs, ...]
     generations,  # [seqs, ...]
@@ -82,19 +82,18 @@ def _begin_kernel(
     candidates,
     frame_of,
     homes,  # [seqs, ...], filled in if AT_HOME
-    table_stride,
+    table_stride: tl.int32,
     candidate_stride,
     homes_stride,
-    seal,
+    seal: tl.int32,
     AT_HOME: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    PROGRAMS: tl.constexpr,
 ):
     seq = tl.program_id(1)
     length = tl.load(kv_lens + seq).to(tl.int32)
     complete = length // PAGE_SIZE
-    for start in range(tl.program_id(0) * BLOCK, complete, PROGRAMS * BLOCK):
+    for start in range(tl.program_id(0) * BLOCK, complete, tl.num_programs(0) * BLOCK):
         index = start + tl.arange(0, BLOCK)
         there = index < complete
         page = tl.load(page_table + seq * table_stride + index, mask=there, other=0)
@@ -144,6 +143,5 @@ def begin(
         AT_HOME=homes is not None,
         PAGE_SIZE=page_size,
         BLOCK=512,
-        PROGRAMS=programs,
         num_warps=4,
     )

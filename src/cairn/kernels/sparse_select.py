@@ -16,6 +16,7 @@ come in clusters. Where rows have few candidates, `sparse_few` does all of it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,12 +26,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from cairn.kernels.launch import direct
 from cairn.kernels.paged_extend import ExtendBlocks, can_describe
 from cairn.kernels.sizes import blocks_of, power_of_two
-from cairn.kernels.sparse_few import select_few
+from cairn.kernels.sparse_few import FEW_TILES, select_few
 from cairn.kernels.sparse_shape import (
     STRATEGIES,
     SUM_GROUP,
     SparseShape,
     load_scoring,
+    whole_16,
 )
 from cairn.kernels.sparse_survey import (
     lay_out_kernel,
@@ -72,7 +74,7 @@ class CandidatePages:
 
 
 @direct
-@triton.jit
+@triton.jit(do_not_specialize=["room", "groups", "capacity"])
 def _rank_kernel(
     scoring,
     queries,  # scoring as [rows, HEADS * WIDTH], described, if TMA
@@ -92,9 +94,9 @@ def _rank_kernel(
     kept,  # [rows, KV_HEADS, capacity] written: a rank's bits above the page's place
     scale,
     scoring_stride,
-    room,
-    groups,
-    capacity,
+    room: tl.int32,
+    groups: tl.int32,  # a multiple of 16
+    capacity: tl.int32,  # likewise
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     LANDMARK_HEADS: tl.constexpr,
@@ -173,7 +175,7 @@ def _rank_kernel(
                 GROUPS: tl.constexpr = TILE // GROUP_PAGES
                 best = tl.max(tl.reshape(final, (BLOCK_M, GROUP_PAGES, GROUPS)), 1)
                 group = start // GROUP_PAGES + tl.arange(0, GROUPS)
-                place = own[:, None] * groups + group[None, :]
+                place = own[:, None] * whole_16(groups) + group[None, :]
                 tl.store(maxima + place, best, mask=in_rows[:, None])
             rank = tl.full((BLOCK_M, TILE), NOTHING, tl.float32)
     if COLLECT:
@@ -192,7 +194,7 @@ def _rows_of(block_seq, block_begin, cu_query, ROWS: tl.constexpr):
 
 
 @direct
-@triton.jit
+@triton.jit(do_not_specialize=["groups"])
 def _threshold_kernel(
     cu_query,
     block_seq,
@@ -201,7 +203,7 @@ def _threshold_kernel(
     normalizer,  # [rows, KV_HEADS * SURVEYED] read if NORMALIZE
     maxima,  # [rows, KV_HEADS * SURVEYED, groups]
     thresholds,
-    groups,
+    groups: tl.int32,  # a multiple of 16
     KV_HEADS: tl.constexpr,
     SURVEYED: tl.constexpr,  # heads of a kv head with maxima of their own
     NORMALIZE: tl.constexpr,
@@ -221,7 +223,7 @@ def _threshold_kernel(
     for h in range(SURVEYED):
         head = (row * KV_HEADS + kv_head) * SURVEYED + h
         value = tl.load(
-            maxima + head[:, None] * groups + group,
+            maxima + head[:, None] * whole_16(groups) + group,
             mask=group < surveyed[:, None],
             other=float("-inf"),
         )
@@ -233,7 +235,7 @@ def _threshold_kernel(
 
 
 @direct
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def _choose_kernel(
     cu_query,
     block_seq,
@@ -241,7 +243,7 @@ def _choose_kernel(
     counts,
     kept,
     out,  # [rows, KV_HEADS, TOPK]
-    capacity,
+    capacity: tl.int32,  # a multiple of 16
     KV_HEADS: tl.constexpr,
     TOPK: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -252,7 +254,7 @@ def _choose_kernel(
     row, in_rows = _rows_of(block_seq, block_begin, cu_query, ROWS)
     own = row * KV_HEADS + tl.program_id(0)
     count = tl.load(counts + own, mask=in_rows, other=0)
-    entries = kept + own[:, None] * capacity
+    entries = kept + own[:, None] * whole_16(capacity)
     least = threshold_in_memory(entries, count, TOPK, BLOCK, FEW)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     above = tl.zeros((ROWS,), tl.int32)
@@ -302,7 +304,7 @@ def select_pages(
     device, kv_heads, topk = scoring.device, shape.kv_heads, shape.topk
     block_m, half = blocks.block_m, scoring.dtype.itemsize == 2
     tma = can_describe(device, scoring.dtype)
-    tile = _TILE if shape.landmark_width <= 128 and half else 64
+    tile = _tile_of(shape, scoring.dtype)
 
     landmark_heads, width = vectors.shape[1:]
     summed = shape.strategy == "group" and heads > kv_heads
@@ -347,12 +349,7 @@ def select_pages(
         num_warps=4,
     )
 
-    fits = [size for size in _GROUP_PAGES if size <= tile]
-    pages = candidates.longest
-    most = max(_GROUPS, 4 * topk)
-    group_pages = next((n for n in fits if pages <= n * most), fits[-1])
-    # Sizes that kernels take as numbers are multiples of 16, which keeps compilations few as well.
-    groups = _up_to_16(blocks_of(pages, tile) * (tile // group_pages))
+    group_pages, groups, block = _grouping(candidates.longest, topk, tile)
     slack = topk // 8
     capacity = _up_to_16(topk + tile + (topk + slack) * group_pages + shape.sinks)
     surveyed = kv_heads if summed else heads
@@ -364,7 +361,8 @@ def select_pages(
 
     sizes = {"HEADS": heads, "LANDMARK_HEADS": landmark_heads, "WIDTH": width, "BLOCK_M": block_m}
     sizes |= {"PAGE_SIZE": shape.page_size, "WINDOW": shape.window, "SPLIT": shape.split_query}
-    sizes |= {"NORMALIZE": normalize, "GROUP_PAGES": group_pages, "TMA": tma}
+    sizes |= {"NORMALIZE": normalize, "GROUP_PAGES": 1, "TMA": tma}
+    grouped = {**sizes, "GROUP_PAGES": group_pages}
     grid = (kv_heads, len(blocks.seq))
 
     def described(flat: torch.Tensor, rows: int) -> torch.Tensor | TensorDescriptor:
@@ -390,7 +388,7 @@ def select_pages(
             room,
             groups,
             capacity,
-            **sizes,
+            **(sizes if collect else grouped),
             KV_HEADS=kv_heads,
             SINKS=shape.sinks,
             STRATEGY=STRATEGIES[shape.strategy],
@@ -420,7 +418,7 @@ def select_pages(
             scoring.stride(0),
             room,
             groups,
-            **sizes,
+            **grouped,
             TILE=tile,
             num_warps=4 if block_m <= 64 else 8,
             num_stages=2 if half else 1,
@@ -442,7 +440,7 @@ def select_pages(
         GROUP_PAGES=group_pages,
         TILE=tile,
         ROWS=_THRESHOLD_ROWS,
-        BLOCK=max(256, power_of_two(groups)),
+        BLOCK=block,
         SLACK=slack,
         num_warps=1,
     )
@@ -463,6 +461,41 @@ def select_pages(
         num_warps=1,
     )
     return out, normalizer if normalize else None
+
+
+class _Grouping(NamedTuple):
+    group_pages: int  # pages of a group
+    groups: int  # of a row; a multiple of 16
+    block: int  # power of two, at least `groups`
+
+
+def _grouping(pages: int, topk: int, tile: int) -> _Grouping:
+    """How the pages of the longest sequence are put into groups."""
+    fits = [size for size in _GROUP_PAGES if size <= tile]
+    most = max(_GROUPS, 4 * topk)
+    group_pages = next((n for n in fits if pages <= n * most), fits[-1])
+    groups = _up_to_16(blocks_of(pages, tile) * (tile // group_pages))
+    return _Grouping(group_pages, groups, power_of_two(max(most, groups)))
+
+
+def _tile_of(shape: SparseShape, dtype: torch.dtype) -> int:
+    return _TILE if shape.landmark_width <= 128 and dtype.itemsize == 2 else 64
+
+
+def page_rungs(shape: SparseShape, dtype: torch.dtype, most: int) -> tuple[int, ...]:
+    """Numbers of complete pages of a step's longest sequence, up to `most`, at which
+    `select_pages` goes on to other compiled forms."""
+    tile, window = _tile_of(shape, dtype), shape.window // shape.page_size
+    groups = max(_GROUPS, 4 * shape.topk)
+    sizes = [size for size in _GROUP_PAGES if size <= tile]
+    tiles = [size + window for size in FEW_TILES if size <= min(tile, _FEW)]
+    last = [size * groups for size in sizes[:-1]]  # the most pages of a size
+    full = sizes[-1] * power_of_two(groups)
+    while full < most:
+        last.append(full)
+        full *= 2
+    ends = {*tiles, *(pages for pages in last if pages > tiles[-1])}
+    return (1, *sorted(pages + 1 for pages in ends if pages < most))
 
 
 def _up_to_16(number: int) -> int:

@@ -63,6 +63,13 @@ class SparseShape:
 
 
 @triton.jit
+def whole_16(number):
+    """A number that is a multiple of 16, in a form that tells the compiler so. For numbers that
+    change from step to step: kernels are not compiled anew for those that are."""
+    return number // 16 * 16
+
+
+@triton.jit
 def candidate_limit(position, WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr):
     """Pages before it are candidates of the query at `position`; its window starts there."""
     return tl.maximum(position - WINDOW + 1, 0) // PAGE_SIZE

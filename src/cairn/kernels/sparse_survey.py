@@ -7,19 +7,19 @@ import triton.language as tl
 
 from cairn.kernels.launch import direct
 from cairn.kernels.softmax import LN2, LOG2E
-from cairn.kernels.sparse_shape import candidate_limit, load_scoring
+from cairn.kernels.sparse_shape import candidate_limit, load_scoring, whole_16
 
 
 @direct
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "room"])
 def lay_out_kernel(
     vectors,  # [pages, LANDMARK_HEADS, WIDTH]
     bias,  # [pages, LANDMARK_HEADS]
     pages,  # [count]
     flat,  # [LANDMARK_HEADS * room, WIDTH] written
     flat_bias,  # [LANDMARK_HEADS, room] written, -inf where a page must not be read
-    count,
-    room,
+    count: tl.int32,
+    room: tl.int32,
     LANDMARK_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -125,7 +125,7 @@ def _survey_tile(
 
 
 @direct
-@triton.jit
+@triton.jit(do_not_specialize=["room", "groups"])
 def survey_kernel(
     scoring,  # [rows, HEADS, WIDTH]
     flat,  # [LANDMARK_HEADS * room, WIDTH], described if TMA
@@ -142,8 +142,8 @@ def survey_kernel(
     limits,  # [rows] written: candidates of each row
     scale,
     scoring_stride,
-    room,
-    groups,
+    room: tl.int32,
+    groups: tl.int32,  # a multiple of 16
     HEADS: tl.constexpr,
     LANDMARK_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -166,7 +166,7 @@ def survey_kernel(
     most = tl.load(window_lse + row * HEADS + head, mask=in_rows, other=0.0)
     total = tl.full((BLOCK_M,), 1.0, tl.float32)
     first = head // (HEADS // LANDMARK_HEADS) * room + tl.load(offsets + seq)
-    own = maxima + ((row * HEADS + head) * groups)[:, None]
+    own = maxima + ((row * HEADS + head) * whole_16(groups))[:, None]
     # Tiles that all rows see whole need no mask.
     clear = tl.min(tl.where(in_rows, limit, 0x7FFFFFFF)) // TILE * TILE
     for masked in tl.static_range(2):

@@ -25,7 +25,7 @@ from cairn.kernels.sizes import blocks_of, power_of_two
 
 _UNCLAIMED = tl.constexpr(0x7FFFFFFF)
 _LATE = tl.constexpr(2**30)  # ages are set back then: after a month of steps, and within 32 bits
-_ENTRIES = 1024  # of the selection, looked at together
+_ENTRIES = (256, 1024)  # of the selection, looked at together; each is a compilation
 _WORDS_PER_THREAD = 8  # of four bytes, that a program of a copy has on their way at once
 _COPY_PROGRAMS = 264
 
@@ -147,10 +147,10 @@ def _swap_plan_kernel(
     missed,
     counts,
     totals,
-    total,  # entries, seqs * TOPK
+    total: tl.int32,  # entries, seqs * TOPK
     room,  # entries that `missed` has room for
     num_pages,
-    table_stride,
+    table_stride: tl.int32,
     first_hot,  # page of the pool that is slot 0
     KV_HEADS: tl.constexpr,
     TOPK: tl.constexpr,
@@ -328,7 +328,7 @@ def _swap_pages_kernel(
     target_shifts,  # [LAYERS]
     from_pages,  # [count]
     into_pages,  # [count]
-    count,
+    count: tl.int32,
     LAYERS: tl.constexpr,
     WORDS: tl.constexpr,
     PIECE: tl.constexpr,
@@ -364,7 +364,7 @@ def plan_swap(
     seqs, kv_heads, topk = selected.shape
     slots = hot.pages.shape[1]
     block_slots = power_of_two(slots)
-    block = min(_ENTRIES, power_of_two(seqs * topk))
+    block = next((size for size in _ENTRIES if seqs * topk <= size), _ENTRIES[-1])
     _swap_plan_kernel[(kv_heads,)](
         selected,
         page_table,
@@ -396,6 +396,11 @@ def plan_swap(
         num_warps=plan_warps(block_slots),
         **pdl_options(selected),
     )
+
+
+def seq_rungs(topk: int) -> tuple[int, ...]:
+    """Numbers of sequences at which `plan_swap` goes on to another compiled form."""
+    return (1, *(size // topk + 1 for size in _ENTRIES))
 
 
 def plan_ways(block_slots: int) -> int:

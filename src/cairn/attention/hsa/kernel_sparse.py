@@ -90,6 +90,7 @@ class KernelSparse:
         self._landmarks = landmarks
         self._groups = SparseGroups.of(config, shape, pool)
         self._swap = swap
+        self._dtype = shape.dtype
         self._pooling = _pooling(config.policy)
         self._shape = SparseShape(
             heads=shape.num_heads,
@@ -173,6 +174,16 @@ class KernelSparse:
         if shape.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"the type is {str(shape.dtype).removeprefix('torch.')}"
         return None
+
+    def rungs(self, max_seqs: int, max_pages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Numbers of sequences, and of pages of the longest, at which a step's kernels go on to
+        another compiled form."""
+        from cairn.kernels import sparse_decode, sparse_select, swap_in
+
+        seqs = sparse_decode.seq_rungs(self._shape, max_seqs)
+        if self._swap is not None:
+            seqs += swap_in.seq_rungs(self._shape.topk)
+        return seqs, sparse_select.page_rungs(self._shape, self._dtype, max_pages)
 
     @property
     def topk(self) -> int:
