@@ -91,8 +91,11 @@ class Frontend:
         with loading_bar("Fetching") as progress:
             source = locate(config, confirm, progress)
         self.tokenizer = load_tokenizer(source)
-        with loading_bar(f"Loading {config.model}") as progress:
-            self.engine = build_engine(config, source, progress)
+        with (
+            loading_bar(f"Loading {config.model}") as progress,
+            loading_bar("Compiling kernels", counted=True) as compiling,
+        ):
+            self.engine = build_engine(config, source, progress, compiling)
         self._live: dict[str, Live] = {}
 
     # -- requests -----------------------------------------------------------------------------

@@ -50,20 +50,25 @@ to be generous; who generates more is retracted if it must be, and loses next to
 
 
 def build_engine(
-    config: EngineConfig, source: ModelSource, progress: Progress | None = None
+    config: EngineConfig,
+    source: ModelSource,
+    progress: Progress | None = None,
+    compiling: Progress | None = None,
 ) -> Engine:
+    """`progress` is told of weights that are read, `compiling` of kernels."""
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, source.config, device)
     _check_quantization(config, dtype, device)
     if config.tp == 1:
-        return _build(config, source, dtype, device, progress, None)
+        return _build(config, source, dtype, device, progress, compiling, None)
     check_tp(config, source, device)
     # Here, because an engine on one rank needs nothing of it.
     from cairn.engine.ranks import Ranks
 
     ranks = Ranks(config, source, dtype, device.type)
     with ranks.ended_by_failure():
-        return _build(config, source, dtype, rank_device(device.type, 0), progress, ranks)
+        first = rank_device(device.type, 0)
+        return _build(config, source, dtype, first, progress, compiling, ranks)
 
 
 def _build(
@@ -72,6 +77,7 @@ def _build(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None,
+    compiling: Progress | None,
     ranks: Ranks | None,
 ) -> Engine:
     parallel: Parallel = Alone() if ranks is None else ranks.group
@@ -82,9 +88,11 @@ def _build(
     layout = _plan_layout(config, model.spec, dtype, device)
     attention = plan_attention(layout.config, model.spec, device.type)
     if ranks is None:
-        runner, gpu_notes = build_runner(layout, attention, model, device, parallel)
+        runner, gpu_notes = build_runner(
+            layout, attention, model, device, parallel, progress=compiling
+        )
     else:
-        runner, gpu_notes = ranks.build_runner(layout, attention, model, device)
+        runner, gpu_notes = ranks.build_runner(layout, attention, model, device, compiling)
     for warning in attention.warnings:
         logging.getLogger("cairn").warning(warning)
     cache = _build_cache(layout, runner)

@@ -46,6 +46,7 @@ from cairn.engine.rank_messages import (
 )
 from cairn.engine.rank_process import RankOptions, run_rank
 from cairn.engine.tp_options import rank_device
+from cairn.engine.warm_up import Progress
 from cairn.errors import RankError
 from cairn.kernels.compilations import CompilationCounts
 from cairn.memory.copies import Transfer
@@ -135,12 +136,13 @@ class Ranks:
         attention: AttentionPlan,
         model: LanguageModel,
         device: torch.device,
+        progress: Progress | None,
     ) -> BuiltRunner:
         """Every rank makes its own, at the same time."""
         self.send(Build(layout))
         self.group.connect(self._meeting_place)
         make = partial(LeadRunner, self)
-        built = build_runner(layout, attention, model, device, self.group, make)
+        built = build_runner(layout, attention, model, device, self.group, make, progress)
         self.collect(Ready, patient=True)
         self._built = True
         return built
