@@ -246,6 +246,7 @@ class Runner:
                 to_device(own, self._device) for own in (draws.temperatures, draws.seeds)
             )
             sample(logits, temperatures, seeds)
+            sample(logits.float(), temperatures, seeds)  # as they are after penalties and biases
             if "dense" in self._backend.graph_kinds:
                 self._backend.replayed(inputs.batch, Graph("dense", mixed=True))
 

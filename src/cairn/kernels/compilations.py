@@ -3,6 +3,7 @@ and while it serves, when a request waits for it."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,9 @@ class Compilations:
         start, serving = self.counts
         if self._ready:
             self.counts = CompilationCounts(start, serving + 1)
+            # Requests waited for it: the warm-up does not know of this kernel.
+            name = getattr(compiled.get("src"), "name", "a kernel")
+            logging.getLogger("cairn").warning("%s was compiled or loaded while serving", name)
         else:
             self.counts = CompilationCounts(start + 1, serving)
         if self._before is not None:

@@ -76,6 +76,11 @@ def collecting() -> Iterator[list[KernelForm]]:
         knobs.runtime.jit_cache_hook = before
 
 
+def is_collecting() -> bool:
+    """For kernels that Triton does not compile: they are not to be launched then either."""
+    return isinstance(knobs.runtime.jit_cache_hook, Collector)
+
+
 def compile_all(forms: Sequence[KernelForm], progress: Progress | None = None) -> None:
     """Compile forms and load them onto the current device, so that launches find them there.
 

@@ -15,6 +15,7 @@ import torch
 
 from cairn.kernels.cuda_source import ALL_SHARED, MOST_SHARED, CudaKernel, compile_source
 from cairn.kernels.paged_extend import ExtendBlocks
+from cairn.kernels.precompile import is_collecting
 from cairn.kernels.sizes import power_of_two
 from cairn.kernels.sparse_shape import SparseShape
 
@@ -203,6 +204,8 @@ class UnionAttention:
             *(window_lse if normalizer is None else normalizer, out, counts),
         )
         strides = query.stride(0), scoring.stride(0), page_table.stride(0)
+        if is_collecting():  # what was selected is not initialised
+            return counts
         self.kernel.launch(size, pack(maps, tensors, strides, shape.scale))
         return counts
 
