@@ -36,7 +36,7 @@ from cairn.models.parallel import Parallel
 from cairn.models.spec import ModelSpec
 from cairn.sparsity.config import SparseConfig
 
-_MOST_RECORDED_ROWS = 1024
+_MOST_RECORDED_ROWS = 4096
 """Rows of the largest mixed step that is recorded: with more, the device takes longer than the
 host takes to launch its kernels."""
 

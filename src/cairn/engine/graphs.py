@@ -32,7 +32,10 @@ Forward = Callable[
 
 Call = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
-_MIXED_ROWS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_MIXED_ROWS = (
+    *(16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024),
+    *(1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096),
+)
 _FEW_SEQS = 8
 """Mixed steps are recorded for so many sequences and for the most there can be. What padding costs
 grows with both sizes."""

@@ -16,7 +16,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +55,8 @@ class Collector:
     def __init__(self) -> None:
         self.forms: list[KernelForm] = []
         self._known: set[tuple[str, str]] = set()
+        self.seen: set[Hashable] = set()
+        """Launches that need not be looked at again."""
 
     def __call__(self, *, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         form = KernelForm(fn.jit_function, key, compile["specialization_data"])
