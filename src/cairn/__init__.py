@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -19,6 +20,14 @@ _HOMES = {
     "Generation": "cairn.outputs",
     "SamplingParams": "cairn.engine.sampling_params",
 }
+
+# Threads that wait for each other must not keep the processor from the one they wait for. The
+# runtimes spin for milliseconds by default (libgomp in torch's wheels for Linux 300,000 times,
+# LLVM's and Intel's libomp 200 ms), which beside another busy process costs a factor of ten. They
+# read this when torch is imported; processes that we start inherit it.
+_WAITING = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "0"}
+if not {"OMP_WAIT_POLICY", *_WAITING} & set(os.environ):  # else the user has decided
+    os.environ.update(_WAITING)
 
 
 def __getattr__(name: str) -> Any:

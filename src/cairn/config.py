@@ -51,6 +51,11 @@ class EngineConfig:
         1,
         "Ranks that share the model, a GPU each, or processes on a CPU; kv_cache_gib is per rank.",
     )
+    threads: int | None = _option(
+        None,
+        "Threads of a process for work on the CPU, divided among ranks there; by default "
+        "torch's choice, one for each core.",
+    )
     context_length: int | None = _option(
         None, "Most tokens of a request, prompt and output; the model's own limit by default."
     )
@@ -141,6 +146,7 @@ class EngineConfig:
             ("chunked_prefill_size", 1),
             ("max_running_requests", 1),
             ("page_size", 1),
+            ("threads", 1),
             ("hsa_topk", 1),
             ("hsa_window", 1),
             ("hsa_sinks", 0),

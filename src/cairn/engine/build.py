@@ -60,6 +60,8 @@ def build_engine(
     dtype = resolve_dtype(config.dtype, source.config, device)
     _check_quantization(config, dtype, device)
     if config.tp == 1:
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
         return _build(config, source, dtype, device, progress, compiling, None)
     check_tp(config, source, device)
     # Here, because an engine on one rank needs nothing of it.

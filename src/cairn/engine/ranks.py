@@ -76,7 +76,9 @@ class Ranks:
         self._built = False
         self._folder = tempfile.TemporaryDirectory(prefix="cairn-ranks-")
         self._threads = torch.get_num_threads()
-        share = max(1, self._threads // config.tp) if device_type == "cpu" else self._threads
+        share = config.threads or self._threads
+        if device_type == "cpu":
+            share = max(1, share // config.tp)
         self.note = f"tp: {config.tp} ranks, on cpu with {share} threads each"
         if device_type == "cuda":
             self.note = f"tp: {config.tp} ranks, cuda:0 to cuda:{config.tp - 1}"
