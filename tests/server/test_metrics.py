@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,34 +84,6 @@ def test_the_dashboard_asks_for_what_there_is(server: ServerProcess) -> None:
             asked |= set(re.findall(r"cairn_\w+", target["expr"]))
     assert len(asked) > 12
     assert asked <= known, asked - known
-
-
-def test_bench_serve(server: ServerProcess, tmp_path: Path) -> None:
-    for extra in (["--concurrency=4"], ["--rate=50"]):
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "cairn.cli.main", "bench", "serve"),
-                *(f"--url={server.url}/v1", "--requests=8", "--input-len=5", "--output-len=6"),
-                *(f"--plot={tmp_path / 'plot.png'}", f"--output={tmp_path / 'out.json'}"),
-                *("--ignore-eos", *extra),
-            ],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stderr
-        record = json.loads((tmp_path / "out.json").read_text())
-        assert record == json.loads(done.stdout.splitlines()[-1])
-        assert record["errors"] == 0 and record["output_tokens"] == 48
-        assert 0 < record["ttft_ms"]["p50"] <= record["answer_ms"]["p50"]
-    assert (tmp_path / "plot.png").stat().st_size > 5000
-    wrong = subprocess.run(
-        [sys.executable, "-m", "cairn.cli.main", "bench", "serve", "--url=http://127.0.0.1:9/v1"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert wrong.returncode == 1 and "does not answer" in wrong.stderr
 
 
 def test_the_host_tier_is_told_too(model_folder: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cairn.bench.load import SYNTAX
 from cairn.cli_flags import add_flags, collect
 from cairn.config import EngineConfig
 from cairn.errors import ConfigError
@@ -70,10 +71,9 @@ def add_bench(commands: Any) -> None:
         parser.set_defaults(run=_bench, kind=kind)
     _add_gpu_benches(kinds)
     _add_replay(kinds)
-    from cairn.bench.serve import add_serve_bench
+    _add_serve(kinds)
     from cairn.bench.tier_command import add_tier_bench
 
-    add_serve_bench(kinds)
     add_tier_bench(kinds)
 
 
@@ -114,6 +114,71 @@ def _replay(arguments: argparse.Namespace) -> int:
             result = run(llm, trace, time_scale=arguments.time_scale)
     show_rows("replay", [{**result, **options}], arguments.output)
     return 0
+
+
+def _add_serve(kinds: Any) -> None:
+    parser = kinds.add_parser(
+        "serve",
+        help="load for servers with OpenAI's API: ones it starts, or at any URL",
+        description=f"Send workloads to servers, and show how they fare. {SYNTAX}",
+        epilog="cairn bench serve --workload 64x1024-6144:100-300 --workload 16x30000:256 "
+        '--workload 20,100,500,2000:2+concurrency=1 --workload "4x120000:256 32x512:256" '
+        "--workload 16x512:64+prefix=8192 --spawn 'dense=--model qwen3-0.6b --load-format dummy' "
+        "--url vllm=http://127.0.0.1:8001/v1",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--workload",
+        action="append",
+        default=[],
+        metavar="SPEC",
+        help="What to send; may be repeated, for one after the other.",
+    )
+    parser.add_argument(
+        "--spawn",
+        action="append",
+        default=[],
+        metavar="[LABEL=]FLAGS",
+        help="Start `cairn serve` with these flags on a free port; may be repeated. A preset gets "
+        "a tokenizer of made-up words, since servers stream text.",
+    )
+    parser.add_argument(
+        "--url",
+        action="append",
+        default=[],
+        metavar="[LABEL=]URL",
+        help="A server that runs, such as http://127.0.0.1:8000/v1; may be repeated. It is cold "
+        "only if nothing was sent to it before, and has a prefix cached if the same --seed was.",
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="Sent as a bearer token.")
+    parser.add_argument(
+        "--model", metavar="NAME", help="Of servers at a --url; by default each server's first."
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="X")
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        default=10_001,
+        metavar="N",
+        help="Token ids are drawn below N. Default: %(default)s.",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="Of lengths and tokens.")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="Of each request."
+    )
+    parser.add_argument("--json", metavar="FILE", help="Write everything, each request included.")
+    parser.add_argument(
+        "--client-speed",
+        action="store_true",
+        help="Measure this client instead, on canned events of a local server.",
+    )
+    parser.set_defaults(run=_serve)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from cairn.bench.serve import run
+
+    return run(arguments)
 
 
 def _add_gpu_benches(kinds: Any) -> None:

@@ -1,18 +1,24 @@
-"""`cairn bench serve`: load for any server that speaks OpenAI's protocol, and how it fares.
+"""`cairn bench serve`: what a user of a server meets, under loads of token ids.
 
-The clock of a request starts when it is sent, or was due to be sent: waiting counts. What a stream
-brings at once counts as one moment, so that servers that send tokens in bundles are not flattered.
+Each server runs the workloads twice: cold, and warm with other tokens of the same shapes. The clock
+of a request starts when it is sent, or was due to be sent: waiting counts. What a stream brings at
+once counts as one moment, so that servers that send tokens in bundles are not flattered.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
-import random
+import re
+import shlex
+import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -20,248 +26,407 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from cairn.bench.http_stream import HttpError, Target
+from cairn import __version__
+from cairn.bench.client_speed import client_speed
+from cairn.bench.collector import settled
+from cairn.bench.http_stream import HttpError, Reply, Target
+from cairn.bench.load import Asked, Load, draw_requests, due_times, parse_load, redraw
+from cairn.bench.spawned import Spawned, check_flags, spawn
 from cairn.errors import CairnError, ConfigError
 
-_PERCENTILES = (50, 90, 99)
-_WORDS = (
-    "stone path ridge water lamp door snow bread wind rope stove bell map candle valley cloud "
-    "ledge spring roof glove compass trout season warden supper blanket barrel mule flour letter"
-).split()
+_LABEL = re.compile(r"([\w.-]+)=(.*)", re.DOTALL)
+_COMPILATIONS = b"cairn_kernel_compilations_total"
+_WIDTH = 160  # of tables that go to a file
+_PASSES = ("cold", "warm")
+_ROWS = (
+    ("all requests ended, s", "seconds", "{:.3f}"),
+    ("output tokens/s", "output_tokens_per_second", "{:.1f}"),
+    ("first token, median ms", "first_token_ms_p50", "{:.1f}"),
+    ("first token, p99 ms", "first_token_ms_p99", "{:.1f}"),
+    ("between tokens, median ms", "between_tokens_ms_p50", "{:.2f}"),
+    ("largest gap in a stream, ms", "largest_gap_ms", "{:.1f}"),
+    ("prompt tokens found cached", "cached_tokens", "{}"),
+    ("failed requests", "failed", "{}"),
+)
+_ONLY_IF_ANY = ("cached_tokens", "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where requests go: flags of a server to start, or the address of one that runs."""
+
+    label: str
+    flags: tuple[str, ...] | None = None
+    url: str | None = None
 
 
 @dataclass(slots=True)
 class Sent:
-    """One request, in seconds since its clock started."""
+    """One request; seconds since its clock started."""
 
-    first: float = 0.0
-    moments: list[float] = field(default_factory=list)
+    part: int
+    prompt_tokens: int
+    asked_tokens: int
+    begin: float
+    """On the clock of the pass."""
+    first_token: float | None = None
     total: float = 0.0
-    prompt_tokens: int = 0
+    largest_gap: float | None = None
     output_tokens: int = 0
+    cached_tokens: int = 0
+    error: str | None = None
+    gaps: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Measured:
+    """A server and what it did: for each pass, the requests of each workload."""
+
+    server: Server
+    model: str | None = None
+    seconds_to_ready: float | None = None
+    passes: dict[str, list[list[Sent]]] = field(default_factory=dict)
+    compilations: list[str] = field(default_factory=list)
     error: str | None = None
 
-
-def add_serve_bench(kinds: Any) -> None:
-    parser = kinds.add_parser(
-        "serve", help="load for a server with OpenAI's API, at any URL", allow_abbrev=False
-    )
-    parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="Default: %(default)s.")
-    parser.add_argument("--api-key", metavar="KEY", help="Sent as a bearer token.")
-    parser.add_argument("--model", metavar="NAME", help="By default the server's first.")
-    parser.add_argument("--requests", type=int, default=64, metavar="N")
-    parser.add_argument(
-        "--concurrency", type=int, default=16, metavar="N", help="Requests open at once."
-    )
-    parser.add_argument(
-        "--rate", type=float, metavar="N", help="Requests per second instead, at random moments."
-    )
-    parser.add_argument("--input-len", type=int, default=128, metavar="WORDS")
-    parser.add_argument("--output-len", type=int, default=64, metavar="TOKENS")
-    parser.add_argument("--shared-prefix", type=int, default=0, metavar="WORDS")
-    parser.add_argument(
-        "--ignore-eos", action="store_true", help="Answers of full length, where servers know it."
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS")
-    parser.add_argument("--output", metavar="FILE", help="Write the JSON line to a file too.")
-    parser.add_argument("--plot", metavar="FILE", help="Draw a PNG.")
-    parser.set_defaults(run=_run)
+    @property
+    def failed(self) -> bool:
+        requests = (one for sent in self.passes.values() for some in sent for one in some)
+        return self.error is not None or any(one.error is not None for one in requests)
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    for name in ("requests", "concurrency", "input_len", "output_len"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
-    if arguments.rate is not None and arguments.rate <= 0:
-        raise ConfigError("--rate must be above 0")
-    for name in ("output", "plot"):
-        path = getattr(arguments, name)
-        if path is not None and not Path(path).absolute().parent.is_dir():
-            raise ConfigError(f"--{name} {path}: there is no such folder")
-    record, sent = asyncio.run(_bench(arguments))
-    _show(record, sent, arguments.output, arguments.plot)
-    return 0 if not record["errors"] else 1
+def run(arguments: argparse.Namespace) -> int:
+    """The command; returns 1 if a server or a request has failed."""
+    if arguments.client_speed:
+        if arguments.workload or arguments.spawn or arguments.url:
+            raise ConfigError("--client-speed has its own server and workload; give it alone")
+        print(json.dumps(client_speed()))
+        return 0
+    loads = [parse_load(spec) for spec in arguments.workload]
+    servers = _servers(arguments)
+    if not loads:
+        raise ConfigError(
+            "there is no workload; add one like --workload 64x1024-6144:100-300 (see --help)"
+        )
+    if arguments.vocab_size < 1:
+        raise ConfigError("--vocab-size must be at least 1")
+    if not 0 < arguments.timeout < float("inf"):
+        raise ConfigError("--timeout must be a number of seconds above 0")
+    if arguments.json is not None and not Path(arguments.json).absolute().parent.is_dir():
+        raise ConfigError(f"--json {arguments.json}: there is no such folder")
+    requests = _requests(loads, arguments.seed, arguments.vocab_size)
+    measured = [asyncio.run(_measure(server, loads, requests, arguments)) for server in servers]
+    _show(arguments, loads, measured)
+    return 1 if any(one.failed for one in measured) else 0
 
 
-async def _bench(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[Sent]]:
-    target = Target(arguments.url, arguments.api_key, arguments.timeout)
-    model = arguments.model or await _first_model(target)
-    bodies = _bodies(arguments, model)
-    warm = await _send(target, {**bodies[0], "max_tokens": 2})
-    if warm.error is not None:
-        raise CairnError(f"{arguments.url} refuses the first request: {warm.error}")
-    begin = time.perf_counter()
-    if arguments.rate is None:
-        turn = asyncio.Semaphore(arguments.concurrency)
+def _servers(arguments: argparse.Namespace) -> list[Server]:
+    servers = []
+    for text in arguments.spawn:
+        label, flags = _labelled(text)
+        try:
+            split = tuple(shlex.split(flags))
+        except ValueError as error:
+            raise ConfigError(f"--spawn {text!r}: {error}; close every quote") from error
+        check_flags(split)
+        servers.append(Server(label, flags=split))
+    for text in arguments.url:
+        label, url = _labelled(text)
+        Target(url, None, 1.0)  # refused before servers are started
+        servers.append(Server(label, url=url))
+    if not servers:
+        raise ConfigError("there is no server; add --spawn FLAGS to start one, or --url URL")
+    labels = [server.label for server in servers]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ConfigError(f"two servers are called {label!r}; label them: NAME={label}")
+    return servers
 
-        async def limited(body: dict[str, Any]) -> Sent:
-            async with turn:
-                return await _send(target, body)
 
-        sent = await asyncio.gather(*map(limited, bodies))
+def _labelled(text: str) -> tuple[str, str]:
+    """A label and what it stands for; without one, the text is its own."""
+    found = None if text.startswith("-") else _LABEL.fullmatch(text)
+    return (text.strip() or "cairn serve", text) if found is None else (found[1], found[2])
+
+
+def _requests(loads: Sequence[Load], seed: int, vocab_size: int) -> dict[str, list[Any]]:
+    """The requests of each workload for both passes. Every list has a seed of its own: prompts of
+    one must not begin like those of another."""
+    cold = [
+        draw_requests(load, seed + 1_000_003 * (2 * i), vocab_size) for i, load in enumerate(loads)
+    ]
+    warm = [
+        redraw(load, parts, seed + 1_000_003 * (2 * i + 1), vocab_size)
+        for i, (load, parts) in enumerate(zip(loads, cold, strict=True))
+    ]
+    return dict(zip(_PASSES, (cold, warm), strict=True))
+
+
+async def _measure(
+    server: Server,
+    loads: Sequence[Load],
+    requests: dict[str, list[list[list[Asked]]]],
+    arguments: argparse.Namespace,
+) -> Measured:
+    """Both passes over a server. One that dies or cannot be used has an error in the result."""
+    measured = Measured(server)
+    async with _reach(server) as spawned:
+        try:
+            if spawned is not None:
+                _tell(f"starting {server.label}")
+                await spawned.wait_until_ready()
+                measured.seconds_to_ready = spawned.seconds_to_ready
+                _tell(f"{server.label} is ready after {spawned.seconds_to_ready:.1f} s")
+            url = server.url if spawned is None else spawned.url
+            assert url is not None
+            target = Target(url, arguments.api_key, arguments.timeout)
+            named = arguments.model if spawned is None else None
+            measured.model = named or await _first_model(target)
+            for name, lists in requests.items():
+                sent = measured.passes[name] = []
+                for load, parts in zip(loads, lists, strict=True):
+                    sent.append(await _send_load(target, load, parts, measured.model, arguments))
+                    _tell(f"{server.label}, {name}, {load.spec}: done")
+                    if spawned is not None and any(one.error for one in sent[-1]):
+                        await spawned.check()
+            measured.compilations = await _compilations(target)
+        except CairnError as error:
+            measured.error = str(error)
+        if measured.failed:
+            printed = "" if spawned is None else f"; it printed:\n{spawned.output}"
+            _tell(f"{server.label} failed: {measured.error or 'see its requests'}{printed}")
+    return measured
+
+
+@contextlib.asynccontextmanager
+async def _reach(server: Server) -> AsyncIterator[Spawned | None]:
+    if server.flags is None:
+        yield None
     else:
-        sent = await _paced(target, bodies, arguments.rate, arguments.seed)
-    seconds = time.perf_counter() - begin
-    return _record(arguments, model, sent, seconds), sent
+        async with spawn(server.flags) as spawned:
+            yield spawned
+
+
+def _tell(text: str) -> None:
+    print(f"cairn: {text}", file=sys.stderr, flush=True)
 
 
 async def _first_model(target: Target) -> str:
     try:
-        return str(json.loads(await target.read("/models"))["data"][0]["id"])
+        return str(json.loads(await target.read("./models"))["data"][0]["id"])
     except (HttpError, ValueError, LookupError) as error:
-        raise CairnError(f"--url does not answer with a list of models: {error}") from error
+        raise CairnError(f"it does not answer with a list of models: {error}") from error
 
 
-def _bodies(arguments: argparse.Namespace, model: str) -> list[dict[str, Any]]:
-    draw = random.Random(arguments.seed)
+async def _compilations(target: Target) -> list[str]:
+    """The lines of /metrics on kernels that were compiled; servers may have none."""
+    try:
+        text = await target.read("/metrics")
+    except HttpError:
+        return []
+    return [line.decode() for line in text.splitlines() if line.startswith(_COMPILATIONS)]
 
-    def words(count: int) -> str:
-        return " ".join(draw.choice(_WORDS) for _ in range(count))
 
-    more = {"ignore_eos": True} if arguments.ignore_eos else {}
-    shared = words(arguments.shared_prefix) + " " if arguments.shared_prefix else ""
+# -- sending ----------------------------------------------------------------------------------
+
+
+async def _send_load(
+    target: Target,
+    load: Load,
+    parts: list[list[Asked]],
+    model: str,
+    arguments: argparse.Namespace,
+) -> list[Sent]:
+    """Send the parts of a workload at the same time; returns when all requests have ended."""
+
+    def body(asked: Asked) -> bytes:
+        return target.post(
+            "/completions",
+            {
+                "model": model,
+                "prompt": asked.prompt,
+                "max_tokens": asked.output_len,
+                "temperature": arguments.temperature,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "ignore_eos": True,
+            },
+        )
+
+    bodies = [[body(asked) for asked in part] for part in parts]
+    start = 0.0
+
+    async def one(data: bytes, due: float, turn: asyncio.Semaphore | None) -> tuple[float, Reply]:
+        await asyncio.sleep(max(0.0, start + due - time.perf_counter()))
+        async with turn or contextlib.nullcontext():
+            begin = time.perf_counter() if turn is not None else start + due
+            return begin, await target.exchange(data)
+
+    waiting = []
+    for part, datas in zip(load.parts, bodies, strict=True):
+        turn = None if part.concurrency is None else asyncio.Semaphore(part.concurrency)
+        times = due_times(part, arguments.seed)
+        waiting += [one(data, due, turn) for data, due in zip(datas, times, strict=True)]
+    with settled():
+        start = time.perf_counter()
+        replies = await asyncio.gather(*waiting)
+    asked = [(index, request) for index, part in enumerate(parts) for request in part]
     return [
-        {
-            "model": model,
-            "prompt": f"{shared}{number} {words(arguments.input_len)}",
-            "max_tokens": arguments.output_len,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **more,
-        }
-        for number in range(arguments.requests)
+        _read(reply, begin, start, index, request)
+        for (begin, reply), (index, request) in zip(replies, asked, strict=True)
     ]
 
 
-async def _paced(
-    target: Target, bodies: list[dict[str, Any]], rate: float, seed: int
-) -> list[Sent]:
-    """Send on time, whatever has been answered by then."""
-    draw = random.Random(seed)
-    due = list(itertools.accumulate(draw.expovariate(rate) for _ in bodies))
-    begin = time.perf_counter()
-
-    async def one(body: dict[str, Any], moment: float) -> Sent:
-        await asyncio.sleep(max(0.0, begin + moment - time.perf_counter()))
-        return await _send(target, body, clock=begin + moment)
-
-    return list(await asyncio.gather(*(one(b, m) for b, m in zip(bodies, due, strict=True))))
-
-
-async def _send(target: Target, body: dict[str, Any], clock: float | None = None) -> Sent:
-    begin = time.perf_counter() if clock is None else clock
-    result = Sent()
+def _read(reply: Reply, begin: float, start: float, part: int, asked: Asked) -> Sent:
+    """Take an answer apart; `start` is that of the pass."""
+    sent = Sent(part, len(asked.prompt), asked.output_len, begin - start)
+    moments: list[float] = []
+    tokens = 0
+    usage: dict[str, Any] | None = None
     try:
-        async for line in target.lines("/completions", body):
-            if line.startswith(b"data: {"):
-                _take(json.loads(line[6:]), result, time.perf_counter() - begin)
-    except HttpError as error:
-        result.error = str(error)
-    result.total = time.perf_counter() - begin
-    return result
+        for moment, event in reply.events():
+            if "error" in event:
+                raise HttpError(str(event["error"]))
+            usage = event.get("usage") or usage
+            # An event without text may stand for a token whose bytes are not complete yet, but
+            # the one that says how the answer ended stands for nothing.
+            if any(
+                choice.get("text") or choice.get("finish_reason") is None
+                for choice in event["choices"]
+            ):
+                tokens += 1
+                if not moments or moment > moments[-1]:
+                    moments.append(moment)
+        sent.output_tokens = tokens if usage is None else usage["completion_tokens"]
+        sent.cached_tokens = _cached(usage or {})
+        if sent.output_tokens != asked.output_len:
+            raise HttpError(f"it has {sent.output_tokens} of {asked.output_len} tokens")
+    except (HttpError, ValueError, LookupError) as error:
+        sent.error = str(error)
+    if moments:
+        sent.first_token = moments[0] - begin
+        sent.gaps = [later - earlier for earlier, later in itertools.pairwise(moments)]
+        sent.largest_gap = max(sent.gaps, default=None)
+    sent.total = (reply.moments[-1] if reply.moments else begin) - begin
+    return sent
 
 
-def _take(event: dict[str, Any], result: Sent, now: float) -> None:
-    if "error" in event:
-        result.error = str(event["error"])
-    if event.get("usage"):
-        result.prompt_tokens = event["usage"]["prompt_tokens"]
-        result.output_tokens = event["usage"]["completion_tokens"]
-    if any(choice.get("text") for choice in event.get("choices", ())):
-        result.first = result.first or now
-        result.moments.append(now)
+def _cached(usage: dict[str, Any]) -> int:
+    """Tokens of the prompt that the server had computed before, if it says so."""
+    details = usage.get("prompt_tokens_details") or {}
+    return int(details.get("cached_tokens") or 0)
 
 
-def _record(
-    arguments: argparse.Namespace, model: str, sent: list[Sent], seconds: float
-) -> dict[str, Any]:
-    good = [one for one in sent if one.error is None and one.moments]
-    gaps = [b - a for one in good for a, b in itertools.pairwise(one.moments)]
-    tokens = sum(one.output_tokens or len(one.moments) for one in good)
+# -- reporting --------------------------------------------------------------------------------
+
+
+def _summary(sent: list[Sent]) -> dict[str, Any]:
+    """The numbers of one workload on one server in one pass, of requests that did not fail."""
+    good = [one for one in sent if one.error is None]
+    first = [one.first_token for one in good if one.first_token is not None]
+    gaps = [gap for one in good for gap in one.gaps]
+    seconds = max((one.begin + one.total for one in good), default=0.0)
+    tokens = sum(one.output_tokens for one in good)
     return {
-        "workload": "serve",
-        "url": arguments.url,
-        "model": model,
         "requests": len(sent),
-        "load": f"{arguments.rate} requests/s"
-        if arguments.rate is not None
-        else f"{arguments.concurrency} at once",
-        "errors": len(sent) - len(good),
+        "failed": len(sent) - len(good),
         "first_error": next((one.error for one in sent if one.error is not None), None),
-        "seconds": round(seconds, 3),
+        "seconds": round(seconds, 4),
         "prompt_tokens": sum(one.prompt_tokens for one in good),
+        "cached_tokens": sum(one.cached_tokens for one in good),
         "output_tokens": tokens,
-        "output_tokens_per_second": round(tokens / seconds, 2),
-        "requests_per_second": round(len(good) / seconds, 3),
-        "ttft_ms": _percentiles([one.first for one in good]),
-        "between_tokens_ms": _percentiles(gaps),
-        "answer_ms": _percentiles([one.total for one in good]),
+        "output_tokens_per_second": round(tokens / seconds, 2) if seconds else None,
+        "first_token_ms_p50": _percentile(first, 50),
+        "first_token_ms_p99": _percentile(first, 99),
+        "between_tokens_ms_p50": _percentile(gaps, 50),
+        "between_tokens_ms_p99": _percentile(gaps, 99),
+        "largest_gap_ms": _percentile(gaps, 100),
     }
 
 
-def _percentiles(seconds: list[float]) -> dict[str, float] | None:
-    if not seconds:
-        return None
-    values = np.array(seconds) * 1e3
-    found = {f"p{p}": round(float(np.percentile(values, p)), 2) for p in _PERCENTILES}
-    return {"mean": round(float(values.mean()), 2), **found, "max": round(float(values.max()), 2)}
+def _percentile(seconds: list[float], percent: int) -> float | None:
+    return round(1e3 * float(np.percentile(seconds, percent)), 3) if seconds else None
 
 
-def _show(record: dict[str, Any], sent: list[Sent], output: str | None, plot: str | None) -> None:
-    console = Console()
-    console.print(
-        f"{record['requests']} requests to {record['model']} at {record['url']}, {record['load']}: "
-        f"{record['output_tokens_per_second']:.1f} tokens/s, "
-        f"{record['requests_per_second']:.2f} requests/s, {record['errors']} errors"
-    )
-    if record["first_error"] is not None:
-        console.print(f"[red]{record['first_error']}[/red]")
-    table = Table("ms", "mean", *(f"p{p}" for p in _PERCENTILES), "max")
-    for title, name in (
-        ("first token", "ttft_ms"),
-        ("between tokens", "between_tokens_ms"),
-        ("whole answer", "answer_ms"),
-    ):
-        values = record[name] or {}
-        table.add_row(title, *(f"{value:.1f}" for value in values.values()))
-    console.print(table)
-    line = json.dumps(record)
-    if output is not None:
-        Path(output).write_text(line + "\n", encoding="utf-8")
-    if plot is not None:
-        _plot(record, sent, Path(plot))
-    print(line)
+def _show(
+    arguments: argparse.Namespace, loads: Sequence[Load], measured: Sequence[Measured]
+) -> None:
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    results = [
+        {
+            "server": one.server.label,
+            "flags": one.server.flags,
+            "url": one.server.url,
+            "model": one.model,
+            "seconds_to_ready": one.seconds_to_ready,
+            "error": one.error,
+            "kernel_compilations": one.compilations,
+            "workloads": [
+                {"workload": load.spec, "pass": name, **_summary(sent)}
+                for name, lists in one.passes.items()
+                for load, sent in zip(loads, lists, strict=False)  # fewer if it died
+            ],
+        }
+        for one in measured
+    ]
+    for index, load in enumerate(loads):
+        console.print(_table(index, load, measured))
+    for one in measured:
+        ready = one.seconds_to_ready
+        console.print(
+            f"{one.server.label}: model {one.model}"
+            + ("" if ready is None else f", ready after {ready:.1f} s")
+            + ("" if one.error is None else f", failed: {one.error}"),
+            markup=False,
+        )
+        for line in one.compilations:
+            console.print(f"  {line}", markup=False)
+    record = {
+        "workload": "serve",
+        "date": date.today().isoformat(),
+        "cairn": __version__,
+        "seed": arguments.seed,
+        "vocab_size": arguments.vocab_size,
+        "temperature": arguments.temperature,
+        "results": results,
+    }
+    if arguments.json is not None:
+        requests = [
+            {name: [[asdict(sent) for sent in some] for some in lists] for name, lists in p.items()}
+            for p in (one.passes for one in measured)
+        ]
+        whole = {**record, "requests": requests}
+        Path(arguments.json).write_text(json.dumps(whole) + "\n", encoding="utf-8")
+    print(json.dumps(record))
 
 
-def _plot(record: dict[str, Any], sent: list[Sent], path: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'cairn[bench]'") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    good = [one for one in sent if one.error is None and one.moments]
-    gaps = [b - a for one in good for a, b in itertools.pairwise(one.moments)]
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6))
-    for axis, title, values in (
-        (axes[0], "first token, ms", [one.first * 1e3 for one in good]),
-        (axes[1], "between tokens, ms", [gap * 1e3 for gap in gaps]),
-    ):
-        ordered = np.sort(values)
-        axis.plot(ordered, np.linspace(0, 100, len(ordered)), color="#2a6f97")
-        axis.set_xlabel(title)
-        axis.set_ylabel("% of them are faster")
-        axis.set_xlim(left=0)
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(
-        f"{record['model']}, {record['requests']} requests, {record['load']}: "
-        f"{record['output_tokens_per_second']:.1f} tokens/s",
-        fontsize=10,
-    )
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+def _table(index: int, load: Load, measured: Sequence[Measured]) -> Table:
+    """Servers and passes side by side; parts that list their lengths have a row for each."""
+    table = Table(title=load.spec, title_justify="left")
+    table.add_column("")
+    columns = []
+    for one in measured:
+        for name in _PASSES:
+            lists = one.passes.get(name, [])
+            columns.append(lists[index] if index < len(lists) else [])
+            table.add_column(f"{one.server.label}, {name}", justify="right")
+    summaries = [_summary(sent) for sent in columns]
+    for title, key, form in _ROWS:
+        if key in _ONLY_IF_ANY and not any(summary[key] for summary in summaries):
+            continue
+        values = (
+            summary[key] if sent else None for summary, sent in zip(summaries, columns, strict=True)
+        )
+        table.add_row(title, *("-" if value is None else form.format(value) for value in values))
+    for number, part in enumerate(load.parts):
+        for place, (length, _) in enumerate(part.inputs if part.listed else ()):
+            cells = []
+            for sent in columns:
+                of_part = [one for one in sent if one.part == number]
+                first = of_part[place].first_token if of_part else None
+                cells.append("-" if first is None else f"{1e3 * first:.1f}")
+            table.add_row(f"first token of {part.prefix + length} in, ms", *cells)
+    errors = {summary["first_error"] for summary in summaries} - {None}
+    if errors:
+        table.caption = "\n".join(sorted(errors))
+    return table
