@@ -18,7 +18,7 @@ from tests.helpers import TINY_LLAMA, write_model
 from tests.server.process import ServerProcess, write_chat_model
 
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-CHOSEN = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "0"}
+CHOSEN = {"GOMP_SPINCOUNT": "8000", "KMP_BLOCKTIME": "0"}
 
 
 @pytest.fixture
@@ -49,8 +49,8 @@ def environment_of(pid: int) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("imports", "given", "spins"),
     [
-        ("from cairn import LLM; LLM", {}, "2000"),
-        ("import cairn.cli.main, torch", {}, "2000"),
+        ("from cairn import LLM; LLM", {}, "8000"),
+        ("import cairn.cli.main, torch", {}, "8000"),
         ("import cairn, torch", {"GOMP_SPINCOUNT": "7"}, "7"),
         ("import cairn, torch", {"OMP_WAIT_POLICY": "passive"}, "0"),
         ("import torch, cairn", {}, "300000"),  # too late: the default of the library

@@ -21,11 +21,12 @@ _HOMES = {
     "SamplingParams": "cairn.engine.sampling_params",
 }
 
-# Threads that wait for each other must not keep the processor from the one they wait for. The
-# runtimes spin for milliseconds by default (libgomp in torch's wheels for Linux 300,000 times,
-# LLVM's and Intel's libomp 200 ms), which beside another busy process costs a factor of ten. They
-# read this when torch is imported; processes that we start inherit it.
-_WAITING = {"GOMP_SPINCOUNT": "2000", "KMP_BLOCKTIME": "0"}
+# Threads that wait for each other must not keep the processor from the one they wait for. OpenMP's
+# spin for milliseconds by default (libgomp, in torch's wheels for Linux, 300,000 times; LLVM's and
+# Intel's libraries 200 ms), which beside another busy process costs a factor of ten. 8,000 times
+# is about 0.2 ms: enough for the gaps between the operations of a layer. The libraries read this
+# when torch is imported; processes that we start inherit it.
+_WAITING = {"GOMP_SPINCOUNT": "8000", "KMP_BLOCKTIME": "0"}
 if not {"OMP_WAIT_POLICY", *_WAITING} & set(os.environ):  # else the user has decided
     os.environ.update(_WAITING)
 
