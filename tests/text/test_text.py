@@ -29,6 +29,32 @@ def test_streamed_text_is_the_text(tokenizer: Tokenizer, text: str) -> None:
     assert detokenizer.text == text
 
 
+@given(
+    prompt=st.lists(st.integers(0, 255), max_size=4),
+    ids=st.lists(st.integers(0, 255) | st.sampled_from([195, 169, 240, 159, 97]), max_size=30),
+    stops=st.lists(st.text(alphabet="aé\ufffd", min_size=1, max_size=3), max_size=2),
+    step=st.integers(1, 3),
+)
+def test_tokens_decoded_apart_give_the_text_of_tokens_decoded_together(
+    prompt: list[int], ids: list[int], stops: list[str], step: int
+) -> None:
+    fast = byte_tokenizer()
+    fast.add_special_tokens(["<end>"])
+    end = fast.token_to_id("<end>")
+    assert end is not None
+    ids = [end if token == 7 else token for token in ids]
+    apart, together = Tokenizer(fast, None), Tokenizer(fast, None)
+    assert apart.decodes_apart
+    together.decodes_apart = False
+    one, other = (Detokenizer(each, stops, prompt) for each in (apart, together))
+    for begin in range(0, len(ids), step):
+        new = ids[begin : begin + step]
+        assert one.push(new) == other.push(new)
+        assert one.stopped == other.stopped
+    assert one.finish() == other.finish()
+    assert (one.text, one.stopped) == (other.text, other.stopped)
+
+
 def test_a_character_cut_in_half_appears_only_at_the_end(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("aé")[:-1]
     detokenizer = Detokenizer(tokenizer)

@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders
 
 from cairn.errors import LoadError, RequestError
 
@@ -54,6 +55,9 @@ class Tokenizer:
     def __init__(self, fast: FastTokenizer, template: ChatTemplate | None) -> None:
         self.fast = fast
         self.template = template
+        self.decodes_apart = isinstance(fast.decoder, decoders.ByteLevel)
+        """Tokens are bytes: the text of many is the texts of each, but for split characters."""
+        self._texts: dict[int, str] = {}
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer | None:
@@ -81,6 +85,13 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self.fast.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def token_text(self, token: int) -> str:
+        """What `decode` makes of this token alone; kept, since the same ones come again."""
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = self.decode([token])
         return text
 
     def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
