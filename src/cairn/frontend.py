@@ -9,11 +9,12 @@ import torch
 
 from cairn.config import EngineConfig
 from cairn.engine.build import build_engine
+from cairn.engine.engine import Engine
 from cairn.engine.engine import Progress as StepProgress
 from cairn.engine.load import locate
 from cairn.engine.request import FinishReason, Request
 from cairn.engine.sampling_params import SamplingParams
-from cairn.errors import QueueFullError, RequestError
+from cairn.errors import RequestError
 from cairn.models.source import Confirm
 from cairn.outputs import Chunk, Generation, summarize
 from cairn.progress import loading_bar
@@ -85,17 +86,19 @@ class Live:
             )
 
 
+def load(config: EngineConfig, confirm: Confirm | None = None) -> tuple[Engine, Tokenizer | None]:
+    """An engine, and its model's tokenizer if it has one."""
+    with loading_bar("Fetching") as progress:
+        source = locate(config, confirm, progress)
+    tokenizer = load_tokenizer(source)
+    with loading_bar(f"Loading {config.model}") as progress:
+        return build_engine(config, source, progress), tokenizer
+
+
 class Frontend:
     def __init__(self, config: EngineConfig, confirm: Confirm | None = None) -> None:
         self.config = config
-        with loading_bar("Fetching") as progress:
-            source = locate(config, confirm, progress)
-        self.tokenizer = load_tokenizer(source)
-        with (
-            loading_bar(f"Loading {config.model}") as progress,
-            loading_bar("Compiling kernels", counted=True) as compiling,
-        ):
-            self.engine = build_engine(config, source, progress, compiling)
+        self.engine, self.tokenizer = load(config, confirm)
         self._live: dict[str, Live] = {}
 
     # -- requests -----------------------------------------------------------------------------
@@ -118,19 +121,18 @@ class Frontend:
 
     def submit(self, requests: Sequence[Request], sink: Sink | None = None) -> list[Live]:
         """Queue all choices of a prompt, or none; `sink` gets their chunks as they come."""
-        if len(requests) > self.free_places:
-            raise QueueFullError(
-                f"{len(requests)} choices are asked for and the queue has {self.free_places} "
-                "places left of max_queued_requests; send it again later or raise the limit"
-            )
-        return [self.submit_one(request, i, sink) for i, request in enumerate(requests)]
+        self.engine.submit_all(requests)
+        return [self._follow(request, i, sink) for i, request in enumerate(requests)]
 
-    def submit_one(self, request: Request, choice: int = 0, sink: Sink | None = None) -> Live:
+    def submit_one(self, request: Request, choice: int = 0) -> Live:
+        self.engine.submit(request)
+        return self._follow(request, choice, None)
+
+    def _follow(self, request: Request, choice: int, sink: Sink | None) -> Live:
         detokenizer = None
         if self.tokenizer is not None:
             stop, prompt = request.params.stop_strings, request.token_ids
             detokenizer = Detokenizer(self.tokenizer, stop, prompt)
-        self.engine.submit(request)
         self._live[request.id] = live = Live(request, choice, detokenizer, sink, self._trace)
         return live
 
@@ -181,12 +183,6 @@ class Frontend:
                 del self._live[progress.request.id]
         if failure is not None:
             raise failure
-
-    @property
-    def free_places(self) -> int:
-        """Requests the queue would still take."""
-        scheduler = self.engine.scheduler
-        return scheduler.limits.max_queued_requests - scheduler.num_waiting
 
     # -- text ---------------------------------------------------------------------------------
 

@@ -251,7 +251,7 @@ class LLM:
             for requests in prepared:
                 lives.append([])
                 for choice, request in enumerate(requests):
-                    while not frontend.free_places:
+                    while not frontend.engine.free_places:
                         frontend.step()
                     lives[-1].append(frontend.submit_one(request, choice))
             while any(live.result is None for choices in lives for live in choices):

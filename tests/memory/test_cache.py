@@ -4,6 +4,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -71,6 +72,34 @@ def test_same_prefix_computed_twice_keeps_tables_append_only() -> None:
     cache.close(two)  # its copies become free, the first request's stay cached
     cache.check()
     assert cache.allocators[0].used_pages == 2
+
+
+@given(
+    windows=st.sampled_from([(None,), (5,), (None, 5), (3, None, 9)]),
+    landmarks=st.booleans(),
+    publish=st.booleans(),
+    steps=st.lists(st.integers(1, 7), min_size=1, max_size=40),
+)
+def test_a_commit_before_it_is_due_would_change_nothing(
+    windows: tuple[int | None, ...], landmarks: bool, publish: bool, steps: list[int]
+) -> None:
+    geometry = PageGeometry(4, 3 if landmarks else 4)
+    groups = group_layers(windows)
+    tokens = list(range(sum(steps)))
+    caches = [PagedCache(geometry, groups, [100] * len(groups)) for _ in range(2)]
+    always, when_due = (c.open(c.match(None, tokens), len(tokens), publish=publish) for c in caches)
+    computed = 0
+    for step in steps:
+        # The newest token is not known yet when a step is launched, and is a moment later.
+        computed += step
+        for cache, pages in zip(caches, (always, when_due), strict=True):
+            cache.grow(pages, computed)
+            for known in (computed - 1, computed):
+                if pages is always or computed >= pages.due:
+                    cache.commit(pages, tokens[:known], computed)
+            cache.check()
+        assert always.tables == when_due.tables
+        assert (always.published, always.live_from) == (when_due.published, when_due.live_from)
 
 
 @pytest.mark.parametrize(("policy", "survivor"), [("lru", 10), ("lfu", 0)])

@@ -8,6 +8,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from cairn.engine.runner import InFlight, Runner, StepResult
 from cairn.engine.sampler import derived_seed
 from cairn.engine.sampling_params import MAX_SEED, SamplingParams
 from cairn.engine.scheduler import Scheduler, attention_pairs
-from cairn.errors import RequestError
+from cairn.errors import QueueFullError, RequestError
 from cairn.kernels.compilations import CompilationCounts
 from cairn.memory.cache import GroupUsage
 from cairn.memory.hisparse import TierStats
@@ -59,8 +60,7 @@ class TierReport:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """What a step did for one request."""
 
     request: Request
@@ -161,6 +161,21 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         self.scheduler.add(request)
+
+    def submit_all(self, requests: Sequence[Request]) -> None:
+        """Queue all choices of a prompt, or none. Raises QueueFullError."""
+        if len(requests) > self.free_places:
+            raise QueueFullError(
+                f"{len(requests)} choices are asked for and the queue has {self.free_places} "
+                "places left of max_queued_requests; send it again later or raise the limit"
+            )
+        for request in requests:
+            self.submit(request)
+
+    @property
+    def free_places(self) -> int:
+        """Requests the queue would still take."""
+        return self.scheduler.limits.max_queued_requests - self.scheduler.num_waiting
 
     def abort(self, request_id: str) -> Request | None:
         """End a request at once; its tokens so far remain. None if it is not there any more."""
@@ -291,15 +306,16 @@ class Engine:
         self.scheduler.step_time.observe(rows, pairs, seconds)
 
     def _take_scores(self, plan: StepPlan, result: StepResult) -> None:
-        attempts = {advance.request_id: advance.attempt for advance in plan.advances}
-        for request_id, scores in result.prompt_logprobs.items():
-            request = self.scheduler.get(request_id)
-            if request is not None and request.retractions == attempts[request_id]:
-                request.prompt_logprobs += scores
-        for request_id, distributions in result.distributions.items():
-            request = self.scheduler.get(request_id)
-            if request is not None and request.retractions == attempts[request_id]:
-                request.distributions.append(distributions)
+        if result.prompt_logprobs or result.distributions:
+            attempts = {advance.request_id: advance.attempt for advance in plan.advances}
+            for request_id, scores in result.prompt_logprobs.items():
+                request = self.scheduler.get(request_id)
+                if request is not None and request.retractions == attempts[request_id]:
+                    request.prompt_logprobs += scores
+            for request_id, distributions in result.distributions.items():
+                request = self.scheduler.get(request_id)
+                if request is not None and request.retractions == attempts[request_id]:
+                    request.distributions.append(distributions)
         for request_id, selections in result.selections.items():
             if (request := self.scheduler.get(request_id)) is not None:
                 request.selections.append(selections)

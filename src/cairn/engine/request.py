@@ -76,9 +76,12 @@ class Request:
     """By layer, one entry per output token, if traced."""
     # fixed at creation
     prompt_len: int = field(init=False)
+    end_len: int = field(init=False)
+    """Prompt and output at most: the request ends with "length" there."""
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.token_ids)
+        self.end_len = min(self.prompt_len + self.params.max_tokens, self.max_total_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -88,7 +91,7 @@ class Request:
     @property
     def remaining(self) -> int:
         """Tokens whose KV is not computed yet."""
-        return self.num_tokens - self.computed
+        return len(self.token_ids) + self.pending - self.computed
 
     @property
     def can_advance(self) -> bool:
@@ -97,10 +100,10 @@ class Request:
         The last token it may generate is never computed; and one that needs to see its newest
         token, as a grammar does, waits for it.
         """
-        if self.remaining <= 0 or (self.pending and self.host_tokens):
-            return False
-        done = self.num_output + self.pending >= self.params.max_tokens
-        return not (self.pending and (done or self.num_tokens >= self.max_total_tokens))
+        known = len(self.token_ids)
+        if not self.pending:
+            return known > self.computed
+        return not self.host_tokens and self.computed <= known < self.end_len - 1
 
     @property
     def output_ids(self) -> list[int]:

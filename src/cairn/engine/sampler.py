@@ -54,6 +54,7 @@ class Sampler:
         self._penalized = np.zeros(num_slots, dtype=bool)
         self._biased = np.zeros(num_slots, dtype=bool)
         self._min_tokens = np.zeros(num_slots, dtype=np.int64)
+        self._special = np.zeros(num_slots, dtype=bool)  # any of these four
         self._counts: torch.Tensor | None = None  # [slots, vocab] times in the output
         self._in_prompt: torch.Tensor | None = None  # [slots, vocab] bool
         self._bias: torch.Tensor | None = None  # [slots, vocab]
@@ -81,6 +82,12 @@ class Sampler:
         self._penalized[slot] = params.has_penalties
         self._biased[slot] = bool(params.bias)
         self._min_tokens[slot] = params.min_tokens if admission.stop_token_ids else 0
+        self._special[slot] = (
+            self._filtered[slot]
+            or self._penalized[slot]
+            or self._biased[slot]
+            or self._min_tokens[slot] > 0
+        )
         if params.has_penalties:
             self._count(slot, admission)
         if params.bias:
@@ -142,8 +149,7 @@ class Sampler:
 
     def plain_draws(self, slots: np.ndarray, positions: np.ndarray) -> HostDraws | None:
         """Temperatures and seeds, if all the slots draw without filters, penalties and the like."""
-        special = self._filtered[slots] | self._penalized[slots] | self._biased[slots]
-        if special.any() or self._min_tokens[slots].any():
+        if self._special[slots].any():
             return None
         return HostDraws(slots, _seeds(self._seeds[slots], positions), self._temperatures[slots])
 

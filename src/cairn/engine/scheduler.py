@@ -140,7 +140,7 @@ class Scheduler:
         step = _Step()
         self.cache.poll()
         ready = [request for request in self._running.values() if request.can_advance]
-        decoding = sum(request.remaining == 1 for request in ready)
+        decoding = sum([request.remaining == 1 for request in ready])
         # Prefill must move on however many requests decode.
         least = min(self.cache.geometry.page_size, self.limits.chunked_prefill_size)
         step.budget = max(self.limits.chunked_prefill_size - decoding, least)
@@ -180,8 +180,35 @@ class Scheduler:
                     known.pending -= advance.samples  # a token that will not come
 
     def _plan_decode(self, step: _Step, request: Request) -> None:
-        if self._make_room(step, request, request.computed + 1):
+        pages, start = request.pages, request.computed
+        assert pages is not None
+        if start >= self.cache.geometry.tokens_per_page * len(pages.tables[0]) and (
+            not self._make_room(step, request, start + 1)
+        ):
+            return
+        if (
+            self.limits.max_step_seconds is not None
+            or request.prompt_scores != "none"
+            or request.traced
+            or request.allowed_tokens is not None
+        ):
             self._advance(step, request, 1, prefill=False)
+            return
+        # What nearly every request of nearly every step comes by: `_advance` without its questions.
+        self._hold_pages(step, request, pages, start + 1)
+        ids = request.token_ids
+        step.advances.append(
+            Advance(
+                request.id,
+                request.slot,
+                start,
+                start + 1,
+                (ids[start],) if start < len(ids) else (),
+                request.prompt_len,
+                True,
+                attempt=request.retractions,
+            )
+        )
 
     def _plan_prefill(self, step: _Step, request: Request) -> bool:
         """Advance by a chunk; False if there is no budget or no room for any of it."""
@@ -334,10 +361,7 @@ class Scheduler:
         start, stop = request.computed, request.computed + tokens
         pages = request.pages
         assert pages is not None
-        if stop > geometry.tokens(pages.num_pages):
-            self.cache.grow(pages, stop)
-        if pages.num_pages > request.planned_pages or pages.live_from != request.planned_live:
-            self._collect_edits(step, request, pages)
+        self._hold_pages(step, request, pages, stop)
         context = geometry.rows(start)
         rows = geometry.rows(stop) - context
         step.spend(rows, context, prefill=prefill)
@@ -361,6 +385,14 @@ class Scheduler:
                 attempt=request.retractions,
             )
         )
+
+    def _hold_pages(self, step: _Step, request: Request, pages: SequencePages, tokens: int) -> None:
+        """Give the request pages for so many tokens, and tell the runner what it does not know."""
+        held = len(pages.tables[0])
+        if tokens > held * self.cache.geometry.tokens_per_page:
+            held += self.cache.grow(pages, tokens)
+        if held > request.planned_pages or pages.live_from != request.planned_live:
+            self._collect_edits(step, request, pages)
 
     def _next_ids(self, request: Request, start: int, stop: int) -> tuple[int, ...]:
         if request.prompt_scores != "top":
@@ -391,15 +423,17 @@ class Scheduler:
         Whatever the step touches may be given to others from now on, even what it still writes
         to: later steps run behind it on the device.
         """
+        due: list[tuple[SequencePages, Request]] = []
         for advance in plan.advances:
             request = self._requests[advance.request_id]
-            assert request.pages is not None
+            pages = request.pages
+            assert pages is not None
             request.computed = advance.stop
             request.pending += advance.samples
-        for advance in plan.advances:
-            request = self._requests[advance.request_id]
-            assert request.pages is not None
-            self.cache.commit(request.pages, request.token_ids, advance.stop)
+            if advance.stop >= pages.due:
+                due.append((pages, request))
+        for pages, request in due:
+            self.cache.commit(pages, request.token_ids, request.computed)
         self.cache.launched()
 
     def commit(self, plan: StepPlan, sampled: Mapping[str, int]) -> list[Request]:
@@ -410,10 +444,12 @@ class Scheduler:
             request = self._requests.get(advance.request_id)
             if request is None:
                 continue  # ended after the plan was made
-            if request.pages is not None:  # a token that is known now may have completed a page
-                # Retracted and resumed since, it may not be as far as it was.
+            pages = request.pages
+            if pages is not None and advance.stop >= pages.due:
+                # A token that is known now may have completed a page. Retracted and resumed since,
+                # the request may not be as far as it was.
                 computed = min(advance.stop, request.computed)
-                self.cache.commit(request.pages, request.token_ids, computed)
+                self.cache.commit(pages, request.token_ids, computed)
             # The prompt is scored anew by who was retracted meanwhile, and its end comes again.
             if request.prompt_scores != "none" and advance.attempt != request.retractions:
                 request.pending -= advance.samples
@@ -429,15 +465,13 @@ class Scheduler:
 
     def _append(self, request: Request, token: int, now: float) -> None:
         request.token_ids.append(token)
-        if request.num_output == 1:
+        known = len(request.token_ids)
+        if known == request.prompt_len + 1:
             request.times.first_token = now
         if token in request.stop_token_ids:
             request.stopped_by_token = True
             self._end(request, "stop")
-        elif (
-            request.num_output >= request.params.max_tokens
-            or len(request.token_ids) >= request.max_total_tokens
-        ):
+        elif known >= request.end_len:
             self._end(request, "length")
 
     # -- leaving ------------------------------------------------------------------------------

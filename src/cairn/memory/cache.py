@@ -16,6 +16,7 @@ its pages with it, until they can be published.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +44,7 @@ class SequencePages:
     publishes: bool  # complete pages enter the tree
     completed: int  # pages from the start whose rows are all computed
     reach: int = 0  # the next row to compute; windows may be given up to what it sees
+    due: int = 0  # with fewer tokens computed than this, `commit` has nothing to do
 
     @property
     def num_pages(self) -> int:
@@ -304,6 +306,17 @@ class PagedCache:
             self._publish(pages, token_ids, known)
         if self._windowed:
             self._slide(pages)
+        pages.due = self._next_due(pages)
+
+    def _next_due(self, pages: SequencePages) -> int:
+        """Tokens with which the next page is complete, or out of a window's reach."""
+        if self.copies is not None:
+            return 0  # depends on what the host has, too
+        due = self.geometry.tokens(pages.published + 1) if pages.publishes else sys.maxsize
+        for g in self._windowed:
+            row = self.groups[g].row_beyond(pages.live_from[g], self.geometry.page_size)
+            due = min(due, self.geometry.tokens_in(row - 1) + 1)
+        return due
 
     def launched(self) -> None:
         """All commits of a step that has been launched are made."""

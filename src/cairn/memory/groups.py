@@ -29,6 +29,11 @@ class LayerGroup:
             return 0
         return max(0, row - self.window + 1) // page_size
 
+    def row_beyond(self, page: int, page_size: int) -> int:
+        """The first row of which no query, there or later, can read `page`; there is a window."""
+        assert self.window is not None
+        return (page + 1) * page_size + self.window - 1
+
     def peak_pages(self, tokens: int, chunk_tokens: int, geometry: PageGeometry) -> int:
         """Most pages held at once while a request grows to `tokens`, `chunk_tokens` at a time."""
         pages = geometry.pages(tokens)
