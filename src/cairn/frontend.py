@@ -91,8 +91,11 @@ def load(config: EngineConfig, confirm: Confirm | None = None) -> tuple[Engine, 
     with loading_bar("Fetching") as progress:
         source = locate(config, confirm, progress)
     tokenizer = load_tokenizer(source)
-    with loading_bar(f"Loading {config.model}") as progress:
-        return build_engine(config, source, progress), tokenizer
+    with (
+        loading_bar(f"Loading {config.model}") as progress,
+        loading_bar("Compiling kernels", counted=True) as compiling,
+    ):
+        return build_engine(config, source, progress, compiling), tokenizer
 
 
 class Frontend:

@@ -10,8 +10,15 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from cairn.engine.request import Request
+from cairn.engine.sampling_params import SamplingParams
+from cairn.memory.geometry import PageGeometry
 from cairn.server.metrics import Metrics
+from cairn.server.page_reads import PageReads
 from cairn.server.wire import Stats
+from cairn.sparsity.config import ALL_ROWS, SparseConfig
+from cairn.sparsity.policy import PolicyShape
+from cairn.sparsity.registry import make_policy
 from tests.server.process import ServerProcess
 
 ROOT = Path(__file__).parents[2]
@@ -50,8 +57,11 @@ def test_metrics_count_what_happened(server: ServerProcess) -> None:
     assert grown["cairn_prefix_hit_tokens_total"] >= 190
     # Rows at 200 and more have 13 pages of 16 behind them: 2 or 3 in the window, 4 selected.
     assert 0.4 < grown["cairn_read_pages_total"] / grown["cairn_held_pages_total"] < 0.6
-    parts = [after[f"cairn_step_seconds_total|{part}"] for part in ("scheduler", "model", "text")]
-    assert all(seconds > 0 for seconds in parts)
+    parts = ("scheduler", "model", "messages", "text")
+    assert all(grown[f"cairn_step_seconds_total|{part}"] > 0 for part in parts)
+    gaps = [value for name, value in grown.items() if "between_tokens_seconds_bucket" in name]
+    assert gaps == sorted(gaps) and gaps[-1] == 18  # cumulative, the last of them all
+    assert grown["cairn_time_between_tokens_seconds_sum"] > 0
     states = [after[f"cairn_pages|full|{state}"] for state in ("free", "cached", "owned")]
     assert states[2] == 0 and states[1] > 0
     compiled = [after[f"cairn_kernel_compilations_total|{phase}"] for phase in ("start", "serving")]
@@ -72,6 +82,35 @@ def test_compilations_are_told_by_phase_and_go_on_across_engines() -> None:
     text = metrics.write().decode()
     assert 'cairn_kernel_compilations_total{phase="start"} 78.0' in text
     assert 'cairn_kernel_compilations_total{phase="serving"} 3.0' in text
+
+
+def test_pages_read_are_those_of_each_token() -> None:
+    sparse = SparseConfig(
+        policy=make_policy("quest", PolicyShape(4, 2, 8, 1.0)),
+        layers=(0,),
+        topk=2,
+        window=24,
+        strategy="softmax_head",
+        fusion="lse",
+        dense_below=40,
+        dense_prompt_below=ALL_ROWS,
+    )
+    for tokens_per_page in (15, 16):
+        geometry = PageGeometry(16, tokens_per_page)
+        requests = [Request(str(n), [0] * n, SamplingParams(), 0, 999) for n in range(2, 200)]
+        for request in requests:
+            request.prompt_len = 60  # the rest is generated
+        reads = PageReads(sparse, geometry)
+        reads.count(requests)
+        read = held = 0
+        for request in requests:
+            known = len(request.token_ids)
+            row = geometry.row_of(known - 2)
+            window = 0 if known - 2 < 60 else sparse.window_start(row, 16)
+            held += row // 16 + 1
+            read += row // 16 + 1 - window + min(2, window)
+            assert reads.tell({}, known - 1, 60).window_page == window
+        assert (reads.read, reads.held) == (read, held)
 
 
 def test_the_dashboard_asks_for_what_there_is(server: ServerProcess) -> None:

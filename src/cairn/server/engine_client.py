@@ -1,5 +1,7 @@
 """The API process's side of the engine: starts it, talks to it, notices when it is gone.
 
+Tokens become text here, not in the engine's process, whose steps would have to wait for it.
+
 An engine that dies, or says nothing for too long, takes its requests with it: every client is told,
 and another engine is started, unless that has happened too often.
 """
@@ -25,7 +27,7 @@ import zmq.asyncio
 from cairn.config import EngineConfig
 from cairn.errors import CairnError, ConfigError
 from cairn.server import wire
-from cairn.server.answer import Answer
+from cairn.server.answer import Answer, Choice
 from cairn.server.api_error import ApiError, refusal
 from cairn.server.engine_process import run_engine
 from cairn.server.options import ServeConfig
@@ -42,7 +44,8 @@ _log = logging.getLogger("cairn.server")
 class Observer(Protocol):
     """What the metrics want to know."""
 
-    def piece_came(self, answer: Answer, index: int, piece: wire.Piece, now: float) -> None: ...
+    def tokens_came(self, choices: Sequence[Choice], now: float) -> None: ...
+    def text_took(self, seconds: float) -> None: ...
     def engine_lost(self, last: wire.Stats | None) -> None: ...
 
 
@@ -62,7 +65,8 @@ class EngineClient:
         self._lives = itertools.count()
         self._process: BaseProcess | None = None
         self._socket: zmq.asyncio.Socket | None = None
-        self._answers: dict[str, tuple[Answer, int]] = {}  # and the index of its first choice
+        self._numbers = itertools.count()
+        self._choices: dict[int, Choice] = {}  # that have not ended, by number
         self._heard = 0.0
         self._lost: deque[float] = deque()
         self._last_words: list[wire.Failed] = []
@@ -86,24 +90,29 @@ class EngineClient:
 
     # -- requests -----------------------------------------------------------------------------
 
-    def submit(self, messages: Sequence[wire.Submit], choices: int, arrival: float) -> Answer:
-        """Requests of one answer, with `choices` choices each. Ends with `release`."""
+    def new_number(self) -> int:
+        """What the engine is to call a choice."""
+        return next(self._numbers)
+
+    def submit(self, messages: Sequence[wire.Submit], answer: Answer) -> None:
+        """Requests of one answer. Ends with `release`."""
         self.check_running()
-        answer = Answer([message.id for message in messages], choices * len(messages), arrival)
-        for place, message in enumerate(messages):
-            self._answers[message.id] = answer, place * choices
+        self._choices.update((choice.number, choice) for choice in answer.choices)
+        for message in messages:
+            answer.expect(message.number)
             self._send(message)
-        return answer
 
     def release(self, answer: Answer) -> None:
         """Nobody waits for it any more: what has not ended is aborted."""
-        for request_id in answer.ids:
-            if self._answers.pop(request_id, None) is not None:
-                self._send(wire.Abort(request_id))
+        answer.outlet.close()
+        numbers = [choice.number for choice in answer.choices]
+        left = [number for number in numbers if self._choices.pop(number, None) is not None]
+        if left:
+            self._send(wire.End(left, "abort"))
 
     def fail_all(self, error: ApiError) -> None:
         """End every request with an error, here and in the engine."""
-        for answer in {answer for answer, _ in self._answers.values()}:
+        for answer in {choice.answer for choice in self._choices.values()}:
             answer.fail(error)
             self.release(answer)
 
@@ -123,7 +132,8 @@ class EngineClient:
 
     @property
     def num_open(self) -> int:
-        return len(self._answers)
+        """Answers that are not complete."""
+        return len({choice.answer for choice in self._choices.values()})
 
     def _send(self, message: wire.ToEngine) -> None:
         assert self._socket is not None
@@ -207,9 +217,9 @@ class EngineClient:
         error = ApiError(
             503, f"the engine was lost: {reason}", code="engine_lost", retry_after=_RETRY_AFTER
         )
-        answers, self._answers = self._answers, {}
-        for answer, _ in answers.values():
-            answer.fail(error)
+        choices, self._choices = self._choices, {}
+        for choice in choices.values():
+            choice.answer.fail(error)
         if not self.became_ready.is_set():
             self.health = Health("dead", reason)
             usage = any(words.usage for words in self._last_words)
@@ -236,6 +246,8 @@ class EngineClient:
         while True:
             message = await socket.recv()
             self._dispatch(wire.decode_from_engine(message))
+            # While messages wait, `recv` does not; others must have their turn all the same.
+            await asyncio.sleep(0)
 
     def _dispatch(self, message: wire.FromEngine) -> None:
         self._heard = time.monotonic()
@@ -251,23 +263,48 @@ class EngineClient:
                 self._last_words.append(message)
 
     def _take(self, report: wire.Report) -> None:
-        now = time.perf_counter()
-        for request_id in report.accepted:
-            if (found := self._answers.get(request_id)) is not None:
-                found[0].accept(request_id)
+        for number in report.accepted:
+            if (choice := self._choices.get(number)) is not None:
+                choice.answer.accept(number)
         for refused in report.refused:
-            if (found := self._answers.pop(refused.id, None)) is not None:
-                found[0].fail(_refusal(refused))
-        for piece in report.pieces:
-            if (found := self._answers.get(piece.id)) is not None:
-                answer, first = found
-                self._observer.piece_came(answer, first + piece.choice, piece, now)
-                answer.put(first + piece.choice, piece)
-                if not answer.open:
-                    for request_id in answer.ids:
-                        self._answers.pop(request_id, None)
+            if (choice := self._choices.get(refused.number)) is not None:
+                choice.answer.fail(_refusal(refused))
+        if report.numbers:
+            begin = time.perf_counter()
+            self._take_tokens(report, begin)
+            self._observer.text_took(time.perf_counter() - begin)
         if report.stats is not None:
             self.stats = report.stats
+
+    def _take_tokens(self, report: wire.Report, now: float) -> None:
+        details = {detail.number: detail for detail in report.details}
+        came: list[Choice] = []
+        stopped: list[int] = []  # here, which the engine does not know
+        for number, token in zip(report.numbers, report.tokens, strict=True):
+            choice = self._choices.get(number)
+            if choice is None:
+                continue  # ended, and the engine had not heard of it
+            detail = details.get(number)
+            came.append(choice)
+            try:
+                events = choice.take(token, detail)
+                if events:
+                    choice.answer.outlet.write(events)
+            except Exception as error:  # this answer's trouble, and nobody else's
+                _log.error("an answer failed", exc_info=error)
+                told = f"the server failed on this answer: {type(error).__name__}: {error}"
+                choice.answer.fail(ApiError(500, told))
+                del self._choices[number]
+                self._send(wire.End([number], "abort"))
+                continue
+            if choice.ended is not None:
+                choice.answer.choice_ended()
+                del self._choices[number]
+                if detail is None or detail.reason is None:
+                    stopped.append(number)
+        if stopped:
+            self._send(wire.End(stopped, "stop"))
+        self._observer.tokens_came(came, now)
 
     async def close(self) -> None:
         self._closing = True

@@ -1,7 +1,7 @@
 """The engine's process: takes requests from a zmq socket, steps, and reports what came of it.
 
-Text is made here, not in the API process: stop strings end a request in the very step that
-completes them, and where steps overlap the device hides the work.
+Tokens leave as ids. What is made of them, text above all, is made in the API process, so that no
+step waits for it. Stop strings are found there too: the API process then ends the request.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ import time
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import zmq
 
 from cairn.config import EngineConfig
+from cairn.engine.engine import Engine, Progress
 from cairn.engine.request import Request
 from cairn.engine.sampling_params import SamplingParams
 from cairn.errors import CairnError, ConfigError, LoadError, QueueFullError, RequestError
-from cairn.frontend import Frontend, Live
-from cairn.outputs import Chunk
+from cairn.frontend import load
 from cairn.server import wire
 from cairn.server.page_reads import PageReads
-from cairn.trace import Trace
+from cairn.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from cairn.server.matcher import Follower, Matchers
@@ -43,28 +42,21 @@ _LINGER_MS = 2000  # for last words
 _log = logging.getLogger("cairn.server.engine")
 
 
-class _Frontend(Frontend):
-    """Traces leave step by step, so that the whole need not be put together at the end."""
-
-    def _trace(self, request: Request) -> Trace:
-        return Trace(self.engine.scheduler.cache.geometry.page_size, [], [])
-
-
 class EngineLoop:
-    def __init__(self, frontend: Frontend, socket: zmq.Socket[bytes]) -> None:
-        self._frontend = frontend
-        self._engine = frontend.engine
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer | None, socket: zmq.Socket[bytes]
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer  # for grammars
         self._socket = socket
-        self._lives: dict[str, list[Live]] = {}  # by the API's request id
-        self._accepted: list[str] = []
+        self._requests: dict[int, Request] = {}  # by the API's numbers
+        self._numbers: dict[str, int] = {}  # and back, by the engine's ids
+        self._accepted: list[int] = []
         self._refused: list[wire.Refused] = []
-        self._pieces: list[wire.Piece] = []
-        self._broken: dict[str, Exception] = {}  # requests that failed in this step
-        self._grammars: dict[str, tuple[wire.Submit, Future[list[Follower]]]] = {}
+        self._grammars: dict[int, tuple[wire.Submit, Future[list[Follower]]]] = {}
         self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="cairn-grammar")
         self._matchers: Matchers | None = None
-        self._told: dict[str, int] = {}  # traced tokens sent, by engine request id
-        self._text_seconds = 0.0
+        self._message_seconds = 0.0
         self._reported = 0.0
         self._logged = time.monotonic()
         self._stopping = False
@@ -79,11 +71,11 @@ class EngineLoop:
         while not self._stopping:
             self._receive()
             if self._engine.has_work:
-                self._step()
+                self._report(self._engine.step())
             else:
                 self._engine.watch()
-            self._report()
-        self._frontend.close()
+                self._report([])
+        self._engine.close()
 
     def _ready(self) -> wire.Ready:
         engine = self._engine
@@ -106,162 +98,147 @@ class EngineLoop:
         wait = 0 if self._engine.has_work else int(_REPORT_EVERY * 1000)
         if self._grammars:
             wait = min(wait, _COMPILING_MS)
-        while self._socket.poll(wait):
-            wait = 0
+        if wait:
+            self._socket.poll(wait)
+        begin = time.perf_counter()
+        while self._socket.poll(0):
             message = wire.decode_to_engine(self._socket.recv())
             match message:
                 case wire.Submit(grammar=None):
                     self._submit(message)
                 case wire.Submit():
                     compiled = self._grammar_thread.submit(self._make_followers, message)
-                    self._grammars[message.id] = message, compiled
-                case wire.Abort():
-                    self._abort(message.id)
+                    self._grammars[message.number] = message, compiled
+                case wire.End():
+                    self._end(message.numbers, message.reason)
                 case wire.Shutdown():
                     self._stopping = True
-        self._submit_compiled()
+        if self._grammars:
+            self._submit_compiled()
+        self._message_seconds += time.perf_counter() - begin
 
     def _submit(self, message: wire.Submit, followers: Sequence[Follower] = ()) -> None:
         try:
-            params = SamplingParams.from_kwargs(message.params)
-            requests = self._frontend.prepare(
-                message.token_ids, params, message.cache_salt, trace=message.trace
+            requests = self._engine.make_requests(
+                message.token_ids,
+                SamplingParams.from_kwargs(message.params),
+                cache_salt=message.cache_salt,
+                traced=message.trace,
             )
             if followers:
                 for request, follower in zip(requests, followers, strict=True):
                     request.allowed_tokens = follower
                     request.host_tokens = True
-            sink = partial(self._take, message.id)
-            self._lives[message.id] = []  # there before the first chunk
-            self._lives[message.id] += self._frontend.submit(requests, sink)
+            self._engine.submit_all(requests)
         except RequestError as error:
-            self._refuse(message.id, "request", error)
+            self._refuse(message.number, "request", error)
         except QueueFullError as error:
-            self._refuse(message.id, "full", error)
+            self._refuse(message.number, "full", error)
         else:
-            self._accepted.append(message.id)
+            for number, request in enumerate(requests, message.number):
+                self._requests[number] = request
+                self._numbers[request.id] = number
+            self._accepted.append(message.number)
 
     def _make_followers(self, message: wire.Submit) -> list[Follower]:
         """In a thread: a grammar can take long to compile, and others want their tokens."""
         if self._matchers is None:
             from cairn.server.matcher import Matchers
 
-            assert self._frontend.tokenizer is not None  # chat needs one
+            assert self._tokenizer is not None  # chat needs one
             self._matchers = Matchers(
-                self._frontend.tokenizer,
-                self._engine.spec.vocab_size,
-                self._engine.eos_token_ids,
+                self._tokenizer, self._engine.spec.vocab_size, self._engine.eos_token_ids
             )
         assert message.grammar is not None
         return [self._matchers.make(message.grammar) for _ in range(message.params.get("n", 1))]
 
     def _submit_compiled(self) -> None:
-        for request_id, (message, compiled) in list(self._grammars.items()):
+        for number, (message, compiled) in list(self._grammars.items()):
             if not compiled.done():
                 continue
-            del self._grammars[request_id]
+            del self._grammars[number]
             error = compiled.exception()
             if error is None:
                 self._submit(message, compiled.result())
             else:
                 own = isinstance(error, RequestError)
-                self._refuse(request_id, "request" if own else "engine", error)
+                self._refuse(number, "request" if own else "engine", error)
 
     def _refuse(
-        self, request_id: str, kind: Literal["request", "full", "engine"], error: BaseException
+        self, number: int, kind: Literal["request", "full", "engine"], error: BaseException
     ) -> None:
-        self._lives.pop(request_id, None)
-        self._refused.append(wire.Refused(request_id, kind, str(error)))
+        self._refused.append(wire.Refused(number, kind, str(error)))
 
-    def _abort(self, request_id: str) -> None:
-        self._grammars.pop(request_id, None)
-        for live in self._lives.pop(request_id, []):
-            self._frontend.abort(live.request.id)
-            self._told.pop(live.request.id, None)
+    def _end(self, numbers: Sequence[int], reason: Literal["stop", "abort"]) -> None:
+        """Choices that may have ended meanwhile, or whose grammar is still being compiled."""
+        for number in numbers:
+            self._grammars.pop(number, None)
+            if (request := self._requests.get(number)) is not None:
+                self._engine.scheduler.finish(request.id, reason)
+                self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        del self._requests[self._numbers.pop(request.id)]
 
     # -- what goes out ------------------------------------------------------------------------
 
-    def _step(self) -> None:
+    def _report(self, progress: Sequence[Progress]) -> None:
+        """Tell the API process what a step brought; while idle, now and then that all is well."""
         begin = time.perf_counter()
-        before = self._engine.stats.step_seconds
-        try:
-            self._frontend.step()
-        except Exception as error:
-            lost = [name for name, lives in self._lives.items() if not self._is_whole(lives)]
-            if not lost:
-                raise  # not one request's fault: the engine's
-            self._broken |= dict.fromkeys(lost, error)
-        for request_id, failure in self._broken.items():
-            _log.error("a request failed", exc_info=failure)
-            self._abort(request_id)
-            self._refuse(request_id, "engine", failure)
-        self._broken.clear()
-        spent = time.perf_counter() - begin
-        self._text_seconds += spent - (self._engine.stats.step_seconds - before)
-
-    def _is_whole(self, lives: list[Live]) -> bool:
-        return all(
-            live.result is not None or self._frontend.is_live(live.request.id) for live in lives
-        )
-
-    def _take(self, request_id: str, chunk: Chunk) -> None:
-        lives = self._lives.get(request_id)
-        if not lives:  # aborted: nobody listens
+        due = begin - self._reported >= _REPORT_EVERY
+        if not (due or self._accepted or self._refused or progress):
             return
-        try:
-            self._pieces.append(self._piece(request_id, lives, chunk))
-        except Exception as error:  # this request's trouble, and nobody else's
-            self._broken[request_id] = error
-
-    def _piece(self, request_id: str, lives: list[Live], chunk: Chunk) -> wire.Piece:
-        request = lives[chunk.choice].request
-        for back in range(len(chunk.token_ids)):
-            self._reads.count(request.num_output + request.prompt_len - 1 - back)
-        ended = None
-        if chunk.result is not None:
-            result = chunk.result
-            ended = wire.Ended(
-                reason=result.finish_reason,
-                prompt_tokens=result.usage.prompt_tokens,
-                completion_tokens=result.usage.completion_tokens,
-                cached_tokens=result.usage.cached_tokens,
-                queued_seconds=result.timings.queued or 0.0,
-                prompt_logprobs=result.prompt_logprobs,
-            )
-            if all(live.result is not None for live in lives):
-                del self._lives[request_id]
-        return wire.Piece(
-            id=request_id,
-            choice=chunk.choice,
-            text=chunk.text,
-            token_ids=chunk.token_ids,
-            logprobs=list(chunk.logprobs),
-            reads=self._new_reads(request),
-            ended=ended,
-        )
-
-    def _new_reads(self, request: Request) -> list[wire.TokenReads]:
-        if not request.traced:
-            return []
-        told = self._told.get(request.id, 0)
-        new = request.selections[told:]
-        if request.finish_reason is None:
-            self._told[request.id] = told + len(new)
-        else:
-            self._told.pop(request.id, None)
-        first = request.prompt_len + told
-        return [self._reads.tell(layers, first + i) for i, layers in enumerate(new)]
-
-    def _report(self) -> None:
-        now = time.monotonic()
-        due = now - self._reported >= _REPORT_EVERY
-        if not (due or self._accepted or self._refused or self._pieces):
-            return
+        numbers = [self._numbers[each.request.id] for each in progress]
+        tokens = [each.new_tokens[0] for each in progress]
+        self._reads.count([each.request for each in progress])
+        details = self._details(progress)
         stats = self._stats() if due else None
-        self._reported = now if due else self._reported
-        report = wire.Report(self._accepted, self._refused, self._pieces, stats)
+        self._reported = begin if due else self._reported
+        report = wire.Report(self._accepted, self._refused, numbers, tokens, details, stats)
         self._socket.send(wire.encode(report))
-        self._accepted, self._refused, self._pieces = [], [], []
+        self._accepted, self._refused = [], []
+        self._message_seconds += time.perf_counter() - begin
+
+    def _details(self, progress: Sequence[Progress]) -> list[wire.Detail]:
+        details = []
+        for each in progress:
+            request = each.request
+            if not (
+                request.finish_reason or request.num_output == 1 or each.logprobs or request.traced
+            ):
+                continue
+            number = self._numbers[request.id]
+            try:
+                details.append(self._detail(number, each))
+            except Exception as error:  # this request's trouble, and nobody else's
+                _log.error("a request failed", exc_info=error)
+                self._refuse(number, "engine", error)
+                self._engine.abort(request.id)
+                self._forget(request)
+                continue
+            if request.finish_reason is not None:
+                self._forget(request)
+        return details
+
+    def _detail(self, number: int, progress: Progress) -> wire.Detail:
+        request = progress.request
+        start = reads = None
+        if request.num_output == 1:
+            scores = request.prompt_logprobs
+            start = wire.Start(
+                cached_tokens=request.cached_tokens,
+                queued_seconds=request.times.first_scheduled - request.times.arrival,
+                prompt_logprobs=[None, *scores] if request.prompt_scores == "top" else None,
+            )
+        if request.traced:
+            # They leave token by token: the engine need not keep them.
+            known = len(request.token_ids) - 1
+            reads = self._reads.tell(request.selections.pop(), known, request.prompt_len)
+        reason = request.finish_reason
+        assert reason != "abort"  # who is aborted makes no progress
+        return wire.Detail(
+            number, start, progress.logprobs[0] if progress.logprobs else None, reads, reason
+        )
 
     def _stats(self) -> wire.Stats:
         engine, scheduler = self._engine, self._engine.scheduler
@@ -273,7 +250,7 @@ class EngineLoop:
             steps=totals.steps,
             scheduler_seconds=totals.scheduler_seconds,
             model_seconds=totals.step_seconds - totals.scheduler_seconds,
-            text_seconds=self._text_seconds,
+            message_seconds=self._message_seconds,
             prompt_tokens=cache.lookup_tokens,
             hit_tokens=cache.hit_tokens,
             computed_tokens=totals.computed_tokens,
@@ -314,7 +291,7 @@ def run_engine(config: EngineConfig, endpoint: str) -> None:
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.connect(endpoint)
     try:
-        EngineLoop(_Frontend(config), socket).run()
+        EngineLoop(*load(config), socket).run()
     except (ConfigError, LoadError) as error:
         socket.send(wire.encode(wire.Failed(str(error), usage=True)))
     except Exception as error:

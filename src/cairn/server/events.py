@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
@@ -18,30 +17,11 @@ from starlette.types import Message, Receive, Scope, Send
 from cairn.server.answer import Answer
 from cairn.server.api_error import ApiError
 from cairn.server.record import Record, record_of
-from cairn.server.wire import Piece
 
 _encode = msgspec.json.Encoder().encode
 _CLIENT_LEFT = 499
 
-
-class Format(Protocol):
-    """How an answer is written down."""
-
-    streams: bool
-
-    def first(self) -> list[object]:
-        """Chunks before any token."""
-
-    def chunks(self, index: int, piece: Piece) -> list[object]: ...
-
-    def last(self) -> list[object]:
-        """Chunks after all choices have ended."""
-
-    def whole(self) -> object:
-        """The answer in one; after all pieces went through `chunks`."""
-
-
-Open = Callable[[Record], AbstractAsyncContextManager[tuple[Answer, Format]]]
+Open = Callable[[Record], AbstractAsyncContextManager[Answer]]
 """Tokenises, checks and submits; on exit nothing of it is left in the engine."""
 
 
@@ -69,15 +49,16 @@ class Generated:
 
     async def _run(self, reply: _Reply, record: Record) -> None:
         try:
-            async with asyncio.timeout(self._timeout), self._open(record) as (answer, form):
+            async with asyncio.timeout(self._timeout), self._open(record) as answer:
                 await answer.accepted()
-                if form.streams:
-                    await self._stream(reply, answer, form)
+                if answer.form.streams:
+                    await reply.begin_events(answer.form.first())
+                    answer.outlet.open(record.send)
+                    await answer.complete()
+                    await reply.end_events(answer.form.last() + b"data: [DONE]\n\n")
                 else:
-                    async for batch in answer.pieces():
-                        for index, piece in batch:
-                            form.chunks(index, piece)
-                    await reply.whole(200, _encode(form.whole()))
+                    await answer.complete()
+                    await reply.whole(200, _encode(answer.form.whole()))
         except ApiError as error:
             await self._fail(reply, record, error)
         except TimeoutError:
@@ -89,20 +70,10 @@ class Generated:
                 async with asyncio.timeout(1):
                     await self._fail(reply, record, ApiError(504, message, code="timeout"))
 
-    async def _stream(self, reply: _Reply, answer: Answer, form: Format) -> None:
-        await reply.begin_events()
-        await reply.events(form.first())
-        async for batch in answer.pieces():
-            await reply.events(
-                [chunk for index, piece in batch for chunk in form.chunks(index, piece)]
-            )
-        await reply.events(form.last())
-        await reply.end_events()
-
     async def _fail(self, reply: _Reply, record: Record, error: ApiError) -> None:
         record.error = str(error)
         if reply.started:
-            await reply.event_error(error)
+            await reply.end_events(b"data: " + error.encoded() + b"\n\n")
         else:
             await reply.whole(error.status, error.encoded(), error.headers())
 
@@ -118,23 +89,15 @@ class _Reply:
         await self._start(status, named)
         await self._send({"type": "http.response.body", "body": body})
 
-    async def begin_events(self) -> None:
+    async def begin_events(self, events: bytes) -> None:
         await self._start(
             200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
         )
+        if events:
+            await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
-    async def events(self, chunks: list[object]) -> None:
-        """All of them in one write."""
-        if chunks:
-            data = b"".join(b"data: " + _encode(chunk) + b"\n\n" for chunk in chunks)
-            await self._send({"type": "http.response.body", "body": data, "more_body": True})
-
-    async def event_error(self, error: ApiError) -> None:
-        body = b"data: " + error.encoded() + b"\n\n"
-        await self._send({"type": "http.response.body", "body": body})
-
-    async def end_events(self) -> None:
-        await self._send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+    async def end_events(self, events: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": events})
 
     async def _start(self, status: int, headers: dict[str, str]) -> None:
         self.started = True

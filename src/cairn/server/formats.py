@@ -1,7 +1,7 @@
 """Answers in OpenAI's words: chunks of a stream, or the whole.
 
-Chunks are plain dicts, which msgspec writes; the page map's data travel in a field `cairn` of each
-choice.
+An event that is only text, which most are, is two constants of its choice around the text. Others
+are plain dicts, which msgspec writes. The page map's data travel in a field `cairn` of each choice.
 """
 
 from __future__ import annotations
@@ -11,15 +11,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from cairn.engine.logprobs import TokenLogprob
+from cairn.server.answer import Ended, Piece
 from cairn.server.token_text import TokenTexts
 from cairn.server.tools import ToolParser
-from cairn.server.wire import Ended, Piece, Ready, TokenReads
+from cairn.server.wire import Ready, TokenReads
+
+_encode = msgspec.json.Encoder().encode
+_TEXT = "\0"  # stands for the text in an event that is written in advance
 
 
 @dataclass(slots=True)
-class Choice:
-    """What one choice has said so far."""
+class Said:
+    """What one choice has said so far; of a stream, what its next event needs."""
 
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -27,6 +33,8 @@ class Choice:
     calls: list[dict[str, Any]] = field(default_factory=list)
     ended: Ended | None = None
     offset: int = 0  # characters, for completions' text_offset
+    around: tuple[bytes, bytes] = (b"", b"")  # an event's bytes before and after its text
+    echo: str = ""  # what its first event says before its text
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +71,35 @@ class _Format:
         pages: PageTexts | None = None,
     ) -> None:
         self.streams = streams
-        self.choices = [Choice() for _ in range(choices)]
+        self.choices = [Said() for _ in range(choices)]
         self._texts = texts
         self._prompts = prompts
         self._with_usage = with_usage
         self._pages = pages
         self._head = {"id": answer_id, "created": int(time.time()), "model": model}
+        for index, choice in enumerate(self.choices if streams else ()):
+            event = _event(self._chunk(self._text_choice(index, _TEXT)))
+            # What follows the text is not the client's: it cannot look like the text's place.
+            before, _, after = event.rpartition(_encode(_TEXT))
+            choice.around = before, after
+
+    def _text_choice(self, index: int, text: str) -> dict[str, Any]:
+        """A chunk's choice that says `text` and no more."""
+        raise NotImplementedError
+
+    # -- tokens -------------------------------------------------------------------------------
+
+    def add_text(self, index: int, text: str) -> bytes:
+        choice = self.choices[index]
+        if not self.streams:
+            choice.text.append(text)
+            return b""
+        if choice.echo:
+            text, choice.echo = choice.echo + text, ""
+        if not text:
+            return b""
+        before, after = choice.around
+        return before + _encode(text) + after
 
     # -- usage --------------------------------------------------------------------------------
 
@@ -87,10 +118,10 @@ class _Format:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-    def last(self) -> list[object]:
+    def last(self) -> bytes:
         if not self._with_usage:
-            return []
-        return [{**self._chunk_head(), "choices": [], "usage": self.usage()}]
+            return b""
+        return _event({**self._chunk_head(), "choices": [], "usage": self.usage()})
 
     def _chunk_head(self) -> dict[str, Any]:
         return {**self._head, "object": f"{self.kind}.chunk"}
@@ -110,14 +141,7 @@ class _Format:
         return {"cairn": {"pages": self._pages.as_dict(), "reads": list(reads)}}
 
     def _reads(self, piece: Piece) -> list[dict[str, Any]]:
-        return (
-            [
-                _read(self._texts.text(token), read)
-                for token, read in zip(piece.token_ids, piece.reads, strict=True)
-            ]
-            if piece.reads
-            else []
-        )
+        return [] if piece.reads is None else [_read(self._texts.text(piece.token), piece.reads)]
 
 
 class CompletionFormat(_Format):
@@ -126,46 +150,49 @@ class CompletionFormat(_Format):
     def __init__(self, *given: Any, echo: list[str] | None = None, **options: Any) -> None:
         super().__init__(*given, **options)
         self._echo = echo  # the prompts, if they are to be repeated
+        if self.streams:
+            for index, choice in enumerate(self.choices):
+                choice.echo = self._prompt_of(index)
 
     def _chunk_head(self) -> dict[str, Any]:
         return {**self._head, "object": self.kind}
+
+    def _text_choice(self, index: int, text: str) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
     def _prompt_of(self, index: int) -> str:
         if self._echo is None:
             return ""
         return self._echo[index * self._prompts // len(self.choices)]
 
-    def first(self) -> list[object]:
+    def first(self) -> bytes:
         if self._pages is None:
-            return []
-        start = {"index": 0, "text": "", "logprobs": None, "finish_reason": None}
-        return [self._chunk({**start, "cairn": {"pages": self._pages.as_dict()}})]
+            return b""
+        start = self._text_choice(0, "")
+        return _event(self._chunk({**start, "cairn": {"pages": self._pages.as_dict()}}))
 
-    def chunks(self, index: int, piece: Piece) -> list[object]:
+    def add(self, index: int, piece: Piece) -> bytes:
         choice = self.choices[index]
-        text = piece.text
-        scores: list[TokenLogprob | None] = list(piece.logprobs)
-        if self.streams and not choice.text:
-            text = self._prompt_of(index) + text
-        choice.text.append(text)
-        choice.logprobs += piece.logprobs
         choice.ended = piece.ended
         reads = self._reads(piece)
         if not self.streams:
+            choice.text.append(piece.text)
             choice.reads += reads
-            return []
-        if not (text or scores or reads or piece.ended):
-            return []
-        chunk: dict[str, Any] = {
-            "index": index,
-            "text": text,
-            "logprobs": self._scores(scores, choice.offset) if scores else None,
-            "finish_reason": piece.ended.reason if piece.ended else None,
-        }
+            if piece.logprob is not None:
+                choice.logprobs.append(piece.logprob)
+            return b""
+        text, choice.echo = choice.echo + piece.text, ""
+        if not (text or piece.logprob or reads or piece.ended):
+            return b""
+        chunk = self._text_choice(index, text)
+        if piece.logprob is not None:
+            chunk["logprobs"] = self._scores([piece.logprob], choice.offset)
+        if piece.ended is not None:
+            chunk["finish_reason"] = piece.ended.reason
         choice.offset += len(text)
         if reads:
             chunk["cairn"] = {"reads": reads}
-        return [self._chunk(chunk)]
+        return _event(self._chunk(chunk))
 
     def whole(self) -> dict[str, Any]:
         choices = []
@@ -209,48 +236,67 @@ class ChatFormat(_Format):
         super().__init__(*given, **options)
         self._parsers = [ToolParser() for _ in self.choices] if tools else None
 
-    def first(self) -> list[object]:
-        chunks: list[object] = []
+    def _text_choice(self, index: int, text: str) -> dict[str, Any]:
+        return _delta(index, {"content": text})
+
+    def first(self) -> bytes:
+        events = []
         for index in range(len(self.choices)):
             choice = _delta(index, {"role": "assistant", "content": ""})
             if index == 0 and self._pages is not None:
                 choice["cairn"] = {"pages": self._pages.as_dict()}
-            chunks.append(self._chunk(choice))
-        return chunks
+            events.append(_event(self._chunk(choice)))
+        return b"".join(events)
 
-    def chunks(self, index: int, piece: Piece) -> list[object]:
+    def add_text(self, index: int, text: str) -> bytes:
+        if self._parsers is None:
+            return super().add_text(index, text)
+        said, calls = self._parsers[index].push(text, final=False)
+        return self._say(index, said, calls, None, [])
+
+    def add(self, index: int, piece: Piece) -> bytes:
         choice = self.choices[index]
-        text = piece.text
-        calls: list[dict[str, Any]] = []
+        choice.ended = piece.ended
+        text, calls = piece.text, list[dict[str, Any]]()
         if self._parsers is not None:
             text, calls = self._parsers[index].push(piece.text, final=piece.ended is not None)
-        choice.ended = piece.ended
-        reads = self._reads(piece)
+        return self._say(index, text, calls, piece.logprob, self._reads(piece))
+
+    def _say(
+        self,
+        index: int,
+        text: str,
+        calls: list[dict[str, Any]],
+        logprob: TokenLogprob | None,
+        reads: list[dict[str, Any]],
+    ) -> bytes:
+        choice = self.choices[index]
         for call in calls:
             call["index"] = len(choice.calls)
             choice.calls.append(call)
         if not self.streams:
             choice.text.append(text)
-            choice.logprobs += piece.logprobs
             choice.reads += reads
-            return []
-        if not (text or calls or piece.logprobs or reads or piece.ended):
-            return []
+            if logprob is not None:
+                choice.logprobs.append(logprob)
+            return b""
+        if not (text or calls or logprob or reads or choice.ended):
+            return b""
         delta: dict[str, Any] = {}
         if text:
             delta["content"] = text
         if calls:
             delta["tool_calls"] = calls
         chunk = _delta(index, delta)
-        if piece.logprobs:
-            chunk["logprobs"] = self._scores(piece.logprobs)
+        if logprob is not None:
+            chunk["logprobs"] = self._scores([logprob])
         if reads:
             chunk["cairn"] = {"reads": reads}
-        if piece.ended is not None:
+        if choice.ended is not None:
             chunk["finish_reason"] = self._reason(choice)
-        return [self._chunk(chunk)]
+        return _event(self._chunk(chunk))
 
-    def _reason(self, choice: Choice) -> str:
+    def _reason(self, choice: Said) -> str:
         assert choice.ended is not None
         return (
             "tool_calls"
@@ -298,6 +344,10 @@ class ChatFormat(_Format):
             "logprob": logprob,
             "bytes": self._texts.bytes(token),
         }
+
+
+def _event(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + _encode(chunk) + b"\n\n"
 
 
 def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:

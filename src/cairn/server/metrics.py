@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from cairn.server.answer import Answer
-from cairn.server.wire import Ended, Piece, Stats, Tier
+from cairn.server.answer import Answer, Choice
+from cairn.server.wire import Stats, Tier
 
 _TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _TBT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -29,21 +34,13 @@ _COUNTED = (
     ("cairn_read_pages", "Pages that sparse layers read for generated tokens.", "read_pages"),
     ("cairn_held_pages", "Pages that were there to be read.", "held_pages"),
 )
-# Totals of the engine with a label: name, help, label, and the field of each of its values.
-_LABELLED = (
-    (
-        "cairn_step_seconds",
-        "Where the engine's time went.",
-        "part",
-        {part: f"{part}_seconds" for part in ("scheduler", "model", "text")},
-    ),
-    (
-        "cairn_kernel_compilations",
-        "Kernels compiled or loaded from disk, before the engine was ready and since then.",
-        "phase",
-        {phase: f"{phase}_compilations" for phase in ("start", "serving")},
-    ),
-)
+# Totals by part: of a step's time that the engine measures (text is measured here), and kernels.
+_SECONDS = {
+    "scheduler": "scheduler_seconds",
+    "model": "model_seconds",
+    "messages": "message_seconds",
+}
+_COMPILATIONS = {"start": "start_compilations", "serving": "serving_compilations"}
 # Totals of the host tier: name, help, label, and the field of each of its values.
 _TIER = (
     (
@@ -60,10 +57,6 @@ _TIER = (
     ),
     ("cairn_tier_stall_seconds", "Time spent waiting for copies.", "", {"": "stall_seconds"}),
 )
-
-
-class HasEnd(Protocol):
-    ended: Ended | None
 
 
 class Metrics(Collector):
@@ -98,12 +91,10 @@ class Metrics(Collector):
             buckets=_TTFT,
             registry=self.registry,
         )
-        self.tbt = Histogram(
-            "cairn_time_between_tokens_seconds",
-            "Between two tokens of a choice.",
-            buckets=_TBT,
-            registry=self.registry,
-        )
+        # Every token comes by here: numbers of our own, which cost a tenth of a Histogram.
+        self._gaps = [0] * (len(_TBT) + 1)
+        self._gap_seconds = 0.0
+        self._text_seconds = 0.0
         self.duration = Histogram(
             "cairn_answer_seconds",
             "From the arrival of a request to its last token.",
@@ -114,18 +105,22 @@ class Metrics(Collector):
 
     # -- told by the engine's client ----------------------------------------------------------
 
-    def piece_came(self, answer: Answer, index: int, piece: Piece, now: float) -> None:
-        if not piece.token_ids:
-            return
-        self.generated_tokens.inc(len(piece.token_ids))
-        last = answer.last_token.get(index)
-        if last is None:
-            if answer.first_token is None:
-                answer.first_token = now
-            self.ttft.observe(now - answer.arrival)
-        else:
-            self.tbt.observe(now - last)
-        answer.last_token[index] = now
+    def tokens_came(self, choices: Sequence[Choice], now: float) -> None:
+        """One token for each of these choices."""
+        self.generated_tokens.inc(len(choices))
+        for choice in choices:
+            last = choice.last_token
+            choice.last_token = now
+            if last is not None:
+                self._gaps[bisect_left(_TBT, now - last)] += 1
+                self._gap_seconds += now - last
+                continue
+            if choice.answer.first_token is None:
+                choice.answer.first_token = now
+            self.ttft.observe(now - choice.answer.arrival)
+
+    def text_took(self, seconds: float) -> None:
+        self._text_seconds += seconds
 
     def engine_lost(self, last: Stats | None) -> None:
         self.stats = None
@@ -134,14 +129,15 @@ class Metrics(Collector):
             for name, value in _totals(last).items():
                 self._before[name] = self._before.get(name, 0) + value
 
-    def answered(self, answer: Answer, choices: Sequence[HasEnd]) -> None:
-        for choice in choices:
+    def answered(self, answer: Answer) -> None:
+        for choice in answer.choices:
             reason = "abort" if choice.ended is None else choice.ended.reason
             self.finished.labels(reason).inc()
             if choice.ended is not None:
                 self.prompt_tokens.inc(choice.ended.prompt_tokens)
-        if answer.last_token and not answer.open:
-            self.duration.observe(max(answer.last_token.values()) - answer.arrival)
+        if not answer.open:
+            last = max(choice.last_token or 0.0 for choice in answer.choices)
+            self.duration.observe(last - answer.arrival)
 
     # -- told to Prometheus -------------------------------------------------------------------
 
@@ -151,12 +147,24 @@ class Metrics(Collector):
         for name, text, field in _COUNTED:
             value = totals.get(field, 0) + self._before.get(field, 0)
             yield CounterMetricFamily(name, text, value)
-        for name, text, label, fields in _LABELLED:
-            family = CounterMetricFamily(name, text, labels=(label,))
-            for label_value, field in fields.items():
-                total = totals.get(field, 0) + self._before.get(field, 0)
-                family.add_metric((label_value,), total)
-            yield family
+        seconds = CounterMetricFamily(
+            "cairn_step_seconds",
+            "Host time of steps: the engine's, and text, which another process makes.",
+            labels=("part",),
+        )
+        for part, field in _SECONDS.items():
+            seconds.add_metric((part,), totals.get(field, 0) + self._before.get(field, 0))
+        seconds.add_metric(("text",), self._text_seconds)
+        yield seconds
+        compiled = CounterMetricFamily(
+            "cairn_kernel_compilations",
+            "Kernels compiled or loaded from disk, before the engine was ready and since then.",
+            labels=("phase",),
+        )
+        for phase, field in _COMPILATIONS.items():
+            compiled.add_metric((phase,), totals.get(field, 0) + self._before.get(field, 0))
+        yield compiled
+        yield self._time_between_tokens()
         running, waiting = (0, 0) if stats is None else (stats.running, stats.waiting)
         yield GaugeMetricFamily("cairn_running_requests", "Choices in the batch.", running)
         yield GaugeMetricFamily("cairn_waiting_requests", "Choices in the queue.", waiting)
@@ -166,6 +174,18 @@ class Metrics(Collector):
                 pages.add_metric((group.group, state), getattr(group, state))
         yield pages
         yield from self._collect_tier(None if stats is None else stats.tier, totals)
+
+    def _time_between_tokens(self) -> Metric:
+        counted, buckets = 0, []
+        for bound, count in zip((*_TBT, math.inf), self._gaps, strict=True):
+            counted += count
+            buckets.append(("+Inf" if bound == math.inf else repr(float(bound)), counted))
+        return HistogramMetricFamily(
+            "cairn_time_between_tokens_seconds",
+            "Between two tokens of a choice.",
+            buckets=buckets,
+            sum_value=self._gap_seconds,
+        )
 
     def _collect_tier(self, tier: Tier | None, totals: dict[str, float]) -> Iterator[Metric]:
         if tier is None:
@@ -190,8 +210,8 @@ class Metrics(Collector):
 
 def _totals(stats: Stats) -> dict[str, float]:
     names: Iterable[str] = [field for _, _, field in _COUNTED]
-    split = [field for *_, fields in _LABELLED for field in fields.values()]
-    totals = {name: getattr(stats, name) for name in [*names, *split]}
+    split = (*_SECONDS.values(), *_COMPILATIONS.values())
+    totals = {name: getattr(stats, name) for name in (*names, *split)}
     if stats.tier is not None:
         moved = [field for *_, fields in _TIER for field in fields.values()]
         totals |= {f"tier.{field}": getattr(stats.tier, field) for field in moved}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
+from cairn.engine.request import Request
 from cairn.memory.geometry import PageGeometry
 from cairn.server.wire import LayerPages, TokenReads
 from cairn.sparsity.config import SparseConfig
@@ -24,25 +26,40 @@ class PageReads:
         self.read = 0
         self.held = 0
 
-    def count(self, num_tokens: int) -> None:
-        """A token was sampled from the row of token `num_tokens - 1`."""
+    def count(self, requests: Sequence[Request]) -> None:
+        """A token was sampled for each of these from the row of the token before it."""
         if self._sparse is not None:
-            held, window = self._window(num_tokens)
-            self.held += held
-            self.read += held - window + min(self._sparse.topk, window)
+            known, prompt = np.array(
+                [(len(request.token_ids), request.prompt_len) for request in requests],
+                dtype=np.int64,
+            ).T
+            held, window = self._windows(known - 1, prompt)
+            self.held += int(held.sum())
+            self.read += int((held - window + np.minimum(self._sparse.topk, window)).sum())
 
-    def tell(self, selections: Mapping[int, Selection], num_tokens: int) -> TokenReads:
-        _, window = self._window(num_tokens)
+    def tell(
+        self, selections: Mapping[int, Selection], num_tokens: int, prompt_len: int
+    ) -> TokenReads:
+        """What the row of token `num_tokens - 1` read."""
+        _, window = self._windows(np.array([num_tokens]), np.array([prompt_len]))
         return TokenReads(
-            window, [_layer(number, selection) for number, selection in selections.items()]
+            int(window[0]), [_layer(number, selection) for number, selection in selections.items()]
         )
 
-    def _window(self, num_tokens: int) -> tuple[int, int]:
-        """Pages up to the newest token, and the first page of its window."""
-        row = self._geometry.row_of(num_tokens - 1)
+    def _windows(
+        self, num_tokens: np.ndarray, prompt_lens: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Pages up to the newest of so many tokens, and the first page of its window."""
         size = self._geometry.page_size
-        start = 0 if self._sparse is None else self._sparse.window_start(row, size)
-        return row // size + 1, start
+        rows, prompt_rows = self._rows(num_tokens - 1), self._rows(prompt_lens)
+        if self._sparse is None:
+            return rows // size + 1, np.zeros_like(rows)
+        return rows // size + 1, self._sparse.window_starts(rows, size, prompt_rows)
+
+    def _rows(self, tokens: np.ndarray) -> np.ndarray:
+        """Rows of the cache before the row of each token."""
+        page, offset = np.divmod(tokens, self._geometry.tokens_per_page)
+        return page * self._geometry.page_size + offset
 
 
 def _layer(number: int, selection: Selection) -> LayerPages:

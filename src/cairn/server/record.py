@@ -1,11 +1,11 @@
-"""What is known of one HTTP request, for the log."""
+"""What is known of one HTTP request, for the log and for who answers it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.types import Scope
+from starlette.types import Scope, Send
 
 _KEY = "cairn_record"
 
@@ -16,6 +16,9 @@ class Record:
     method: str
     path: str
     arrival: float  # on the clock of time.perf_counter
+    send: Send
+    """The server's own. What is between it and a route concerns the start of a response only, and a
+    stream sends too often to go through it."""
     status: int = 0
     prompt_tokens: int | None = None
     completion_tokens: int | None = None

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import uvicorn
+import uvloop
 
 from cairn.config import EngineConfig
 from cairn.errors import CairnError, ConfigError
@@ -31,7 +32,8 @@ def run_server(engine: EngineConfig, serve: ServeConfig) -> None:
     logging.basicConfig(format="cairn: %(message)s", level=logging.INFO, stream=sys.stderr)
     listening = _listen(serve)
     log = RequestLog(serve.request_log)
-    asyncio.run(_serve(engine, serve, listening, log))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(engine, serve, listening, log))
 
 
 async def _serve(

@@ -16,11 +16,11 @@ import msgspec
 from cairn.config import EngineConfig
 from cairn.engine.load import locate, sampling_defaults
 from cairn.server import wire
-from cairn.server.answer import Answer
+from cairn.server.answer import Answer, Choice
 from cairn.server.api_error import ApiError
 from cairn.server.chat_input import template_messages
 from cairn.server.engine_client import EngineClient, Health
-from cairn.server.events import Format, Generated
+from cairn.server.events import Generated
 from cairn.server.formats import ChatFormat, CompletionFormat, PageTexts
 from cairn.server.gate import Gate
 from cairn.server.grammar import chat_grammar
@@ -37,6 +37,7 @@ from cairn.server.schema import (
 )
 from cairn.server.text_threads import TextThreads
 from cairn.server.token_text import TokenTexts
+from cairn.text.detokenizer import Detokenizer
 from cairn.text.load import load_tokenizer
 
 _LOGGED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
@@ -130,7 +131,7 @@ class Service:
     @asynccontextmanager
     async def _open_completion(
         self, body: CompletionRequest, record: Record
-    ) -> AsyncIterator[tuple[Answer, Format]]:
+    ) -> AsyncIterator[Answer]:
         prompts = _prompts(body)
         text = self._begin(body, record)
         if body.echo and body.stream and body.logprobs is not None:
@@ -166,13 +167,11 @@ class Service:
                 pages=await self._pages(ids[0]) if body.traced else None,
                 **_stream(body),
             )
-            async with self._submit(body, record, answer_id, ids, params, form, None) as answer:
-                yield answer, form
+            async with self._submit(body, record, ids, params, form, None) as answer:
+                yield answer
 
     @asynccontextmanager
-    async def _open_chat(
-        self, body: ChatRequest, record: Record
-    ) -> AsyncIterator[tuple[Answer, Format]]:
+    async def _open_chat(self, body: ChatRequest, record: Record) -> AsyncIterator[Answer]:
         text = self._begin(body, record)
         for name in _LOGGED:
             if (value := getattr(body, name)) is not None:
@@ -192,8 +191,8 @@ class Service:
                 pages=await self._pages(ids[0]) if body.traced else None,
                 **_stream(body),
             )
-            async with self._submit(body, record, answer_id, ids, params, form, grammar) as answer:
-                yield answer, form
+            async with self._submit(body, record, ids, params, form, grammar) as answer:
+                yield answer
 
     async def _encode_chat(
         self, text: TextThreads, messages: Sequence[ChatMessage], tools: Any = None
@@ -249,24 +248,28 @@ class Service:
         self,
         body: Sampling,
         record: Record,
-        answer_id: str,
         prompts: Sequence[list[int]],
         params: dict[str, Any],
         form: CompletionFormat | ChatFormat,
         grammar: str | None,
     ) -> AsyncIterator[Answer]:
-        messages = [
-            wire.Submit(
-                id=f"{answer_id}-{place}",
-                token_ids=ids,
-                params=params,
-                cache_salt=body.cache_salt,
-                trace=body.traced,
-                grammar=grammar,
+        choices: list[Choice] = []
+        messages: list[wire.Submit] = []
+        for ids in prompts:
+            number = len(choices)
+            choices += [self._choice(len(choices) + i, ids, params) for i in range(body.n or 1)]
+            messages.append(
+                wire.Submit(
+                    number=choices[number].number,
+                    token_ids=ids,
+                    params=params,
+                    cache_salt=body.cache_salt,
+                    trace=body.traced,
+                    grammar=grammar,
+                )
             )
-            for place, ids in enumerate(prompts)
-        ]
-        answer = self.client.submit(messages, body.n or 1, record.arrival)
+        answer = Answer(choices, form, record.arrival)
+        self.client.submit(messages, answer)
         try:
             yield answer
         finally:
@@ -277,8 +280,20 @@ class Service:
             record.prompt_tokens = usage["prompt_tokens"] or sum(map(len, prompts))
             record.completion_tokens = usage["completion_tokens"]
             record.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
-            record.finish = [c.ended.reason for c in form.choices if c.ended is not None]
-            self.metrics.answered(answer, form.choices)
+            record.finish = [c.ended.reason for c in choices if c.ended is not None]
+            self.metrics.answered(answer)
+
+    def _choice(self, index: int, prompt: list[int], params: dict[str, Any]) -> Choice:
+        tokenizer, stop = self.text().tokenizer, params.get("stop", ())
+        if tokenizer is None and stop:
+            raise ApiError(
+                400,
+                "stop needs a tokenizer and this model has no tokenizer.json; add one, or leave "
+                "stop out",
+                param="stop",
+            )
+        detokenizer = None if tokenizer is None else Detokenizer(tokenizer, stop, prompt)
+        return Choice(self.client.new_number(), index, len(prompt), detokenizer)
 
     # -- tokens -------------------------------------------------------------------------------
 

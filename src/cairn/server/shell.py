@@ -106,7 +106,7 @@ class Shell:
         given = headers.get(b"x-request-id")
         valid = given is not None and _REQUEST_ID.fullmatch(given) is not None
         name = given.decode() if given is not None and valid else f"req-{secrets.token_hex(12)}"
-        record = Record(name, scope["method"], scope["path"][:200], begin)
+        record = Record(name, scope["method"], scope["path"][:200], begin, send)
         record.attach(scope)
         body = _Body(receive, self._max_body)
         started = False

@@ -1,6 +1,8 @@
 """What the API process and the engine process say to each other: msgpack over one zmq pair.
 
-Every engine process has a socket of its own, so that nothing a dead one said reaches its heir.
+The API process numbers the choices it asks for; the engine sends their tokens, as ids, and nothing
+that can be made of them elsewhere. Every engine process has a socket of its own, so that nothing a
+dead one said reaches its successor.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from cairn.engine.logprobs import TokenLogprob
 
 
 class Submit(msgspec.Struct, tag="submit", frozen=True):
-    id: str
+    number: int  # of its first choice; the others have the next ones
     token_ids: list[int]
     params: dict[str, Any]  # fields of SamplingParams
     cache_salt: str | None = None
@@ -21,15 +23,18 @@ class Submit(msgspec.Struct, tag="submit", frozen=True):
     grammar: str | None = None  # as `server/grammar.py` writes it
 
 
-class Abort(msgspec.Struct, tag="abort", frozen=True):
-    id: str
+class End(msgspec.Struct, tag="end", frozen=True):
+    """Choices that need no more tokens: a stop string is complete, or nobody waits for them."""
+
+    numbers: list[int]
+    reason: Literal["stop", "abort"]
 
 
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     pass
 
 
-ToEngine = Submit | Abort | Shutdown
+ToEngine = Submit | End | Shutdown
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
@@ -61,33 +66,28 @@ class TokenReads(msgspec.Struct, array_like=True, frozen=True):
     layers: list[LayerPages]
 
 
-class Ended(msgspec.Struct, array_like=True, frozen=True):
-    """The last word on a choice."""
+class Start(msgspec.Struct, array_like=True, frozen=True):
+    """What is known of a choice once its first token is there."""
 
-    reason: str  # stop, length or abort
-    prompt_tokens: int
-    completion_tokens: int
     cached_tokens: int
     queued_seconds: float
     prompt_logprobs: list[TokenLogprob | None] | None
 
 
-class Piece(msgspec.Struct, array_like=True, frozen=True):
-    """What a step brought for one choice of a request."""
+class Detail(msgspec.Struct, array_like=True, frozen=True):
+    """What there is to say of a choice's new token beside its id. Most tokens have none."""
 
-    id: str
-    choice: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprob]
-    reads: list[TokenReads]  # one entry per token, if traced
-    ended: Ended | None
+    number: int
+    start: Start | None  # with the first token
+    logprob: TokenLogprob | None  # if asked for
+    reads: TokenReads | None  # if traced
+    reason: Literal["stop", "length"] | None  # "stop": the token is a stop token
 
 
 class Refused(msgspec.Struct, array_like=True, frozen=True):
-    """A request that does not run; `kind` tells whose fault that is."""
+    """A choice that does not run, nor do the others of its request; `kind` says whose fault."""
 
-    id: str
+    number: int
     kind: Literal["request", "full", "engine"]
     message: str
 
@@ -121,7 +121,7 @@ class Stats(msgspec.Struct, frozen=True):
     steps: int
     scheduler_seconds: float
     model_seconds: float
-    text_seconds: float
+    message_seconds: float
     prompt_tokens: int  # looked up in the prefix cache
     hit_tokens: int
     computed_tokens: int
@@ -137,11 +137,16 @@ class Stats(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, tag="report", frozen=True):
-    """One message per step, and now and then while idle, which is the engine's sign of life."""
+    """One message per step, and now and then while idle, which is the engine's sign of life.
 
-    accepted: list[str]
+    Choice numbers[i] got the token tokens[i].
+    """
+
+    accepted: list[int]  # requests, by the number of their first choice
     refused: list[Refused]
-    pieces: list[Piece]
+    numbers: list[int]
+    tokens: list[int]
+    details: list[Detail]
     stats: Stats | None = None
 
 

@@ -51,3 +51,10 @@ class SparseConfig:
             self.dense_below, np.minimum(prompt_rows, self.dense_prompt_below)
         )
         return until
+
+    def window_starts(
+        self, rows: np.ndarray, page_size: int, prompt_rows: np.ndarray
+    ) -> np.ndarray:
+        """`window_start` of a row of each of several sequences, dense ones of a prompt included."""
+        starts = np.maximum(0, (rows - self.window + 1) // page_size)
+        return np.where(rows < self.dense_until(prompt_rows), 0, starts)
