@@ -108,8 +108,9 @@ def check(found: Forms, known: Forms) -> None:
     more = [name for name, _ in found.keys() - known.keys()]
     assert not more, more
     assert all(found[kernel] <= known[kernel] for kernel in found)
-    several = {kernel: forms for kernel, forms in known.items() if len(forms) > 1}
-    assert not several, several
+    several = {name for (name, _), forms in known.items() if len(forms) > 1}
+    # Penalties and biases make logits float32.
+    assert several <= {"cairn.kernels.sampling:_best_kernel"}, several
 
 
 def most_pages(runner: Runner) -> int:
