@@ -165,7 +165,8 @@ def test_lengths_need_no_other_forms(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("resident", [False, True])
 def test_a_host_tier_needs_no_other_forms(resident: bool, tmp_path: Path) -> None:
     config, _ = MODELS["hils"]
-    folder = write_model(tmp_path / "hils", {**config, "max_position_embeddings": 4000})
+    config = {**config, "max_position_embeddings": 4000, "hils_topk": 16}
+    folder = write_model(tmp_path / "hils", config)
     with tiered(folder, frames=300, pages=400, hot=300, **OPTIONS) as llm:
         runner = llm.engine.runner
         residency = runner._residency

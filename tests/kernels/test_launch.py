@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ from triton._C.libtriton import native_specialize_impl  # noqa: E402
 from triton.backends.nvidia.compiler import CUDABackend  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from cairn.kernels.launch import form_of  # noqa: E402
+from cairn import kernels  # noqa: E402
+from cairn.kernels.launch import DirectKernel, form_of  # noqa: E402
 
 MEMORY = torch.zeros(64, dtype=torch.uint8)
 TENSORS = st.builds(
@@ -53,3 +56,18 @@ def test_numbers_that_are_compiled_alike_have_one_form(first: int, steps: int) -
 def test_what_has_no_form_is_refused() -> None:
     with pytest.raises(TypeError, match="str"):
         form_of("text")
+
+
+def test_numbers_that_are_not_specialised_for_have_a_type() -> None:
+    """Else a kernel would have a form for numbers of 32 bits and another one."""
+    names = [module.name for module in pkgutil.iter_modules(kernels.__path__)]
+    found = [
+        param
+        for name in names
+        for kernel in vars(importlib.import_module(f"cairn.kernels.{name}")).values()
+        if isinstance(kernel, DirectKernel)
+        for param in kernel.jit.params
+        if param.do_not_specialize
+    ]
+    assert len(found) > 20
+    assert {param.annotation_type for param in found} == {"i32", "i64"}

@@ -189,6 +189,7 @@ class _Worker:
             [sys.executable, "-P", "-m", "cairn.kernels.compile_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C in the terminal is this process's affair
             env={
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
