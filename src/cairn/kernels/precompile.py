@@ -116,8 +116,8 @@ def compile_all(forms: Sequence[KernelForm], progress: Progress | None = None) -
 
 def _load(form: KernelForm) -> None:
     """Compiles the form here if it is not on disk."""
-    compiled = form.jit.preload(form.data)
-    assert compiled.run is not None  # asking for it loads the binary
+    launcher = form.jit.preload(form.data).run  # asking for it loads the binary
+    assert launcher is not None
 
 
 def _load_from_disk(form: KernelForm) -> bool:
@@ -151,7 +151,8 @@ def _alone() -> Iterator[None]:
     folder = Path(knobs.cache.dir)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "cairn.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
+        with suppress(OSError):  # where files cannot be locked, the same is compiled twice
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
         yield
 
 
