@@ -223,6 +223,8 @@ class Runner:
         with collecting() as forms:
             for step in steps:
                 self._rehearse(step)
+            if self.tier is not None:
+                self.tier.rehearse()
             if graphs is not None:
                 graphs.rehearse()
         compile_all(forms, progress)

@@ -177,6 +177,13 @@ class HiSparseCoordinator:
             flat[into + half] = flat_host[(from_ + half).cpu()].to(device.device)
         self._stats.bytes_in += 2 * len(pages) * flat[0].nbytes
 
+    def rehearse(self) -> None:
+        """Copy the null page out and in, for who collects kernels and launches none."""
+        if self.swap is not None:
+            null, _ = self._index([Transfer(0, 0)])
+            self.swap.back_up(null, null)
+            self.swap.fetch(null, null)
+
     # -- to the host --------------------------------------------------------------------------
 
     def back_up(self, transfers: Sequence[Transfer]) -> None:

@@ -59,6 +59,8 @@ class ChunkRows:
     candidates: CandidatePages
     dense_until: torch.Tensor  # [seqs] int32
     workspace: Workspace
+    unions: UnionAttention | None
+    """Attends to what rows selected; without it `attend_selected` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,8 @@ class KernelMetadata:
     completed: CompletedPages | None = None
     """Pages whose landmarks are saved in every layer, before anything is selected."""
 
+
+_FEW_CANDIDATES = 128
 
 Revise = Callable[[torch.Tensor, ChunkRows], torch.Tensor]
 
@@ -110,7 +114,7 @@ class KernelSparse:
             split_query=type(config.policy).map_query is QuestPolicy.map_query,
         )
         self._unions: UnionAttention | None = None
-        """Attends to what chunk rows selected; without it `attend_selected` does."""
+        self.few_candidates = _FEW_CANDIDATES
         self.notes: tuple[str, ...] = ()
         """What whoever starts an engine should know."""
         if shape.device.type == "cuda":
@@ -267,15 +271,20 @@ class KernelSparse:
         def blocks(rows: int, of: np.ndarray = seqs) -> ExtendBlocks:
             return ExtendBlocks.of(batch.query_lens, of, batch.device, rows)
 
-        rows = union_rows(self._shape) if self._unions is None else self._unions.rows
+        candidates = self._candidates(batch, seqs)
+        # Where there are few to select from, neighbours select the same, and none is skipped.
+        beyond_window = candidates.longest - self._shape.window // self._shape.page_size
+        unions = self._unions if beyond_window > self.few_candidates else None
+        rows = union_rows(self._shape) if unions is None else unions.rows
         return ChunkRows(
             batch,
             blocks(64),
             blocks(SELECT_ROWS),
             tuple(blocks(rows, of) for of in self._staged_together(batch, seqs)),
-            self._candidates(batch, seqs),
+            candidates,
             to_device(until.astype(np.int32), batch.device),
             Workspace(batch.device),
+            unions,
         )
 
     def _candidates(self, batch: AttentionBatch, seqs: np.ndarray) -> CandidatePages:
@@ -489,8 +498,8 @@ class KernelSparse:
         read = []
         for blocks in chunks.reading:
             assert isinstance(blocks, ExtendBlocks)
-            if self._unions is not None:
-                counts = self._unions(
+            if chunks.unions is not None:
+                counts = chunks.unions(
                     selected,
                     query,
                     mapped,
