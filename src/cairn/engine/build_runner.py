@@ -159,15 +159,16 @@ def _warm_up(
         warm_up_products(model, step_sizes(chunk))
     backend = runner.backend
     kernels = backend.kernels if isinstance(backend, HSABackend) else None
+    rungs = rungs_of(kernels, limits.max_running_requests, layout.max_pages)
     steps = rehearsals(
-        rungs_of(kernels, limits.max_running_requests, layout.max_pages),
+        rungs,
         page_size=layout.geometry.page_size,
         max_pages=layout.max_pages,
         chunk=chunk,
         dense_below=0 if attention.sparse is None else attention.sparse.dense_below,
     )
     most = min(_MOST_RECORDED_ROWS, chunk) if records else None
-    runner.warm_up(list(steps), most_recorded_rows=most, progress=progress)
+    runner.warm_up(list(steps), rungs, most_recorded_rows=most, progress=progress)
 
 
 def attention_shape(

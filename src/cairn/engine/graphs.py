@@ -11,7 +11,7 @@ Both are recorded once for each kind of step that the attention backend tells ap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from cairn.attention.batch import GraphKind, send, to_device
+from cairn.attention.backend import Graph
+from cairn.attention.batch import send, to_device
 from cairn.engine.inputs import DeviceDraws, HostDraws, HostInputs, StepInputs
 from cairn.engine.rows import StepRows
 from cairn.kernels.packing import pack, unpack
@@ -37,8 +38,7 @@ _MIXED_ROWS = (
     *(1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096),
 )
 _FEW_SEQS = 8
-"""Mixed steps are recorded for so many sequences and for the most there can be. What padding costs
-grows with both sizes."""
+"""Mixed steps are recorded for so many sequences, and coarsely for the most there can be."""
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -46,6 +46,11 @@ def batch_sizes(most: int) -> list[int]:
     sizes = [size for size in (1, 2, 4, 8) if size < most]
     sizes += list(range(16, min(most, 128), 8)) + list(range(128, most, 16))
     return [*sizes, most]
+
+
+def coarse_sizes(most: int) -> list[int]:
+    """The same for decode steps of a kind that is rare."""
+    return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
 
 
 def most_decode_rows(seqs: int, landmarks: bool) -> int:
@@ -59,21 +64,17 @@ def most_decode_rows(seqs: int, landmarks: bool) -> int:
 class StepSize(NamedTuple):
     rows: int
     seqs: int
-    mixed: bool = False
-
-    @property
-    def real_seqs(self) -> int:
-        """Most sequences of a step that is replayed; a mixed one keeps one for padding."""
-        return self.seqs - self.mixed
+    """Of a mixed step one is for padding."""
 
 
 def mixed_sizes(most_rows: int, most_seqs: int) -> list[StepSize]:
     """Sizes of mixed steps to record, for up to so many rows and sequences."""
+    few = [(rows, min(_FEW_SEQS, most_seqs)) for rows in _MIXED_ROWS]
+    many = [(rows, most_seqs) for rows in _MIXED_ROWS if rows & (rows - 1) == 0 and rows >= 64]
     return [
-        StepSize(rows, seqs + 1, mixed=True)
-        for seqs in sorted({min(_FEW_SEQS, most_seqs), most_seqs})
-        for rows in _MIXED_ROWS
-        if rows <= most_rows and (seqs <= _FEW_SEQS or rows >= 64)
+        StepSize(rows, seqs + 1)
+        for rows, seqs in few + (many if most_seqs > _FEW_SEQS else [])
+        if rows <= most_rows
     ]
 
 
@@ -95,10 +96,7 @@ class StepGraphs:
         self,
         forward: Forward,
         *,
-        decode: Sequence[StepSize],
-        decode_kinds: Sequence[GraphKind],
-        mixed: Sequence[StepSize],
-        mixed_kinds: Sequence[GraphKind],
+        sizes: Mapping[Graph, Sequence[StepSize]],
         groups: int,
         page_size: int,
         max_pages: int,
@@ -107,56 +105,58 @@ class StepGraphs:
         generations: bool,
     ) -> None:
         self._generations = generations
-        self._kinds = {False: decode_kinds, True: mixed_kinds}
+        self._sizes = {graph: sorted(own) for graph, own in sizes.items()}
         self._spare_slot = spare_slot
         self._forward = forward
-        self._sizes = sorted((*decode, *mixed))
         self._groups = groups
         self._page_size = page_size
         self._max_pages = max_pages
         self._device = device
-        self._graphs: dict[tuple[StepSize, GraphKind], _Recorded] = {}
+        self._graphs: dict[tuple[Graph, StepSize], _Recorded] = {}
 
     @property
     def largest_decode(self) -> int:
         """Rows of the largest decode step that is recorded."""
-        return max(size.rows for size in self._sizes if not size.mixed)
+        return max(
+            size.rows for graph, own in self._sizes.items() if not graph.mixed for size in own
+        )
 
-    def rehearse(self) -> None:
-        """Run every step that will be recorded."""
+    def rehearse(self, rows: Sequence[int], seqs: Sequence[int]) -> None:
+        """Run the smallest of the steps that will be recorded with so many rows, or sequences."""
         tables = self._all_tables()
-        for size, kind in self._steps():
-            call, _, _ = self._step(size, kind, tables)
-            call()
+        for graph, sizes in self._sizes.items():
+            some = {next((size for size in sizes if size.rows >= count), None) for count in rows}
+            some |= {next((size for size in sizes if size.seqs >= count), None) for count in seqs}
+            for size in some - {None}:
+                assert size is not None
+                call, _, _ = self._step(graph, size, tables)
+                call()
 
     def record(self) -> None:
         pool = None if self._device.type != "cuda" else torch.cuda.graph_pool_handle()
         every = self._all_tables()
         run = set()
-        for size, kind in self._steps():
-            call, packed, tables = self._step(size, kind, every)
-            if (size.mixed, kind) not in run:  # the first of its kind sets up libraries
-                run.add((size.mixed, kind))
+        # Largest first: the smaller ones then live in its memory.
+        steps = [(size, graph) for graph, sizes in self._sizes.items() for size in sizes]
+        for size, graph in sorted(steps, reverse=True):
+            call, packed, tables = self._step(graph, size, every)
+            if graph not in run:  # the first of its kind sets up libraries
+                run.add(graph)
                 self._run_aside(call)
-            graph, (logits, tokens) = self._capture(call, pool)
-            self._graphs[size, kind] = _Recorded(graph, packed, tables, logits, tokens)
-
-    def _steps(self) -> Iterator[tuple[StepSize, GraphKind]]:
-        """Largest first: the smaller ones then live in its memory."""
-        for size in sorted(self._sizes, key=lambda size: (-size.rows, -size.seqs)):
-            for kind in self._kinds[size.mixed]:
-                yield size, kind
+            captured, (logits, tokens) = self._capture(call, pool)
+            self._graphs[graph, size] = _Recorded(captured, packed, tables, logits, tokens)
 
     def _all_tables(self) -> torch.Tensor:
         """[groups, seqs, max_pages] for the most sequences; all graphs share them."""
-        seqs = max(size.seqs for size in self._sizes)
+        seqs = max(size.seqs for sizes in self._sizes.values() for size in sizes)
         whole = self._padding(StepSize(seqs, seqs)).pack_tables(self._generations)
         return to_device(whole, self._device)
 
     def _step(
-        self, size: StepSize, kind: GraphKind, every_table: torch.Tensor
+        self, graph: Graph, size: StepSize, every_table: torch.Tensor
     ) -> tuple[Call, torch.Tensor, torch.Tensor]:
         """A step as it is recorded, and the buffers it reads its inputs and tables from."""
+        kind = graph.kind
         host = replace(self._padding(size), recorded=kind, resident=kind == "resident")
         draws = HostDraws.none(size.seqs, self._spare_slot)
         none = np.zeros(size.seqs, dtype=np.int64)
@@ -166,7 +166,7 @@ class StepGraphs:
         seeds, temperatures, slots, wanted, *rest = unpack(packed, [len(own) for own in arrays])
         device_draws = DeviceDraws.view((seeds, temperatures, slots))
         inputs = host.view(rest, tables, self._device)
-        logit_rows = wanted if size.mixed else None
+        logit_rows = wanted if graph.mixed else None
         return partial(self._forward, inputs, device_draws, logit_rows), packed, tables
 
     def _run_aside(self, call: Call) -> None:
@@ -185,25 +185,23 @@ class StepGraphs:
             result = call()
         return graph, result
 
-    def size_for(self, rows: StepRows, *, mixed: bool) -> StepSize | None:
+    def size_for(self, graph: Graph, rows: StepRows) -> StepSize | None:
         """The smallest recorded size that a step fits into; None if there is none.
 
         Rows of a decode step count as sequences, so that one with landmark rows fits too.
         """
         num_rows = len(rows.token_ids)
-        num_seqs = len(rows.kv_lens) if mixed else num_rows
-        if not mixed and not rows.only_decodes:
-            return None
-        for size in self._sizes:
-            if size.mixed == mixed and num_rows <= size.rows and num_seqs <= size.real_seqs:
+        num_seqs = len(rows.kv_lens) + 1 if graph.mixed else num_rows
+        for size in self._sizes.get(graph, ()):
+            if num_rows <= size.rows and num_seqs <= size.seqs:
                 return size
         return None
 
     def run(
         self,
         host: HostInputs,
+        graph: Graph,
         size: StepSize,
-        kind: GraphKind,
         sampling: np.ndarray,
         draws: HostDraws | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,15 +210,15 @@ class StepGraphs:
         They are overwritten by the next run. Without draws the tokens mean nothing.
         """
         wanted = host.rows.last_token_rows[sampling]
-        recorded = self._graphs[size, kind]
+        recorded = self._graphs[graph, size]
         # A decode step has logits of every row, in which a sequence is found at its row.
-        places = sampling if size.mixed else wanted
+        places = sampling if graph.mixed else wanted
         own = HostDraws.none(size.seqs, self._spare_slot)
         if draws is not None:
             own = draws.at(places, size.seqs, self._spare_slot)
         logit_rows = np.zeros(size.seqs, dtype=np.int64)
         logit_rows[places] = wanted
-        padded = (host if size.mixed else host.apart()).padded(size.rows, size.seqs)
+        padded = (host if graph.mixed else host.apart()).padded(size.rows, size.seqs)
         send(pack((*own.arrays(), logit_rows, *padded.arrays())), recorded.packed)
         tables = padded.pack_tables(self._generations)
         recorded.tables[:, :, : tables.shape[2]].copy_(to_device(tables, self._device))

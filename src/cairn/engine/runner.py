@@ -20,6 +20,7 @@ from cairn.engine.graphs import (
     StepGraphs,
     StepSize,
     batch_sizes,
+    coarse_sizes,
     mixed_sizes,
     most_decode_rows,
 )
@@ -28,7 +29,7 @@ from cairn.engine.logprobs import TokenLogprob, token_logprobs
 from cairn.engine.plan import Advance, StepPlan
 from cairn.engine.rows import StepRows, build_rows
 from cairn.engine.sampler import Draw, Sampler
-from cairn.engine.warm_up import Progress, Rehearsal
+from cairn.engine.warm_up import Progress, Rehearsal, Rungs
 from cairn.kernels.compilations import CompilationCounts, Compilations
 from cairn.kernels.interface import ScoringHeads
 from cairn.kernels.packing import table_width
@@ -209,6 +210,7 @@ class Runner:
     def warm_up(
         self,
         steps: Sequence[Rehearsal],
+        rungs: Rungs,
         *,
         most_recorded_rows: int | None,
         progress: Progress | None = None,
@@ -226,7 +228,7 @@ class Runner:
             if self.tier is not None:
                 self.tier.rehearse()
             if graphs is not None:
-                graphs.rehearse()
+                graphs.rehearse(rungs.rows, rungs.seqs)
         compile_all(forms, progress)
         for step in steps:
             if step.for_real:
@@ -247,8 +249,9 @@ class Runner:
             temperatures, seeds = (
                 to_device(own, self._device) for own in (draws.temperatures, draws.seeds)
             )
-            sample(logits, temperatures, seeds)
-            sample(logits.float(), temperatures, seeds)  # as they are after penalties and biases
+            # Some rows of them are contiguous, and float32 after penalties and biases.
+            for some in (logits, logits.contiguous(), logits.float()):
+                sample(some, temperatures, seeds)
             if "dense" in self._backend.graph_kinds:
                 self._backend.replayed(inputs.batch, Graph("dense", mixed=True))
 
@@ -262,12 +265,16 @@ class Runner:
         num_groups, num_slots, max_pages = self._tables.shape
         most = most_decode_rows(num_slots, self._landmark_id is not None)
         backend = self._backend
+        sizes: dict[Graph, list[StepSize]] = {}
+        for kind in backend.graph_kinds:
+            rows = coarse_sizes(most) if kind == "both" else batch_sizes(most)
+            sizes[Graph(kind, mixed=False)] = [StepSize(count, count) for count in rows]
+        most_rows = min(most_rows, max_pages * self._geometry.page_size)
+        for kind in backend.mixed_kinds:
+            sizes[Graph(kind, mixed=True)] = mixed_sizes(most_rows, num_slots)
         return StepGraphs(
             self._recorded_step,
-            decode=[StepSize(rows, rows) for rows in batch_sizes(most)],
-            decode_kinds=backend.graph_kinds,
-            mixed=mixed_sizes(min(most_rows, max_pages * self._geometry.page_size), num_slots),
-            mixed_kinds=backend.mixed_kinds,
+            sizes=sizes,
             groups=num_groups,
             page_size=self._geometry.page_size,
             max_pages=max_pages,
@@ -318,16 +325,16 @@ class Runner:
         if self._graphs is None:
             return None
         batch = host.host_batch()
-        for mixed in (False, True):
-            size = self._graphs.size_for(host.rows, mixed=mixed)
-            kind = None if size is None else self._backend.graph_kind(batch, mixed=mixed)
-            if size is None or kind is None:
+        for mixed in (False, True) if host.rows.only_decodes else (True,):
+            kind = self._backend.graph_kind(batch, mixed=mixed)
+            graph = Graph(kind or "dense", mixed)
+            size = None if kind is None else self._graphs.size_for(graph, host.rows)
+            if size is None:
                 continue
-            graph = Graph(kind, mixed)
             self._backend.launching(batch, graph)
             draws = self._plain_draws([plan.advances[s] for s in sampling])
             wanted = np.array(sampling, dtype=np.int64)
-            logits, tokens = self._graphs.run(host, size, kind, wanted, draws)
+            logits, tokens = self._graphs.run(host, graph, size, wanted, draws)
             self._backend.replayed(batch, graph)
             return logits, None if draws is None else tokens
         return None
