@@ -29,10 +29,8 @@ class PageReads:
     def count(self, requests: Sequence[Request]) -> None:
         """A token was sampled for each of these from the row of the token before it."""
         if self._sparse is not None:
-            known, prompt = np.array(
-                [(len(request.token_ids), request.prompt_len) for request in requests],
-                dtype=np.int64,
-            ).T
+            known = np.array([len(request.token_ids) for request in requests], dtype=np.int64)
+            prompt = np.array([request.prompt_len for request in requests], dtype=np.int64)
             held, window = self._windows(known - 1, prompt)
             self.held += int(held.sum())
             self.read += int((held - window + np.minimum(self._sparse.topk, window)).sum())

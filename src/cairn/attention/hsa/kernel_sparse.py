@@ -59,8 +59,6 @@ class ChunkRows:
     candidates: CandidatePages
     dense_until: torch.Tensor  # [seqs] int32
     workspace: Workspace
-    unions: UnionAttention | None
-    """Attends to what rows selected; without it `attend_selected` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +68,6 @@ class KernelMetadata:
     completed: CompletedPages | None = None
     """Pages whose landmarks are saved in every layer, before anything is selected."""
 
-
-_FEW_CANDIDATES = 128
 
 Revise = Callable[[torch.Tensor, ChunkRows], torch.Tensor]
 
@@ -114,7 +110,7 @@ class KernelSparse:
             split_query=type(config.policy).map_query is QuestPolicy.map_query,
         )
         self._unions: UnionAttention | None = None
-        self.few_candidates = _FEW_CANDIDATES
+        """Attends to what chunk rows selected; without it `attend_selected` does."""
         self.notes: tuple[str, ...] = ()
         """What whoever starts an engine should know."""
         if shape.device.type == "cuda":
@@ -271,20 +267,15 @@ class KernelSparse:
         def blocks(rows: int, of: np.ndarray = seqs) -> ExtendBlocks:
             return ExtendBlocks.of(batch.query_lens, of, batch.device, rows)
 
-        candidates = self._candidates(batch, seqs)
-        # Where there are few to select from, neighbours select the same, and none is skipped.
-        beyond_window = candidates.longest - self._shape.window // self._shape.page_size
-        unions = self._unions if beyond_window > self.few_candidates else None
-        rows = union_rows(self._shape) if unions is None else unions.rows
+        rows = union_rows(self._shape) if self._unions is None else self._unions.rows
         return ChunkRows(
             batch,
             blocks(64),
             blocks(SELECT_ROWS),
             tuple(blocks(rows, of) for of in self._staged_together(batch, seqs)),
-            candidates,
+            self._candidates(batch, seqs),
             to_device(until.astype(np.int32), batch.device),
             Workspace(batch.device),
-            unions,
         )
 
     def _candidates(self, batch: AttentionBatch, seqs: np.ndarray) -> CandidatePages:
@@ -498,8 +489,8 @@ class KernelSparse:
         read = []
         for blocks in chunks.reading:
             assert isinstance(blocks, ExtendBlocks)
-            if chunks.unions is not None:
-                counts = chunks.unions(
+            if self._unions is not None:
+                counts = self._unions(
                     selected,
                     query,
                     mapped,
