@@ -28,9 +28,12 @@ from tests.helpers import (
 PAGE = 16
 CHUNKS = [1, 7, PAGE - 1, PAGE, PAGE + 1, 100, 4096]
 CONFIGS = {"llama": TINY_LLAMA, "olmo3": TINY_OLMO3, "hils": TINY_HILS, "quest": TINY_LLAMA}
+CONFIGS["prompts"] = TINY_LLAMA
 SPARSE = {"attention_backend": "hsa", "hsa_topk": 2, "hsa_window": 20, "hsa_sinks": 1}
-SPARSE |= {"hsa_prefill": "sparse"}
-OPTIONS: dict[str, dict[str, Any]] = {"quest": SPARSE}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "quest": {**SPARSE, "hsa_prefill": "sparse"},
+    "prompts": SPARSE,  # read densely, answers sparsely
+}
 
 
 def name_of(folder: Path) -> str:
@@ -67,7 +70,7 @@ def kv_gib(folder: Path, pages: int) -> float:
     config = CONFIGS[name_of(folder)]
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     per_layer = 2 * PAGE * config["num_key_value_heads"] * head_dim * 8
-    if name_of(folder) in ("hils", "quest"):  # landmarks cost something too
+    if name_of(folder) in ("hils", "quest", "prompts"):  # landmarks cost something too
         per_layer += config["num_attention_heads"] * (head_dim + 1) * 8
     return float(pages * (per_layer * config["num_hidden_layers"] + 4) / 2**30)
 
@@ -129,6 +132,14 @@ def test_retracted_requests_resume_where_they_were(folder: Path) -> None:
         llm.engine.scheduler.check()
     for prompt, result in zip(prompts, results, strict=True):
         assert result.token_ids == reference(folder, tuple(prompt), params)
+
+
+def test_an_answer_is_the_same_beside_a_prompt_that_is_being_read(folder: Path) -> None:
+    prompts = [tokens_of(150), tokens_of(200, seed=3)]
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    with load(folder, chunked_prefill_size=20) as llm:
+        for prompt, result in zip(prompts, llm.generate(prompts, params), strict=True):
+            assert result.token_ids == reference(folder, tuple(prompt), params)
 
 
 def test_a_warm_prefix_gives_the_same_tokens_and_is_counted(folder: Path) -> None:

@@ -82,11 +82,16 @@ class AttentionBatch(HostBatch):
         """The same rows, but those of the chosen sequences, [seqs] bool, see only each other.
 
         For rows that are computed elsewhere: they cost next to nothing and their output is
-        overwritten.
+        overwritten. On the host their tables name no page, so that nobody takes the first page of
+        their past for one that this step begins, and clears it.
         """
         kv_lens = np.where(seqs, self.query_lens, self.kv_lens)
+        groups = tuple(
+            replace(group, host_pages=np.where(seqs[:, None], 0, group.host_pages))
+            for group in self.groups
+        )
         on_device = to_device(kv_lens.astype(np.int32), self.device)
-        return replace(self, kv_lens=kv_lens, device_kv_lens=on_device)
+        return replace(self, kv_lens=kv_lens, device_kv_lens=on_device, groups=groups)
 
     @classmethod
     def build(
