@@ -101,7 +101,7 @@ def test_golden_logits(case: str) -> None:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         name: write_model(tmp_path_factory.mktemp(name), MODELS[name][0])
-        for name in ("quest", "windows", "hils")
+        for name in ("quest", "windows", "hils", "dense", "pair")
     }
 
 

@@ -19,7 +19,7 @@ from cairn.kernels.interface import MOST_HOT_SLOTS
 from cairn.memory.device_swap import SwapBytes
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.groups import LayerGroup, group_layers
-from cairn.sparsity.config import SparseConfig
+from cairn.sparsity.config import ALL_ROWS, SparseConfig
 from cairn.sparsity.policy import PolicyShape
 from cairn.sparsity.registry import make_policy
 from tests.helpers import TINY_HILS, TINY_LLAMA, write_model
@@ -75,7 +75,10 @@ def test_bad_options_are_named(folder: Path, config: Any, message: str) -> None:
             {"attention_backend": "torch", "hisparse_config": '{"top_k": 64}'},
             "attention_backend is 'torch'; use attention_backend=hsa",
         ),
-        ({"attention_backend": "torch,hsa"}, "a dense prefill reads every page"),
+        (
+            {"attention_backend": "torch,hsa", "hsa_prefill": "sparse"},
+            "which reads prompts densely with torch, and hsa_prefill is 'sparse'",
+        ),
         ({"enable_hisparse": False, "hisparse_config": "{}"}, "enable_hisparse is not; set it"),
         ({"hsa_topk": 3, "hisparse_config": '{"top_k": 128}'}, "2 pages, but hsa_topk is 3"),
         ({"kv_cache_gib": 1e-5, "hisparse_config": '{"host_gib": 0.1}'}, "one request needs"),
@@ -112,6 +115,24 @@ def test_it_turns_sparse_attention_on_by_itself(folder: Path, tmp_path: Path) ->
         assert "hisparse:" in notes and "resident" in notes
     with load(write_model(tmp_path / "hils", TINY_HILS)) as llm:
         assert "pages in host memory" in "\n".join(llm.engine.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "dense"),
+    [
+        ({}, True),
+        ({"hsa_prefill": "dense"}, True),
+        ({"attention_backend": "torch,hsa"}, True),
+        ({"hsa_prefill": "sparse"}, False),
+    ],
+)
+def test_prompts_are_read_densely_unless_asked_otherwise(
+    folder: Path, options: dict[str, Any], dense: bool
+) -> None:
+    with load(folder, **options) as llm:
+        assert ("dense prompts" in "\n".join(llm.engine.notes)) == dense
+        tier = llm.engine.runner.tier
+        assert tier is not None and (tier.stage is not None) == dense
 
 
 def test_no_option_means_no_tier() -> None:
@@ -153,12 +174,13 @@ def sizes(
     buffer: int | None = None,
     swap: SwapBytes | None = None,
     landmark_rows: bool = False,
+    dense_prompt_below: int = 0,
     page_bytes: int = 2**20,
     context: int = 100_000,
 ) -> TierSizes:
     """Pages of 16 rows, 1 MiB in each layer; a landmark takes 1 KiB."""
     layers = tuple(layer for layer in range(4) if layer not in dense)
-    attention = sparse(layers, landmark_rows=landmark_rows)
+    attention = sparse(layers, landmark_rows=landmark_rows, dense_prompt_below=dense_prompt_below)
     groups = split_group(group_layers([None] * 4), attention)
     mib = 2**20
     return size_tier(
@@ -192,6 +214,22 @@ def test_kernels_pay_for_their_stage_and_tables() -> None:
     # One layer of all 1,000 pages, as many tables and landmarks, and tables of 64 slots.
     beside = 1000 + 1000 / 8 + 1000 / 1024 + 64 / 4
     assert frames == (4000 - beside) // 4 - found.hot_slots
+
+
+def test_prompts_that_are_read_densely_have_two_stages() -> None:
+    given: dict[str, Any] = {"budget": 4000, "host": 4000, "swap": SwapBytes(0, 0)}
+    beside = 2 * 1000 + 1000 / 1024
+    found = sizes(**given, dense_prompt_below=ALL_ROWS)
+    assert found.num_pages[-1] == (4000 - beside) // 4 - found.hot_slots
+    # Fewer pages of host memory than the longest request has: no more is ever staged.
+    few = sizes(budget=4000, host=400, swap=SwapBytes(0, 0), dense_prompt_below=ALL_ROWS)
+    assert few.num_pages == [100, 100]
+    given["budget"] = 1500
+    assert sizes(**given).max_running_requests >= 1
+    with pytest.raises(
+        ConfigError, match=r"1\.953 stage prompts; raise kv_cache_gib.* or .*=sparse"
+    ):
+        sizes(**given, dense_prompt_below=ALL_ROWS)
 
 
 def test_the_hot_cache_is_as_large_as_a_kernel_can_plan() -> None:

@@ -30,9 +30,9 @@ from tests.engine.tiered import MODELS, check, check_clean, expected, tiered
 from tests.helpers import poison_free_memory, tokens_of, write_model
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("many"), MODELS["many"][0])
+@pytest.fixture(scope="module", params=["many", "dense"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp(request.param), MODELS[request.param][0])
 
 
 ORDERS = pytest.mark.parametrize("naive", [False, True], ids=["ours", "naive"])

@@ -19,8 +19,8 @@ from tests.engine.lanes import tier_of
 from tests.helpers import TINY_HILS, TINY_LLAMA, TINY_OLMO3, poison_free_memory
 
 PAGE = 16
-SPARSE = {"attention_backend": "hsa", "hsa_topk": 2, "hsa_window": 20, "hsa_sinks": 1}
-SPARSE |= {"hsa_prefill": "sparse"}
+DENSE = {"attention_backend": "hsa", "hsa_topk": 2, "hsa_window": 20, "hsa_sinks": 1}
+SPARSE = {**DENSE, "hsa_prefill": "sparse"}
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "quest": (TINY_LLAMA, SPARSE),
     "mean": (TINY_LLAMA, {**SPARSE, "hsa_policy": "mean", "hsa_dense_below": 50}),
@@ -28,6 +28,8 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mixed": (TINY_LLAMA, {**SPARSE, "hsa_layers": "1"}),  # layer 0 is dense and stays resident
     "windows": (TINY_OLMO3, SPARSE),
     "hils": (TINY_HILS, {}),
+    "dense": (TINY_LLAMA, DENSE),  # prompts are read densely
+    "pair": (TINY_OLMO3, {**DENSE, "attention_backend": "torch,hsa", "hsa_dense_below": 50}),
 }
 
 

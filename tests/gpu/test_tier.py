@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from cairn import LLM, SamplingParams
+from cairn.attention.hsa.backend import HSABackend
 from cairn.engine.plan import StepPlan
 from cairn.engine.runner import InFlight
+from cairn.memory import prompt_stage
 from cairn.memory.copies import Transfer
 from cairn.memory.host_pool import HostPool
 from cairn.memory.movers import StreamMover
 from cairn.memory.pinned import CudaRegistry
+from cairn.memory.prompt_stage import StagedStep
 from tests.engine.lanes import tier_of
 from tests.engine.tiered import check_clean, load, tiered
 from tests.helpers import TINY_HILS, TINY_LLAMA, tokens_of, write_model
@@ -29,6 +32,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixed": {**TINY_LLAMA, **WIDE},
     "hils": {**TINY_HILS, **WIDE},
 }
+DENSE_PROMPTS = "dense"
+SPARSE_ROWS = {"hsa_dense_below": 0}  # as with the tier, which knows no such rows by default
 OPTIONS: dict[str, Any] = {"device": "cuda", "dtype": "float32", "chunked_prefill_size": 128}
 PROMPTS = [tokens_of(60) + tokens_of(n, seed=n) for n in (20, 250, 90, 160)]
 DRAWN = SamplingParams(max_tokens=40, temperature=0.8, seed=5, ignore_eos=True)
@@ -37,8 +42,9 @@ SLEEP = 10_000_000  # cycles, some milliseconds
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    models = {**MODELS, DENSE_PROMPTS: {**TINY_LLAMA, **WIDE}}
     return {
-        name: write_model(tmp_path_factory.mktemp(name), config) for name, config in MODELS.items()
+        name: write_model(tmp_path_factory.mktemp(name), config) for name, config in models.items()
     }
 
 
@@ -52,6 +58,7 @@ def answers(llm: LLM) -> list[list[int]]:
 @pytest.mark.parametrize("model", MODELS)
 def test_tier_changes_no_token(model: str, graph: bool, folders: dict[str, Path]) -> None:
     options = {**OPTIONS, "disable_cuda_graph": not graph, "max_running_requests": 4}
+    options |= {} if model == "hils" else SPARSE_ROWS
     with load(folders[model], kv_cache_gib=0.1, **options) as llm:
         expected = answers(llm)
     misses = []
@@ -68,6 +75,58 @@ def test_tier_changes_no_token(model: str, graph: bool, folders: dict[str, Path]
     assert misses[0] > 4 * misses[1]
 
 
+@pytest.mark.parametrize("late", ["nothing", "copies", "attention"])
+@pytest.mark.parametrize("copied", ["by run", "by kernel"])
+def test_dense_prompts_through_the_stage(
+    copied: str, late: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages of the next layer are copied while attention reads those of this one, and neither
+    outruns the other, however long one of them takes."""
+    if copied == "by kernel":
+        monkeypatch.setattr(prompt_stage, "_MOST_RUNS", 0)
+    folder, options = folders[DENSE_PROMPTS], {**OPTIONS, **SPARSE_ROWS, "max_running_requests": 4}
+    with load(folder, kv_cache_gib=0.1, **options) as llm:
+        expected = answers(llm)
+    with tiered(folder, frames=28, hot=48, overlap=True, **options) as llm:
+        tier, backend = tier_of(llm.engine), llm.engine.runner.backend
+        stage = tier.stage
+        assert stage is not None and isinstance(backend, HSABackend)
+        assert backend._tiered is not None and llm.engine.runner.largest_graph > 0
+        # On whichever stream the work is put.
+        slow: Any = stage if late == "copies" else backend._tiered._in_stage
+        name = "_copy_in" if late == "copies" else "forward"
+        real = getattr(slow, name)
+
+        def slowly(*given: Any) -> Any:
+            if late != "nothing":
+                torch.cuda._sleep(SLEEP)  # type: ignore[no-untyped-call]
+            return real(*given)
+
+        setattr(slow, name, slowly)
+        ahead = []
+        begin = stage.begin
+
+        def noted(step: StagedStep) -> None:
+            ahead.append(step.ahead)
+            begin(step)
+
+        stage.begin = noted  # type: ignore[method-assign]
+        assert answers(llm) == expected
+        assert stage.bytes_in > 0 and any(ahead)
+        check_clean(llm.engine)
+
+
+def test_a_prompt_longer_than_the_device_is_read_densely(folders: dict[str, Path]) -> None:
+    options = {**OPTIONS, **SPARSE_ROWS, "chunked_prefill_size": 64, "max_running_requests": 1}
+    prompt = tokens_of(440)
+    with load(folders[DENSE_PROMPTS], kv_cache_gib=0.1, **options) as llm:
+        expected = llm.generate(prompt, DRAWN).token_ids
+    with tiered(folders[DENSE_PROMPTS], frames=12, hot=24, overlap=True, **options) as llm:
+        assert llm.generate(prompt, DRAWN).token_ids == expected
+        assert tier_of(llm.engine).stats.bytes_in > 0
+        check_clean(llm.engine)
+
+
 @pytest.mark.parametrize("own_stream", [True, False], ids=["own stream", "between steps"])
 @pytest.mark.parametrize("place", ["before", "after", "steps"])
 def test_copies_and_steps_that_are_late_change_nothing(
@@ -75,7 +134,7 @@ def test_copies_and_steps_that_are_late_change_nothing(
 ) -> None:
     """Copies that begin late, that are told late, and a device that lags far behind its host."""
     folder = folders["many"]
-    options = {**OPTIONS, "max_running_requests": 4}
+    options = {**OPTIONS, **SPARSE_ROWS, "max_running_requests": 4}
     with load(folder, kv_cache_gib=0.1, **options) as llm:
         expected = answers(llm)
     config = f'{{"host_gib": 0.1, "async_backup": {str(own_stream).lower()}}}'

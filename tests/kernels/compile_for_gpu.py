@@ -137,6 +137,9 @@ def main() -> None:
     types |= dict.fromkeys(("from_pages", "into_pages", "source_shifts", "target_shifts"), I64)
     constants = {"LAYERS": 28, "WORDS": 65536, "PIECE": 1024, "PROGRAMS": 16}
     compile_kernel(swap_in._swap_pages_kernel, types, constants)
+    types |= dict.fromkeys(("from_pages", "into_pages"), I32)
+    constants |= {"LAYERS": 1, "PIECE": 8192, "PROGRAMS": 8}
+    compile_kernel(swap_in._swap_pages_kernel, types, constants, num_warps=32)
 
 
 def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:

@@ -37,6 +37,7 @@ from cairn.kernels.rope_kv import rope_kv, rope_kv_reference
 from cairn.kernels.sampling import sample, sample_reference
 from cairn.kernels.sparse_shape import SparseShape
 from cairn.kernels.top_pages import keep_best, threshold_in_memory, threshold_of_rows
+from cairn.memory import prompt_stage
 from cairn.sparsity.selection import top_positions
 from tests.engine.lanes import tier_of
 from tests.engine.tiered import check_clean, tiered
@@ -499,6 +500,32 @@ def test_a_whole_engine_on_sparse_kernels_with_a_host_tier(
         assert llm.generate(prompt, max_tokens=4, ignore_eos=True).token_ids == expected
         swap = tier_of(llm.engine).swap
         assert swap is not None and swap.totals[0] > 0 and swap.totals[1:] == [0, 0, 0]
+
+
+def test_a_whole_engine_on_kernels_with_dense_prompts_in_a_host_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages of prompts are gathered in the stage, where kernels attend to all of them."""
+    _use_few_programs(monkeypatch)
+    config = {**TINY_LLAMA, "hidden_size": 64}
+    folder = write_model(tmp_path / "dense", config)
+    prompt = tokens_of(100)
+    sparse: dict[str, Any] = {"hsa_dense_below": 0, "page_size": 16}
+    sparse |= {"dtype": "float32", "device": "cpu"}
+    sparse |= {"hsa_topk": 2, "hsa_window": 20, "hsa_sinks": 1}
+    with LLM(folder, attention_backend="torch,hsa", kv_cache_gib=0.05, **sparse) as llm:
+        expected = llm.generate(prompt, max_tokens=4, ignore_eos=True).token_ids
+    monkeypatch.setattr(KernelSparse, "refusal", staticmethod(lambda *_: None))
+    monkeypatch.setattr(TritonBackend, "unavailable_reason", staticmethod(lambda _: None))
+    monkeypatch.setattr(prompt_stage, "_MOST_RUNS", 0)  # a kernel copies what is on the host
+    options = {**sparse, "attention_backend": "triton,hsa", "chunked_prefill_size": 32}
+    with tiered(folder, frames=5, hot=8, pages=20, max_running_requests=1, **options) as llm:
+        for _ in range(2):
+            result = llm.generate(prompt, max_tokens=4, ignore_eos=True)
+            assert result.token_ids == expected
+        stage = tier_of(llm.engine).stage
+        assert stage is not None and stage.bytes_in > 0
+        check_clean(llm.engine)
 
 
 def _use_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:

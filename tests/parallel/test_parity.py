@@ -29,6 +29,7 @@ MADE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dense-prompt": (TINY_LLAMA, {**SPARSE, "hsa_prefill": "dense"}),
     "quest-tier": (TINY_LLAMA, SCARCE),
     "quest-tier-async": (TINY_LLAMA, ASYNC),
+    "dense-prompt-tier": (TINY_LLAMA, SCARCE),
     "hils-tier": (TINY_HILS, SCARCE),
     "full-calibration": ({**TINY_HILS, "lmk_q_lora_dim": -1}, {}),
     "layer-norms": ({**TINY_HILS, **LAYER_NORMS}, {}),
@@ -58,7 +59,7 @@ def check(llm: LLM) -> None:
     if report is not None:
         assert report.totals.bytes_out > 0
         # How soon pages leave the device, where they are copied beside it, is a matter of time.
-        assert report.totals.misses > 0 or "async" in str(llm.config.hisparse_config)
+        assert report.totals.bytes_in > 0 or "async" in str(llm.config.hisparse_config)
 
 
 def scores(llm: LLM) -> list[torch.Tensor]:

@@ -55,7 +55,10 @@ class FlashInferBackend(DenseBackend):
         held = np.arange(counts.max()) < counts[:, None]  # [seqs, pages]
         shape = self._shape
         wrappers = self._decode if decodes else self._extend
-        for wrapper, tables, group in zip(wrappers, batch.groups, shape.groups, strict=True):
+        for g, (wrapper, tables) in enumerate(zip(wrappers, batch.groups, strict=True)):
+            if groups is not None and g not in groups:
+                continue  # planned for others
+            group = shape.groups[g]
             pages = torch.from_numpy(tables.host_pages[:, : held.shape[1]][held])
             common = {
                 "sm_scale": shape.scale,

@@ -137,6 +137,7 @@ def _plan_layout(
         if attention.sparse is not None:
             refused = KernelSparse.refusal(attention.sparse, shape)
         check_together(config, options, attention, device, refused)
+        assert attention.sparse is not None
         sizes = _size_tier(
             config, options, attention, spec, limits, geometry, context, shape, refused is None
         )
@@ -145,6 +146,8 @@ def _plan_layout(
             limits,
             max_running_requests=sizes.max_running_requests,
             reserved_output=_RESERVED_OUTPUT,
+            # Rows of prompts find their pages in the stage, others by selection.
+            cuts_at_prompt=attention.sparse.dense_prompt_below > 0,
         )
     else:
         landmarks = None

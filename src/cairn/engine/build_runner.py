@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -96,7 +97,10 @@ def build_runner(
     if sizes is not None and attention.sparse is not None:
         tier = _build_tier(layout, sizes, attention.sparse, pool, shape, by_kernels=refused is None)
     notes = [choice] if device.type == "cuda" else []
-    backends = [kind(shape, pool) for kind in dense]
+    # Frames are given up behind a window; who reads them densely finds the rest elsewhere.
+    unbounded = (g if g.copy_of is None else replace(g, window=None) for g in groups)
+    dense_shape = replace(shape, groups=tuple(unbounded))
+    backends = [kind(dense_shape, pool) for kind in dense]
     backend: AttentionBackend = backends[0] if len(backends) == 1 else PairBackend(*backends)
     if attention.sparse is not None:
         landmarks = landmark_shape(attention.sparse, layout.dtype)
@@ -113,6 +117,9 @@ def build_runner(
                 None if tier is None else tier.swap,
             )
             notes.extend(kernels.notes)
+        in_stage = None
+        if tier is not None and tier.stage is not None:
+            in_stage = dense[0](dense_shape, tier.stage)
         backend = HSABackend(
             shape,
             pool,
@@ -121,6 +128,7 @@ def build_runner(
             dense=backend,
             kernels=kernels,
             tier=tier,
+            in_stage=in_stage,
         )
         if device.type == "cuda" and refused is not None:
             notes.append(f"hsa runs in plain torch, its kernels cannot: {refused}")
@@ -215,7 +223,8 @@ def _build_tier(
     swap = None
     if by_kernels:
         threads = options.swap_in_block_size or COPY_THREADS
-        swap = SwapShape(shape.max_seqs, sparse.topk, layout.max_pages, threads)
+        stages = 2 if sparse.dense_prompt_below else 1
+        swap = SwapShape(shape.max_seqs, sparse.topk, layout.max_pages, threads, stages)
     asynchronous = options.async_backup
     if asynchronous is None:
         asynchronous = shape.device.type == "cuda"
@@ -236,6 +245,7 @@ def _build_tier(
         asynchronous=asynchronous,
         kernels=swap,
         ids=sizes.ids,
+        longest=layout.max_pages if sparse.dense_prompt_below else None,
     )
 
 

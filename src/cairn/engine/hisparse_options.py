@@ -132,11 +132,6 @@ def check_together(
             f"{config.attention_backend or os.environ.get('ATTN_BACKEND')!r}; use "
             "attention_backend=hsa, or leave enable_hisparse out"
         )
-    if attention.sparse.dense_prompt_below:
-        raise ConfigError(
-            f"attention_backend is {config.attention_backend!r}: a dense prefill reads every page "
-            "on the device, and enable_hisparse moves pages away; use attention_backend=hsa"
-        )
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(
             f"enable_hisparse runs on CUDA and on a CPU and the device is {device.type}; use one "

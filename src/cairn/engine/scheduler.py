@@ -40,6 +40,8 @@ class Limits:
     reserved_output: int = 0
     """Tokens of each request's output that there is room for when it is admitted, if it may
     generate as many."""
+    cuts_at_prompt: bool = False
+    """A chunk has rows of a request's prompt or of its answer, never of both."""
 
 
 @dataclass(slots=True)
@@ -238,6 +240,8 @@ class Scheduler:
                 return 0
         # A token that completes a page may take more than one row.
         tokens = max(1, geometry.tokens_in(context + rows) - request.computed)
+        if self.limits.cuts_at_prompt and request.computed < request.prompt_len:
+            tokens = min(tokens, request.prompt_len - request.computed)
         return min(request.remaining, tokens)
 
     def _make_room(self, step: _Step, request: Request, tokens: int) -> bool:

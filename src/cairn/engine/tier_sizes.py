@@ -1,9 +1,9 @@
 """How a device budget and host memory are divided where pages live in host memory.
 
 The device pays for landmarks, dense layers and tables of every host page first, then for the stage
-of prompts, for window layers, and for what running requests need: frames for their windows and
-tails, a share of the hot cache, and one prefill chunk. What is left becomes frames, in which pages
-stay resident.
+of prompts (two where they are read densely), for window layers, and for what running requests need:
+frames for their windows and tails, a share of the hot cache, and one prefill chunk. What is left
+becomes frames, in which pages stay resident.
 """
 
 from __future__ import annotations
@@ -95,9 +95,10 @@ def size_tier(
     host_bytes = _host_bytes(options, config.tp, budget, free)
     host_pages = min(host_bytes // frame_bytes, 2**31 - 1)
     fixed = host_pages * (costs.landmark_bytes + costs.page_bytes[ids] + swap.per_page)
-    if costs.swap is not None:  # the stage holds what one layer reads of the longest request
-        stage = min(geometry.pages(context), host_pages)
-        fixed += stage * frame_bytes // len(groups[frames].layers)
+    staged, stages = 0, 2 if sparse.dense_prompt_below else 1
+    if costs.swap is not None:  # a stage holds what one layer reads of the longest request
+        layer_bytes = frame_bytes // len(groups[frames].layers)
+        staged = stages * min(geometry.pages(context), host_pages) * layer_bytes
 
     def spent(running: int, chunk_tokens: int) -> tuple[int, list[int]]:
         needed = [
@@ -112,7 +113,7 @@ def size_tier(
             for g, (count, size) in enumerate(zip(needed, costs.page_bytes, strict=True))
             if g != ids
         )
-        return fixed + paid + running * hot * (frame_bytes + swap.per_slot), needed
+        return fixed + staged + paid + running * hot * (frame_bytes + swap.per_slot), needed
 
     # A chunk that does not fit is cut into smaller ones, down to a page.
     for chunk_tokens in (min(chunk, context), 1):
@@ -129,12 +130,15 @@ def size_tier(
             f"({budget / _GIB:.3f} GiB) and others take"
         )
     if not running:
+        one_stage = ""
+        if staged and stages == 2:
+            one_stage = f", or use hsa_prefill=sparse, which stages in {staged / 2 / _GIB:.3f}"
         raise ConfigError(
             f"enable_hisparse: the KV cache has {budget / _GIB:.3f} GiB and one request needs "
             f"{least / _GIB:.3f}, of which {fixed / _GIB:.3f} are landmarks and dense layers of "
-            f"{host_pages} pages in host memory, and what finds and stages them; raise "
-            "kv_cache_gib, or lower host_gib or host_to_device_ratio, device_buffer_size, or "
-            "context_length"
+            f"{host_pages} pages in host memory and what finds them, and {staged / _GIB:.3f} stage "
+            "prompts; raise kv_cache_gib, or lower host_gib or host_to_device_ratio, "
+            f"device_buffer_size, or context_length{one_stage}"
         )
     cost, pages = spent(running, chunk_tokens)
     pages[frames] = min(host_pages, pages[frames] + (budget - cost) // frame_bytes)

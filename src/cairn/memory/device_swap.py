@@ -32,6 +32,8 @@ class SwapShape(NamedTuple):
     """Pages of the longest request."""
     copy_threads: int = COPY_THREADS
     """Of each block of the kernel that copies what is missing."""
+    stages: int = 1
+    """Two where prompts are read densely."""
 
 
 class SwapBytes(NamedTuple):
@@ -79,10 +81,17 @@ class DeviceSwap:
         self._nothing = Misses.empty(heads, 1, device)
         like = pool.layers[next(iter(host.layers))]
         size = (shape.stage_pages, *like.shape[1:])
-        self.stage = torch.zeros(size, dtype=like.dtype, device=device)
+        self.stages = [
+            torch.zeros(size, dtype=like.dtype, device=device) for _ in range(shape.stages)
+        ]
         self._tables = StageTables.empty(heads, shape.stage_pages, num_pages, device)
         self._on_device = LayerMemory.of((pool.layers[layer] for layer in host.layers), device)
         self._on_host = LayerMemory.of(host.layers.values(), device)
+
+    @property
+    def stage(self) -> torch.Tensor:
+        """What `fill_stage` fills; prompts that are read densely have it in turn."""
+        return self.stages[0]
 
     @property
     def totals(self) -> list[int]:

@@ -20,6 +20,7 @@ from cairn.memory.host_pool import HostPool
 from cairn.memory.hot_cache import HotCache
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.movers import InlineMover, StreamMover, ThreadMover
+from cairn.memory.prompt_stage import PromptStage
 
 
 @dataclass(slots=True)
@@ -29,7 +30,7 @@ class TierStats:
     resident: int = 0  # reads of pages that were in a frame
     hits: int = 0  # reads of slices that were in the hot cache
     misses: int = 0  # slices that had to be copied in
-    bytes_in: int = 0  # host to device: misses and fetched pages
+    bytes_in: int = 0  # host to device: misses, pages of prompts and fetched pages
     bytes_out: int = 0  # device to host: backups
     stall_seconds: float = 0.0  # the engine waited for copies
 
@@ -45,9 +46,11 @@ class HiSparseCoordinator:
         asynchronous: bool,
         kernels: SwapShape | None = None,
         ids: int = 0,
+        longest: int | None = None,
     ) -> None:
         """`pool` has `hot_slots` pages behind its null page and `num_frames` frames; tables of
-        layer group `ids` name pages of `host`."""
+        layer group `ids` name pages of `host`. `longest`: pages of the longest request, where
+        prompts are read densely."""
         self._pool = pool
         self.ids = ids
         self._host = host
@@ -59,6 +62,8 @@ class HiSparseCoordinator:
         self._page_bytes = sum(tensor[0].nbytes for tensor in host.layers.values())
         self._slice_bytes = 2 * next(iter(host.layers.values()))[0, 0].nbytes
         self._frame_of = torch.zeros(num_pages, dtype=torch.int32, device=device)
+        self.frames = np.zeros(num_pages, dtype=np.int32)
+        """[pages] the same as the host knows it, for the step that is being launched."""
         self._hot = {layer: HotCache(pool.kv_heads, hot_slots, device) for layer in host.layers}
         self.swap: DeviceSwap | None = None
         """Stands in for `swap_in_selected_pages` where attention runs by kernels."""
@@ -71,6 +76,11 @@ class HiSparseCoordinator:
                 hot_slots=hot_slots,
                 shape=kernels,
             )
+        self.stage: PromptStage | None = None
+        """Where prompts are read densely."""
+        if longest is not None:
+            buffers = () if self.swap is None else self.swap.stages
+            self.stage = PromptStage(pool, host, self.frames, longest, buffers)
         self._mover: InlineMover | ThreadMover | StreamMover
         if device.type == "cuda":
             self._mover = StreamMover(self._copy_out, device, own_stream=asynchronous)
@@ -88,6 +98,8 @@ class HiSparseCoordinator:
             stats.hits += hits
             stats.misses += misses
             stats.bytes_in += (misses + staged) * self._slice_bytes
+        if self.stage is not None:
+            stats.bytes_in += self.stage.bytes_in
         return stats
 
     # -- at the head of a step ----------------------------------------------------------------
@@ -95,6 +107,8 @@ class HiSparseCoordinator:
     def begin_step(self, edits: CopyEdits) -> None:
         """Pages that moved, and pages that come back whole."""
         if edits.frames:
+            moved = np.array(edits.frames)
+            self.frames[moved[:, 0]] = moved[:, 1]
             pages, frames = self._index(edits.frames)
             self._frame_of[pages] = frames.int()
         if edits.fetches:

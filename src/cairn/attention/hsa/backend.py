@@ -21,6 +21,7 @@ from cairn.attention.hsa.metadata import (
     make_tiles,
     traced_tiles,
 )
+from cairn.attention.hsa.tiered_dense import TieredDense
 from cairn.attention.hsa.torch_sparse import TorchSparse
 from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.memory.kv_pool import KVPool
@@ -34,7 +35,8 @@ class HSAMetadata:
     dense: Any
     """The dense backend's own, for all layers that are not sparse."""
     dense_rows: Any
-    """The dense backend's, for the sequences that sparse layers read densely; None without any."""
+    """The dense backend's, for the sequences that sparse layers read densely, or that of
+    `TieredDense`; None without any."""
     dense_seqs: np.ndarray  # [seqs] which those are
     kernels: KernelMetadata | None
     tiles: tuple[Tile, ...]
@@ -65,7 +67,9 @@ class HSABackend:
         dense: AttentionBackend,
         kernels: KernelSparse | None = None,
         tier: HiSparseCoordinator | None = None,
+        in_stage: AttentionBackend | None = None,
     ) -> None:
+        """`in_stage`: a dense backend over the tier's stage, where prompts are read densely."""
         self._pool = pool
         self._config = config
         self._landmarks = landmarks
@@ -77,6 +81,9 @@ class HSABackend:
         dense_layers = pool.layers.keys() - self._sparse_layers
         self._dense_groups = {pool.group_of[layer] for layer in dense_layers}
         self._groups = SparseGroups.of(config, shape, pool)
+        self._tiered: TieredDense | None = None
+        if tier is not None and in_stage is not None:
+            self._tiered = TieredDense(dense, in_stage, tier, config.layers, self._groups)
         self._wide = torch.promote_types(shape.dtype, torch.float32)
         self.graph_kinds: tuple[GraphKind, ...] = ()
         self.mixed_kinds: tuple[GraphKind, ...] = ()
@@ -155,10 +162,10 @@ class HSABackend:
             )
             completed = CompletedPages(pages, kv_pages, to_device(rows, batch.device))
         dense_seqs = self._dense_seqs(batch)
-        dense_rows = None
-        if dense_seqs.any():
-            own = batch if dense_seqs.all() else batch.shortened(~dense_seqs)
-            dense_rows = self._dense.prepare(own, {self._groups.kv})
+        if self._tiered is not None:  # rows that select pages do not find all of them
+            begun = batch.kv_lens - batch.query_lens < batch.prompt_rows
+            assert not (begun & ~dense_seqs).any(), "a chunk has rows of a prompt and of an answer"
+        dense_rows = self._prepare_dense(batch, dense_seqs) if dense_seqs.any() else None
         sparse = np.flatnonzero(~dense_seqs)
         if self.kernels is None:
             clear_begun_pages(self._pool, batch)
@@ -167,6 +174,15 @@ class HSABackend:
         kernels = self.kernels.prepare(batch, sparse, completed)
         tiles = traced_tiles(batch, self._groups, self._config, dense_seqs)
         return HSAMetadata(dense, dense_rows, dense_seqs, kernels, tiles, None, batch)
+
+    def _prepare_dense(self, batch: AttentionBatch, dense: np.ndarray) -> Any:
+        """`dense` [seqs]: those that go to the dense backend."""
+        if self._tiered is not None:
+            selecting = ~dense & (batch.query_lens > 1)  # such chunks use the stage, too
+            ahead = batch.resident or not selecting.any()
+            return self._tiered.prepare(batch, dense, ahead=ahead)
+        own = batch if dense.all() else batch.shortened(~dense)
+        return self._dense.prepare(own, {self._groups.kv})
 
     def _prepare_recorded(self, batch: AttentionBatch, dense: Any) -> HSAMetadata:
         """Of a step whose lengths only the device knows."""
@@ -187,7 +203,7 @@ class HSABackend:
         if metadata.dense is not None:
             self._dense.begin(metadata.dense)
         if metadata.dense_rows is not None:
-            self._dense.begin(metadata.dense_rows)
+            (self._tiered or self._dense).begin(metadata.dense_rows)
         if metadata.kernels is not None and self.kernels is not None:
             self.kernels.begin(metadata.kernels)
 
@@ -197,7 +213,7 @@ class HSABackend:
         if layer not in self._sparse_layers:
             return self._dense.forward(layer, query, metadata.dense)
         if metadata.dense_rows is not None:
-            out = self._dense.forward(layer, query, metadata.dense_rows)
+            out = (self._tiered or self._dense).forward(layer, query, metadata.dense_rows)
         else:
             out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if metadata.kernels is not None:
@@ -273,6 +289,8 @@ class HSABackend:
         seq, place, _ = completed_pages(batch)
         self._landmarks.invalidate(batch.groups[self._groups.ids].host_pages[seq, place])
         self._dense.abandon(batch)
+        if self._tiered is not None:
+            self._tiered.abandon()
 
     def _save_landmarks(
         self, layer: int, completed: CompletedPages, scoring: Scoring | None

@@ -16,7 +16,7 @@ import torch
 
 from cairn.attention.backend import AttentionShape, missing_module
 from cairn.attention.batch import AttentionBatch, Scoring, to_device
-from cairn.attention.hsa.metadata import CompletedPages, SparseGroups
+from cairn.attention.hsa.metadata import CompletedPages, SparseGroups, fitting_runs
 from cairn.kernels.interface import Located, Pooling
 from cairn.kernels.workspace import Workspace
 from cairn.memory.device_swap import DeviceSwap
@@ -301,15 +301,7 @@ class KernelSparse:
         if self._swap is None or batch.resident:
             return [seqs]
         pages = batch.kv_lens[seqs] // batch.page_size
-        runs: list[list[int]] = [[]]
-        left = room = len(self._swap.stage)
-        for seq, count in zip(seqs, pages, strict=True):
-            if count > left and runs[-1]:
-                runs.append([])
-                left = room
-            runs[-1].append(int(seq))
-            left -= int(count)
-        return [np.array(run, dtype=np.int64) for run in runs]
+        return fitting_runs(seqs, pages, len(self._swap.stage))
 
     def begin(self, metadata: KernelMetadata) -> None:
         if metadata.decode is None:

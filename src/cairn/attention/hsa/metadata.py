@@ -93,6 +93,19 @@ def completed_pages(batch: HostBatch) -> tuple[np.ndarray, np.ndarray, np.ndarra
     return seq, place, rows
 
 
+def fitting_runs(seqs: np.ndarray, pages: np.ndarray, room: int) -> list[np.ndarray]:
+    """Cut sequences into runs whose pages, so many of each, fit in `room`, as any one's do."""
+    runs: list[list[int]] = [[]]
+    left = room
+    for seq, count in zip(seqs, pages, strict=True):
+        if count > left and runs[-1]:
+            runs.append([])
+            left = room
+        runs[-1].append(int(seq))
+        left -= int(count)
+    return [np.array(run, dtype=np.int64) for run in runs]
+
+
 def make_tiles(
     batch: AttentionBatch,
     groups: SparseGroups,

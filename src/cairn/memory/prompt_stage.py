@@ -1,0 +1,200 @@
+"""Prompts that are read densely where pages live in host memory: a layer's pages side by side.
+
+A chunk of a prompt reads every page of its sequence, and most of them may be in host memory alone.
+Layer by layer they are gathered in a stage with room for the longest request, and a dense backend
+attends to the stage as if it were the pool. CUDA has two stages: while attention reads one, pages
+of the next layer are copied into the other on a stream of their own. Pages that are on the device
+are copied just before attention, since the step writes to some of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from cairn.kernels.layer_memory import LayerMemory
+from cairn.memory.host_pool import HostPool
+from cairn.memory.kv_pool import KVPool
+
+_MOST_RUNS = 256
+"""Runs of consecutive pages that are copied one by one: by the copy engine, which takes nothing
+from attention. The host takes some microseconds for each, so that more go to one kernel."""
+_PROGRAMS, _THREADS = 8, 1024
+"""Of that kernel: enough for the link, and attention keeps the other processors."""
+
+
+class _Run(NamedTuple):
+    place: int  # of the first page in the stage
+    first: int  # its id
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class StagedPages:
+    """Pages that are staged together: first those that are in host memory alone."""
+
+    away: np.ndarray  # [n] int64, ascending
+    runs: tuple[_Run, ...]
+    """The same, those with consecutive ids together."""
+    listed: tuple[torch.Tensor, torch.Tensor] | None
+    """Their ids and places on the device, where there are too many runs."""
+    frames: torch.Tensor  # [m] int32, of the other pages
+
+    def __len__(self) -> int:
+        return len(self.away) + len(self.frames)
+
+
+@dataclass(slots=True)
+class StagedStep:
+    """What a step puts into the stage, in the order it is read in."""
+
+    fills: Sequence[tuple[int, StagedPages]]
+    """Layers and their pages."""
+    ahead: bool
+    """Copy pages of the next fill while attention reads this one."""
+    read: int = 0
+    ready: list[torch.cuda.Event] = field(default_factory=list)
+    """Copies of each fill that was started."""
+
+
+class PromptStage(KVPool):
+    """What a dense backend takes for the pool; a layer is there from `fill` to `release`."""
+
+    def __init__(
+        self,
+        pool: KVPool,
+        host: HostPool,
+        frames: np.ndarray,  # [pages] frame of each page now, 0 for none
+        room: int,
+        buffers: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Two `buffers` of `room` pages; without them each fill has a tensor of its own."""
+        self.page_size = pool.page_size
+        self.kv_heads = pool.kv_heads
+        self.group_of = pool.group_of
+        self.layers = {}
+        self.room = room
+        self.bytes_in = 0
+        """Copied from host memory so far."""
+        self._pool = pool
+        self._host = host
+        self._frames = frames
+        self._buffers = buffers
+        self._device = device = next(iter(pool.layers.values())).device
+        if buffers:  # and kernels
+            self._sources = {
+                layer: LayerMemory.of([own], device) for layer, own in host.layers.items()
+            }
+            self._targets = [LayerMemory.of([own], device) for own in buffers]
+        self._stream: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    def clear(self, group: int, pages: torch.Tensor) -> None:
+        """Pages here are copies, of pages that were cleared if they had to be."""
+
+    # -- once per step ------------------------------------------------------------------------
+
+    def arrange(self, pages: np.ndarray) -> tuple[StagedPages, np.ndarray]:
+        """How to stage these pages, [n] ids of which some may be the same; and where, [n]."""
+        distinct, which = np.unique(pages.astype(np.int64), return_inverse=True)
+        frames = self._frames[distinct]
+        is_away = frames == 0
+        away = distinct[is_away]
+        places = np.where(is_away, np.cumsum(is_away), len(away) + np.cumsum(~is_away)) - 1
+        runs, listed = consecutive(away), None
+        if self._buffers and len(runs) > _MOST_RUNS:
+            into = torch.arange(len(away), dtype=torch.int32, device=self._device)
+            listed = self._send(away), into
+        return StagedPages(away, runs, listed, self._send(frames[~is_away])), places[which]
+
+    def step(self, fills: Sequence[tuple[int, StagedPages]], *, ahead: bool) -> StagedStep:
+        return StagedStep(fills, ahead and self._stream is not None)
+
+    def begin(self, step: StagedStep) -> None:
+        if step.ahead:
+            for index in range(min(2, len(step.fills))):
+                self._start(step, index)
+
+    def abandon(self) -> None:
+        """A step did not come to its end: what follows waits for the copies it started."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    # -- once per fill ------------------------------------------------------------------------
+
+    def fill(self, step: StagedStep) -> None:
+        """Make the next fill's pages readable. The step's keys and values of its layer are in the
+        pool."""
+        layer, staged = step.fills[step.read]
+        buffer = self._buffer(step.read, staged)
+        if step.ahead:
+            torch.cuda.current_stream(self._device).wait_event(step.ready[step.read])
+        else:
+            self._copy_in(step, step.read, buffer)
+        rest = buffer[len(staged.away) : len(staged)]
+        torch.index_select(_wide(self._pool.layers[layer]), 0, staged.frames, out=_wide(rest))
+        self.layers[layer] = buffer
+
+    def release(self, step: StagedStep) -> None:
+        """Attention to the fill has been launched: its buffer is for the one after the next."""
+        layer, _ = step.fills[step.read]
+        del self.layers[layer]
+        step.read += 1
+        if step.ahead and step.read + 1 < len(step.fills):
+            self._start(step, step.read + 1)
+
+    def _start(self, step: StagedStep, index: int) -> None:
+        """Copy a fill's pages beside the steps, behind whoever reads its buffer so far."""
+        assert self._stream is not None
+        _, staged = step.fills[index]
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._copy_in(step, index, self._buffer(index, staged))
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready.record(self._stream)
+        step.ready.append(ready)
+
+    def _copy_in(self, step: StagedStep, index: int, buffer: torch.Tensor) -> None:
+        """Pages that are in host memory alone."""
+        layer, staged = step.fills[index]
+        host = self._host.layers[layer]
+        self.bytes_in += len(staged.away) * host[0].nbytes
+        if staged.listed is not None:
+            from cairn.kernels.swap_in import copy_pages
+
+            source, target = self._sources[layer], self._targets[index % len(self._targets)]
+            copy_pages(source, target, *staged.listed, programs=_PROGRAMS, threads=_THREADS)
+            return
+        for place, first, pages in staged.runs:
+            into = buffer[place : place + pages]
+            into.copy_(host[first : first + pages], non_blocking=True)
+
+    def _buffer(self, index: int, staged: StagedPages) -> torch.Tensor:
+        if self._buffers:
+            return self._buffers[index % len(self._buffers)]
+        like = next(iter(self._pool.layers.values()))
+        size = (len(staged), *like.shape[1:])
+        return torch.empty(size, dtype=like.dtype, device=like.device)
+
+    def _send(self, numbers: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(numbers.astype(np.int32)).to(self._device, non_blocking=True)
+
+
+def consecutive(pages: np.ndarray) -> tuple[_Run, ...]:
+    """Cut ascending ids where the next one is not the one behind."""
+    if not len(pages):
+        return ()
+    starts = np.flatnonzero(np.diff(pages, prepend=pages[0] - 2) != 1)
+    counts = np.diff(starts, append=len(pages))
+    rows = zip(starts.tolist(), pages[starts].tolist(), counts.tolist(), strict=True)
+    return tuple(_Run(*row) for row in rows)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bytes in fewer elements, for a copy by a kernel."""
+    return tensor.view(torch.int64) if tensor.is_cuda else tensor
