@@ -228,8 +228,10 @@ def tier_bench(folder: Path) -> list[str]:
     return [item for name, value in sizes.items() for item in (f"--{name}", value)]
 
 
-def rows_of(part: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
-    small = ["--model", str(folder), "--device", "cpu", *tier_bench(folder)]
+def rows_of(
+    part: str, folder: Path, capsys: pytest.CaptureFixture[str], *more: str
+) -> list[dict[str, Any]]:
+    small = ["--model", str(folder), "--device", "cpu", *tier_bench(folder), *more]
     assert main(["bench", "tier", "--parts", part, *small]) == 0
     rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out.strip().splitlines()[-1])[
         "results"
@@ -287,6 +289,17 @@ def test_tier_first_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_tier_contexts_beyond_the_device(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = rows_of("beyond", folder, capsys)
     assert row["context"] == 3900 and row["resident"] < 1 and row["prefill_s"] > 0
+
+
+def test_tier_prompts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_of("prompt", folder, capsys, "--contexts", "3900,300")
+    assert [(row["tier"], row["context"]) for row in rows] == [
+        (tier, context) for context in (3900, 300) for tier in (False, True)
+    ]
+    assert all(row["first_token_s"] > 0 for row in rows)
+    assert all(row["with / without"] > 0 for row in rows if row["tier"])
+    # The device holds the shorter one, and nothing without a tier is copied.
+    assert [row["gb_in"] > 0 for row in rows] == [False, True, False, False]
 
 
 def test_tier_bandwidth(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@
     hits         how often the hot cache has what real text reads, by its size
     ttft         first tokens on a warm prefix, on the device and in host memory alone
     beyond       one prompt longer than the device's pool
+    prompt       time to the first token of one prompt, with and on a device that holds all of it
     bandwidth    bursts of misses beside a plain copy of the same memory
 
 Weights are random but for `hits`. They select other pages with every token; in `throughput` and
@@ -20,7 +21,7 @@ from typing import Any
 from cairn.bench.tier_bandwidth import bandwidth
 from cairn.bench.tier_engines import TierBench
 from cairn.bench.tier_hits import hits
-from cairn.bench.tier_speed import beyond, small, throughput, ttft
+from cairn.bench.tier_speed import beyond, prompts, small, throughput, ttft
 
 PARTS: Mapping[str, Callable[[TierBench], Iterator[dict[str, Any]]]] = {
     "throughput": throughput,
@@ -28,6 +29,7 @@ PARTS: Mapping[str, Callable[[TierBench], Iterator[dict[str, Any]]]] = {
     "hits": hits,
     "ttft": ttft,
     "beyond": beyond,
+    "prompt": prompts,
     "bandwidth": bandwidth,
 }
 

@@ -12,9 +12,9 @@ from cairn.errors import ConfigError
 if TYPE_CHECKING:
     from cairn.bench.tier_engines import TierBench
 
-_PARTS = ("throughput", "small", "hits", "ttft", "beyond", "bandwidth")
+_PARTS = ("throughput", "small", "hits", "ttft", "beyond", "prompt", "bandwidth")
 _LISTS: dict[str, tuple[Callable[[str], Any], str, str]] = {
-    "contexts": (int, "131072,32768", "throughput: tokens of each request's context"),
+    "contexts": (int, "131072,32768", "throughput, prompt: tokens of a context"),
     "concurrency": (int, "1,2,4,7,14,28", "throughput: requests at once, as far as they fit"),
     "text_models": (str, "smollm2,cairn-nano", "hits: models that read a text"),
     "text_topk": (int, "16,32", "hits: pages a query reads, where the model leaves it open"),

@@ -102,9 +102,11 @@ def engine(
     tier: bool,
     own_contexts: int | None = None,
     drifting: bool = False,
+    length: int | None = None,
 ) -> Iterator[LLM]:
     """For so many requests of `context` tokens, all with their own or only so many; with a tier as
-    much host memory as they take."""
+    much host memory as they take. They may grow to `length` tokens, by default until everything is
+    measured."""
     options: dict[str, Any] = {
         "load_format": "dummy",
         "dtype": bench.dtype,
@@ -113,7 +115,7 @@ def engine(
         "hsa_topk": bench.topk,
         "hsa_window": bench.window,
         "page_size": bench.page_size,
-        "context_length": bench.length(context, requests),
+        "context_length": length or bench.length(context, requests),
         "kv_cache_gib": bench.kv_cache_gib,
         "max_running_requests": requests,
         "chunked_prefill_size": bench.chunk,

@@ -33,8 +33,9 @@ def hits(bench: TierBench) -> Iterator[dict[str, Any]]:
             for hot in sorted({max(least, size) for size in bench.hot_sizes}):
                 page_size = bench.page_size if own is None else own.chunk_size
                 options: dict[str, Any] = {"page_size": page_size}
-                if own is None:
+                if own is None:  # rows of the text are rows of a prompt, and select pages here
                     options |= {"hsa_topk": topk, "hsa_window": bench.window}
+                    options["hsa_prefill"] = "sparse"
                 tier = {"host_gib": _HOST_GIB, "device_buffer_size": int(hot * topk) * page_size}
                 row = {"part": "hits", "model": model, "hot": hot}
                 yield row | _read(bench, model, text, options, tier)

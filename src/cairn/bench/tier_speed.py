@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from cairn.bench.profile import profile_steps
 from cairn.bench.tier_engines import (
@@ -27,6 +29,7 @@ _LINK = 45e9  # bytes per second that host memory must be read with, at least
 _SUFFIX = 64
 _REPEATS = 5
 _BRANCHES = 16
+_WITH_LANDMARKS = 1.05  # of the KV of a context: that, its landmarks and what little else there is
 
 
 def throughput(bench: TierBench) -> Iterator[dict[str, Any]]:
@@ -175,6 +178,38 @@ def beyond(bench: TierBench) -> Iterator[dict[str, Any]]:
         row["ms"] = round(1e3 * step, 3)
         yield row | reads(prefilled, totals(llm), bench.warm_steps + bench.steps)
         running.end()
+
+
+def prompts(bench: TierBench) -> Iterator[dict[str, Any]]:
+    """One prompt that is read densely: with the tier, and on a device that holds all of it."""
+    for context in bench.contexts:
+        whole = replace(bench, kv_cache_gib=_WITH_LANDMARKS * bench.host_gib(context, 1))
+        seconds: dict[bool, float] = {}
+        for tier in (False, True):
+            own = bench if tier else whole
+            row = {"part": "prompt", "tier": tier, "context": context, "gib": own.kv_cache_gib}
+            if bench.device == "cuda" and not tier and not _fits(own):
+                yield row | {"left_out": "the device has no room for it"}
+                continue
+            with engine(own, context, 1, tier=tier, length=context) as llm:
+                vocab = llm.engine.spec.vocab_size
+                first_token(llm, prompt(min(context // 2, 2 * bench.chunk), 1, vocab), 1)
+                come_to_rest(llm)
+                llm.engine.scheduler.cache.clear()
+                before = totals(llm)
+                seconds[tier] = first_token(llm, prompt(context - _SUFFIX - 1, 2, vocab), 2)
+                after = totals(llm)
+            row["first_token_s"] = round(seconds[tier], 3)
+            row["gb_in"] = round((after.bytes_in - before.bytes_in) / 1e9, 4)
+            row["gb_out"] = round((after.bytes_out - before.bytes_out) / 1e9, 4)
+            if tier and False in seconds:
+                row["with / without"] = round(seconds[True] / seconds[False], 3)
+            yield row
+
+
+def _fits(bench: TierBench) -> bool:
+    free, _ = torch.cuda.mem_get_info()
+    return bench.kv_cache_gib * 2**30 < 0.9 * free
 
 
 def first_token(llm: LLM, prefix: Sequence[int], seed: int) -> float:
