@@ -1,6 +1,8 @@
 """Perplexity of a text, to compare ways of attending.
 
-python benchmarks/perplexity.py TEXT --attention-backend hsa --hsa-topk 16
+python benchmarks/perplexity.py TEXT --attention-backend hsa --hsa-topk 16 --hsa-prefill sparse
+
+The text is a prompt, and ordinary models read those densely unless they are told otherwise.
 """
 
 from __future__ import annotations

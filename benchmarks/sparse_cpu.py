@@ -17,7 +17,7 @@ from cairn import LLM
 
 _MODES: dict[str, dict[str, Any]] = {
     "dense": {"attention_backend": "torch"},
-    "hsa": {"attention_backend": "hsa", "hsa_topk": 32},
+    "hsa": {"attention_backend": "hsa", "hsa_topk": 32, "hsa_prefill": "sparse"},
 }
 
 _MODEL = {

@@ -117,7 +117,7 @@ def test_a_file_with_another_hash_is_not_kept(tmp_path: Path) -> None:
 
 # -- sparse attention on a model that was not trained for it ---------------------------------
 
-QUEST = {"attention_backend": "hsa", "hsa_policy": "quest"}
+QUEST = {"attention_backend": "hsa", "hsa_policy": "quest", "hsa_prefill": "sparse"}
 FILLER = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 )

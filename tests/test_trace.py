@@ -315,7 +315,8 @@ def test_generate_writes_the_trace_as_json(
     code = main(
         ["generate", TEXT, "--model", str(folder), "--device", "cpu", "--max-tokens", "6",
          "--trace", str(file), "--attention-backend", "hsa", "--page-size", str(PAGE),
-         "--hsa-topk", str(TOPK), "--hsa-window", str(WINDOW)]
+         "--hsa-topk", str(TOPK), "--hsa-window", str(WINDOW), "--hsa-prefill", "sparse",
+         "--hsa-dense-below", "0"]
     )  # fmt: skip
     assert code == 0
     result = llm.generate(TEXT, max_tokens=6, trace=True)

@@ -94,6 +94,7 @@ def test_recall_is_what_the_selected_pages_hold(folder: Path) -> None:
 @pytest.mark.parametrize("backend", ["hsa", "torch,hsa"])
 def test_all_pages_hold_everything(folder: Path, backend: str) -> None:
     options = {**HSA, "model": str(folder), "attention_backend": backend}
+    options["hsa_prefill"] = "sparse" if backend == "hsa" else "dense"
     settings = make_settings(options, 400, ["quest", "mean"], [1.0], dense=False)
     rows = measure(settings, "word of text. " * 50, 400, 3, lambda done, total: None)
     assert [row["policy"] for row in rows] == ["quest", "mean"]

@@ -111,6 +111,7 @@ def test_sparse_attention_works_on_transformers_code_too(tmp_path: Path) -> None
         "attention_backend": "hsa",
         "hsa_topk": 3,
         "hsa_window": 20,
+        "hsa_prefill": "sparse",
     }
     scores = []
     for implementation in ("cairn", "transformers"):

@@ -219,6 +219,7 @@ def test_a_policy_of_ones_own_needs_nothing_but_its_name(tmp_path: Path) -> None
             hsa_policy=name,
             hsa_topk=2,
             hsa_window=16,
+            hsa_prefill="sparse",
         ) as llm:
             outputs[name] = llm.logprobs(tokens_of(200))
             assert name in llm.engine.notes[-1]
