@@ -253,7 +253,11 @@ def test_the_trace_tells_pages_and_shares(server: ServerProcess) -> None:
     assert told["pages"]["prompt_tokens"] == 300
     assert "".join(told["pages"]["texts"]) == "z" * 300
     assert len(told["reads"]) == 4
-    for read in told["reads"]:
+    # The prompt is read densely: the row of its last token has everything in its window.
+    first, *others = told["reads"]
+    assert first["window_page"] == 0
+    assert all(layer["pages"] == [] and layer["window"] == 1 for layer in first["layers"])
+    for read in others:
         assert [layer["layer"] for layer in read["layers"]] == told["pages"]["sparse_layers"]
         for layer in read["layers"]:
             assert 1 <= len(layer["pages"]) <= 2 * 4  # kv heads choose four pages each
