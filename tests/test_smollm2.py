@@ -14,7 +14,7 @@ import torch
 
 from cairn import LLM
 from cairn.bench.measure import TransformersBaseline
-from cairn.engine.load import sampling_defaults
+from cairn.engine.locate import sampling_defaults
 from cairn.errors import LoadError
 from cairn.models.pull import PULLABLE, _extract, pull, pulled_path
 from cairn.models.source import find_model

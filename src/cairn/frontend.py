@@ -11,7 +11,7 @@ from cairn.config import EngineConfig
 from cairn.engine.build import build_engine
 from cairn.engine.engine import Engine
 from cairn.engine.engine import Progress as StepProgress
-from cairn.engine.load import locate
+from cairn.engine.locate import locate
 from cairn.engine.request import FinishReason, Request
 from cairn.engine.sampling_params import SamplingParams
 from cairn.errors import RequestError

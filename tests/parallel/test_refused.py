@@ -10,7 +10,7 @@ import torch
 
 from cairn import LLM
 from cairn.config import EngineConfig
-from cairn.engine.load import locate
+from cairn.engine.locate import locate
 from cairn.engine.tp_options import check_tp
 from cairn.errors import CairnError, ConfigError
 from tests.helpers import GOLDENS, TINY_LLAMA, write_model

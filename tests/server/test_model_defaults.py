@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from cairn.cli.main import chat_params as chat
-from cairn.engine.load import sampling_defaults
+from cairn.engine.locate import sampling_defaults
 from cairn.errors import ConfigError
 from cairn.models.source import find_model
 from cairn.server.sampling import chat_params, completion_params

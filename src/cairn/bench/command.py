@@ -323,7 +323,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     from cairn.bench.measure import Measurement, TransformersBaseline, measure_cairn
     from cairn.bench.report import make_record, show
     from cairn.engine.build import resolve_device, resolve_dtype
-    from cairn.engine.load import locate
+    from cairn.engine.locate import locate
     from cairn.llm import LLM
 
     if getattr(arguments, "lengths", None) == "seeded":

@@ -18,7 +18,7 @@ from cairn.attention.hsa.backend import HSABackend
 from cairn.bench.collector import release, settled
 from cairn.config import EngineConfig
 from cairn.engine.build import resolve_dtype
-from cairn.engine.load import locate
+from cairn.engine.locate import locate
 from cairn.engine.request import Request
 from cairn.engine.sampling_params import SamplingParams
 from cairn.llm import LLM

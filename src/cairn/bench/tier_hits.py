@@ -11,7 +11,7 @@ from typing import Any
 from cairn.bench.collector import release
 from cairn.bench.tier_engines import TierBench, reads, totals
 from cairn.config import EngineConfig
-from cairn.engine.load import locate
+from cairn.engine.locate import locate
 from cairn.engine.sampling_params import SamplingParams
 from cairn.eval.haystack import read_text
 from cairn.eval.ppl import encode_text

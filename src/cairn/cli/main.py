@@ -129,7 +129,7 @@ def _check_writable(path: Path) -> None:
 def _chat(arguments: argparse.Namespace) -> int:
     from cairn.cli.chat import Chat
     from cairn.cli.start import start
-    from cairn.engine.load import locate, sampling_defaults
+    from cairn.engine.locate import locate, sampling_defaults
     from cairn.llm import LLM
 
     given = collect(arguments, SamplingParams, skip=_NOT_FOR_TEXT)

@@ -22,7 +22,8 @@ from cairn.engine.hisparse_options import (
     hisparse_options,
 )
 from cairn.engine.layout import Layout
-from cairn.engine.load import load_model, sampling_defaults
+from cairn.engine.load import load_model
+from cairn.engine.locate import sampling_defaults
 from cairn.engine.pool_sizes import size_pools
 from cairn.engine.runner import Runner
 from cairn.engine.scheduler import Limits, Scheduler

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # servers name TokenLogprob before the engine's process has loaded torch
+    import torch
 
 _BLOCK = 256  # rows at a time: a long prompt times a large vocabulary does not fit at once
 
@@ -30,7 +32,7 @@ def token_logprobs(
 
 
 def _block(logits: torch.Tensor, tokens: torch.Tensor, most: Sequence[int]) -> list[TokenLogprob]:
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    wide = logits if logits.dtype.itemsize >= 4 else logits.float()
     logprobs = wide.log_softmax(-1)
     chosen = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
     values, ids = _top(logprobs, max(most))

@@ -18,7 +18,8 @@ import torch
 from cairn.config import EngineConfig
 from cairn.engine.attention_options import plan_attention
 from cairn.engine.build_runner import build_runner
-from cairn.engine.load import load_model, locate
+from cairn.engine.load import load_model
+from cairn.engine.locate import locate
 from cairn.engine.pool_sizes import kv_budget
 from cairn.engine.rank_group import PeerLostError, RankGroup
 from cairn.engine.rank_messages import (

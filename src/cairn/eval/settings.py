@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cairn.config import EngineConfig
-from cairn.engine.load import locate
+from cairn.engine.locate import locate
 from cairn.errors import ConfigError
 from cairn.models.registry import read_spec
 from cairn.models.spec import NativeSparsity

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from cairn.errors import ConfigError, LoadError
 
 if TYPE_CHECKING:
+    import torch
     from gguf import GGUFReader, ReaderTensor
 
 _TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
@@ -146,6 +146,8 @@ class GGUFFile:
         values = values.reshape([int(size) for size in reversed(tensor.shape)])
         if self.metadata["general.architecture"] == "llama":
             values = self._unpermuted(tensor.name, values)
+        import torch  # here: who asks for the tokenizer alone need not wait for it
+
         return torch.from_numpy(np.array(values, dtype=np.float32))
 
     def _unpermuted(self, name: str, values: np.ndarray) -> np.ndarray:

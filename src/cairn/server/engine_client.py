@@ -29,7 +29,6 @@ from cairn.errors import CairnError, ConfigError
 from cairn.server import wire
 from cairn.server.answer import Answer, Choice
 from cairn.server.api_error import ApiError, refusal
-from cairn.server.engine_process import run_engine
 from cairn.server.options import ServeConfig
 
 State = Literal["loading", "ok", "restarting", "dead", "draining"]
@@ -333,3 +332,10 @@ def _refusal(refused: wire.Refused) -> ApiError:
             return ApiError(429, refused.message, code="queue_full", retry_after=1)
         case "engine":
             return ApiError(500, f"the engine failed on this request: {refused.message}")
+
+
+def run_engine(config: EngineConfig, endpoint: str) -> None:
+    """The engine process's main. Only that process imports the engine, and torch."""
+    from cairn.server import engine_process
+
+    engine_process.run_engine(config, endpoint)

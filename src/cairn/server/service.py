@@ -14,7 +14,7 @@ from typing import Any, cast
 import msgspec
 
 from cairn.config import EngineConfig
-from cairn.engine.load import locate, sampling_defaults
+from cairn.engine.locate import locate, sampling_defaults
 from cairn.server import wire
 from cairn.server.answer import Answer, Choice
 from cairn.server.api_error import ApiError
