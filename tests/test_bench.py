@@ -397,7 +397,7 @@ def test_seeded_requests_can_be_served() -> None:
         ("3x9-4:1", "IN is '9-4'; write the lower end first"),
         ("3x9:-1", "OUT is ''"),
         ("3x9:1.5", "OUT is '1.5'; it must be a whole number"),
-        ("3x9,10:1", "IN is a list, which has one request for each length; leave COUNT"),
+        ("3x9,10:1", "IN is a list with one request for each length; remove COUNT"),
         ("3x9:1+prefix=", "prefix is ''"),
         ("3x9:1+rate=0", "rate is '0'; it must be a number above 0"),
         ("3x9:1+rate=1+concurrency=2", "concurrency and rate exclude each other; give one"),

@@ -106,8 +106,8 @@ class EngineConfig:
     )
     hsa_prefill: str | None = _option(
         None,
-        "hsa: how ordinary models read prompts. dense (the default) reads all of the past, sparse "
-        "reads selected pages as decoding does.",
+        "hsa: how ordinary models read prompts. dense (the default) reads all of the past; sparse "
+        "reads selected pages, on CUDA from row 65,536 on.",
         PREFILLS,
     )
     hsa_dense_below: int | None = _option(

@@ -10,11 +10,13 @@ import torch
 
 from tests.sglang.lanes import VOCAB, Lane
 
+QUEST = {"policy": "quest", "topk": 1, "window": 4, "sinks": 0, "layers": "1", "prefill": "sparse"}
+
 
 @pytest.mark.parametrize(
     ("chunk_size", "page_size", "options"),
     [
-        (None, 16, {"policy": "quest", "topk": 1, "window": 4, "sinks": 0, "layers": "1"}),
+        (None, 16, QUEST),
         (16, 15, {"topk": 1}),
     ],
     ids=["quest", "hils"],

@@ -15,7 +15,7 @@ from cairn.sglang.hooks import extend_slots
 from cairn.sglang.step import PageLives
 from tests.sglang.lanes import Lane
 
-QUEST = {"policy": "quest", "topk": 2, "window": 20, "sinks": 1}
+QUEST = {"policy": "quest", "topk": 2, "window": 20, "sinks": 1, "prefill": "sparse"}
 
 
 @pytest.mark.parametrize(

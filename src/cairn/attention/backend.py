@@ -115,6 +115,8 @@ class DenseBackend:
     name: ClassVar[str]
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
     head_dims: ClassVar[tuple[int, ...] | None] = None  # None for any
+    keeps_one_plan: ClassVar[bool] = False
+    """A second `prepare` for a layer group makes the first one's metadata invalid."""
     hides_rows: ClassVar[bool] = False
     """Can leave landmark rows out."""
     graph_kinds: ClassVar[tuple[GraphKind, ...]] = ()

@@ -24,6 +24,7 @@ class _Metadata:
 class FlashInferBackend(DenseBackend):
     name = "flashinfer"
     head_dims = (64, 128, 256)
+    keeps_one_plan = True
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
         super().__init__(shape, pool)

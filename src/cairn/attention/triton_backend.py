@@ -20,6 +20,7 @@ class _Metadata:
     decode_tables: tuple[torch.Tensor, ...]  # per group, [n, pages]
     blocks: object  # ExtendBlocks of the other sequences, or None
     batch: AttentionBatch
+    groups: Collection[int]
 
 
 class TritonBackend(DenseBackend):
@@ -51,9 +52,11 @@ class TritonBackend(DenseBackend):
         decoding = np.flatnonzero(batch.query_lens == 1)
         chunks = np.flatnonzero(batch.query_lens > 1)
         tables = tuple(group.page_table for group in batch.groups)
+        if groups is None:
+            groups = range(len(batch.groups))
         if batch.decodes:
             rows = self._every_row[: batch.num_seqs]
-            return _Metadata(rows, batch.device_kv_lens, tables, None, batch)
+            return _Metadata(rows, batch.device_kv_lens, tables, None, batch, groups)
         from cairn.kernels.paged_extend import ExtendBlocks
 
         if batch.recorded is not None:
@@ -65,10 +68,11 @@ class TritonBackend(DenseBackend):
                 decode_tables=tables,
                 blocks=ExtendBlocks.on_device(query_lens.masked_fill(single, 0), batch.num_rows),
                 batch=batch,
+                groups=groups,
             )
         blocks = ExtendBlocks.of(batch.query_lens, chunks, batch.device)
         if not len(decoding):
-            return _Metadata(None, batch.device_kv_lens, tables, blocks, batch)
+            return _Metadata(None, batch.device_kv_lens, tables, blocks, batch, groups)
         index = to_device(decoding, batch.device)
         return _Metadata(
             decode_rows=batch.device_cu_query[index],
@@ -76,6 +80,7 @@ class TritonBackend(DenseBackend):
             decode_tables=tuple(table[index] for table in tables),
             blocks=blocks,
             batch=batch,
+            groups=groups,
         )
 
     def begin(self, metadata: _Metadata) -> None:
@@ -83,13 +88,13 @@ class TritonBackend(DenseBackend):
             return
         from cairn.kernels.paged_decode import plan_splits
 
-        for splits, group in zip(self._splits, self._shape.groups, strict=True):
+        for g in metadata.groups:
             plan_splits(
-                splits,
+                self._splits[g],
                 metadata.decode_lens,
                 kv_heads=self._shape.num_kv_heads,
                 page_size=self._shape.page_size,
-                window=group.window,
+                window=self._shape.groups[g].window,
             )
 
     def attend(self, layer: int, query: torch.Tensor, metadata: _Metadata) -> torch.Tensor:

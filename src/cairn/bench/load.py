@@ -114,7 +114,7 @@ def _parse_part(spec: str, text: str) -> Part:
     listed = "," in found["given"]
     if listed:
         if found["count"] is not None:
-            raise _error(spec, "IN is a list, which has one request for each length; leave COUNT")
+            raise _error(spec, "IN is a list with one request for each length; remove COUNT")
         inputs = tuple(_tokens(spec, "IN", length) for length in found["given"].split(","))
     else:
         count = 1
@@ -142,7 +142,7 @@ def _options(spec: str, text: str) -> dict[str, str]:
         if name not in ("prefix", "concurrency", "rate"):
             raise _error(spec, f"{name!r} is no option; choose among prefix, concurrency, rate")
         if name in found:
-            raise _error(spec, f"{name} is given twice; leave one")
+            raise _error(spec, f"{name} is given twice; remove one")
         found[name] = value
     return found
 

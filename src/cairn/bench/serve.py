@@ -263,9 +263,9 @@ async def _send_load(
             return begin, await target.exchange(data)
 
     waiting = []
-    for part, datas in zip(load.parts, bodies, strict=True):
+    for index, (part, datas) in enumerate(zip(load.parts, bodies, strict=True)):
         turn = None if part.concurrency is None else asyncio.Semaphore(part.concurrency)
-        times = due_times(part, arguments.seed)
+        times = due_times(part, arguments.seed + index)
         waiting += [one(data, due, turn) for data, due in zip(datas, times, strict=True)]
     with settled():
         start = time.perf_counter()

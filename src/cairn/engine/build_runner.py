@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
 
-from cairn.attention.backend import AttentionBackend, AttentionShape, resolve_backends
+from cairn.attention.backend import (
+    AttentionBackend,
+    AttentionShape,
+    DenseBackend,
+    resolve_backends,
+)
 from cairn.attention.hsa.backend import HSABackend
 from cairn.attention.hsa.kernel_sparse import KernelSparse
 from cairn.attention.pair_backend import PairBackend
@@ -93,6 +99,7 @@ def build_runner(
     refused = None
     if attention.sparse is not None:
         refused = KernelSparse.refusal(attention.sparse, shape)
+        _check_plans(dense, attention.sparse, groups)
     tier = None
     if sizes is not None and attention.sparse is not None:
         tier = _build_tier(layout, sizes, attention.sparse, pool, shape, by_kernels=refused is None)
@@ -150,6 +157,21 @@ def build_runner(
         if unrecorded is not None:
             notes.append(f"steps are not recorded as CUDA graphs: {unrecorded}")
     return BuiltRunner(runner, tuple(notes))
+
+
+def _check_plans(
+    dense: Sequence[type[DenseBackend]], sparse: SparseConfig, groups: Sequence[LayerGroup]
+) -> None:
+    """Rows of sparse layers that are dense have other lengths than those of dense layers."""
+    own = set(sparse.layers)
+    mixed = any(own & set(group.layers) and set(group.layers) - own for group in groups)
+    names = [kind.name for kind in dense if kind.keeps_one_plan]
+    if mixed and names:
+        raise ConfigError(
+            f"attention_backend is {names[0]},hsa and hsa_layers names {len(own)} layers; "
+            f"{names[0]} plans a step once for all full-attention layers: leave hsa_layers out, or "
+            "use another backend"
+        )
 
 
 def _warm_up(

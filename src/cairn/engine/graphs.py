@@ -113,6 +113,7 @@ class StepGraphs:
         self._max_pages = max_pages
         self._device = device
         self._graphs: dict[tuple[Graph, StepSize], _Recorded] = {}
+        self._shared: torch.Tensor | None = None  # [seqs, vocab]
 
     @property
     def largest_decode(self) -> int:
@@ -143,13 +144,26 @@ class StepGraphs:
             if graph not in run:  # the first of its kind sets up libraries
                 run.add(graph)
                 self._run_aside(call)
+            if graph.mixed or graph.kind == "both":
+                # There are many of these, and logits stay: those of all are in one place.
+                call = partial(self._into_shared, call)
             captured, (logits, tokens) = self._capture(call, pool)
             self._graphs[graph, size] = _Recorded(captured, packed, tables, logits, tokens)
+
+    def _into_shared(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, tokens = call()
+        return self._shared_logits(logits)[: len(logits)].copy_(logits), tokens
+
+    def _shared_logits(self, like: torch.Tensor) -> torch.Tensor:
+        if self._shared is None:
+            seqs = max(size.seqs for sizes in self._sizes.values() for size in sizes)
+            self._shared = like.new_empty(seqs, like.shape[1])
+        return self._shared
 
     def _all_tables(self) -> torch.Tensor:
         """[groups, seqs, max_pages] for the most sequences; all graphs share them."""
         seqs = max(size.seqs for sizes in self._sizes.values() for size in sizes)
-        whole = self._padding(StepSize(seqs, seqs)).pack_tables(self._generations)
+        whole = self._padding(StepSize(seqs, seqs), mixed=False).pack_tables(self._generations)
         return to_device(whole, self._device)
 
     def _step(
@@ -157,7 +171,8 @@ class StepGraphs:
     ) -> tuple[Call, torch.Tensor, torch.Tensor]:
         """A step as it is recorded, and the buffers it reads its inputs and tables from."""
         kind = graph.kind
-        host = replace(self._padding(size), recorded=kind, resident=kind == "resident")
+        padding = self._padding(size, mixed=graph.mixed)
+        host = replace(padding, recorded=kind, resident=kind == "resident")
         draws = HostDraws.none(size.seqs, self._spare_slot)
         none = np.zeros(size.seqs, dtype=np.int64)
         arrays = (*draws.arrays(), none, *host.arrays())
@@ -218,7 +233,8 @@ class StepGraphs:
             own = draws.at(places, size.seqs, self._spare_slot)
         logit_rows = np.zeros(size.seqs, dtype=np.int64)
         logit_rows[places] = wanted
-        padded = (host if graph.mixed else host.apart()).padded(size.rows, size.seqs)
+        own_rows = host if graph.mixed else host.apart()
+        padded = own_rows.padded(size.rows, size.seqs, mixed=graph.mixed)
         send(pack((*own.arrays(), logit_rows, *padded.arrays())), recorded.packed)
         tables = padded.pack_tables(self._generations)
         recorded.tables[:, :, : tables.shape[2]].copy_(to_device(tables, self._device))
@@ -229,7 +245,7 @@ class StepGraphs:
         index = to_device(places, self._device)
         return recorded.logits[index], recorded.tokens[index]
 
-    def _padding(self, size: StepSize) -> HostInputs:
+    def _padding(self, size: StepSize, *, mixed: bool) -> HostInputs:
         """A step that is nothing but padding."""
         none = np.zeros(0, dtype=np.int64)
         rows = StepRows(
@@ -247,4 +263,4 @@ class StepGraphs:
         )
         tables = np.zeros((self._groups, 0, self._max_pages), dtype=np.int32)
         empty = HostInputs(rows, self._page_size, tables, tables, none, none)
-        return empty.padded(size.rows, size.seqs)
+        return empty.padded(size.rows, size.seqs, mixed=mixed)

@@ -131,18 +131,18 @@ class HostInputs:
             prompt_rows=self.prompt_rows[seq],
         )
 
-    def padded(self, num_rows: int, num_seqs: int) -> HostInputs:
+    def padded(self, num_rows: int, num_seqs: int, *, mixed: bool) -> HostInputs:
         """The same step with more rows and sequences, all on the null page.
 
-        The first sequence behind its own has all rows behind its own; the others have none. With
-        as many sequences as rows each of them has one.
+        In a mixed step the first added sequence has all added rows, and the others are empty. In a
+        decode step every added sequence has one row.
         """
         rows = self.rows
         more, others = num_rows - len(rows.token_ids), num_seqs - len(rows.kv_lens)
         if not (more or others):
             return self
         lens = np.zeros(others, dtype=np.int64)
-        if more == others:
+        if not mixed:
             lens[:] = 1
         elif more:
             lens[0] = more

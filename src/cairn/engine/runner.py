@@ -327,15 +327,21 @@ class Runner:
         batch = host.host_batch()
         for mixed in (False, True) if host.rows.only_decodes else (True,):
             kind = self._backend.graph_kind(batch, mixed=mixed)
-            graph = Graph(kind or "dense", mixed)
-            size = None if kind is None else self._graphs.size_for(graph, host.rows)
+            if kind is None:
+                continue
+            graph = Graph(kind, mixed)
+            size = self._graphs.size_for(graph, host.rows)
             if size is None:
                 continue
-            self._backend.launching(batch, graph)
             draws = self._plain_draws([plan.advances[s] for s in sampling])
             wanted = np.array(sampling, dtype=np.int64)
-            logits, tokens = self._graphs.run(host, graph, size, wanted, draws)
-            self._backend.replayed(batch, graph)
+            try:
+                self._backend.launching(batch, graph)
+                logits, tokens = self._graphs.run(host, graph, size, wanted, draws)
+                self._backend.replayed(batch, graph)
+            except BaseException:
+                self._backend.abandon(batch)
+                raise
             return logits, None if draws is None else tokens
         return None
 

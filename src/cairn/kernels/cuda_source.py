@@ -120,10 +120,15 @@ class CudaKernel:
         self._threads = threads
         self._shared_bytes = shared_bytes
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        with torch.cuda.device(device):
-            self._call("cuModuleLoadData", ctypes.byref(module), cubin)
-            self._call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
-            self._call("cuFuncSetAttribute", function, _SHARED_SIZE, shared_bytes)
+        try:
+            with torch.cuda.device(device):
+                self._call("cuModuleLoadData", ctypes.byref(module), cubin)
+                self._call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
+                self._call("cuFuncSetAttribute", function, _SHARED_SIZE, shared_bytes)
+        except RuntimeError as error:
+            raise KernelUnavailableError(
+                f"{error}; is the driver older than NVRTC, or a file in {cache_folder()} damaged?"
+            ) from error
         self._module = module
         self._function = function
 

@@ -197,6 +197,8 @@ class HiSparseCoordinator:
             null, _ = self._index([Transfer(0, 0)])
             self.swap.back_up(null, null)
             self.swap.fetch(null, null)
+        if self.stage is not None:
+            self.stage.rehearse()
 
     # -- to the host --------------------------------------------------------------------------
 

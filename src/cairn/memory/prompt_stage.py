@@ -115,6 +115,12 @@ class PromptStage(KVPool):
     def step(self, fills: Sequence[tuple[int, StagedPages]], *, ahead: bool) -> StagedStep:
         return StagedStep(fills, ahead and self._stream is not None)
 
+    def rehearse(self) -> None:
+        """Copy the null page as pages of many runs are, for who collects kernels."""
+        if self._buffers:
+            null = self._send(np.zeros(1, dtype=np.int64))
+            self._copy_listed(next(iter(self._host.layers)), 0, null, null)
+
     def begin(self, step: StagedStep) -> None:
         if step.ahead:
             for index in range(min(2, len(step.fills))):
@@ -165,14 +171,19 @@ class PromptStage(KVPool):
         host = self._host.layers[layer]
         self.bytes_in += len(staged.away) * host[0].nbytes
         if staged.listed is not None:
-            from cairn.kernels.swap_in import copy_pages
-
-            source, target = self._sources[layer], self._targets[index % len(self._targets)]
-            copy_pages(source, target, *staged.listed, programs=_PROGRAMS, threads=_THREADS)
+            self._copy_listed(layer, index, *staged.listed)
             return
         for place, first, pages in staged.runs:
             into = buffer[place : place + pages]
             into.copy_(host[first : first + pages], non_blocking=True)
+
+    def _copy_listed(
+        self, layer: int, index: int, pages: torch.Tensor, places: torch.Tensor
+    ) -> None:
+        from cairn.kernels.swap_in import copy_pages
+
+        source, target = self._sources[layer], self._targets[index % len(self._targets)]
+        copy_pages(source, target, pages, places, programs=_PROGRAMS, threads=_THREADS)
 
     def _buffer(self, index: int, staged: StagedPages) -> torch.Tensor:
         if self._buffers:

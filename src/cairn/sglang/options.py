@@ -33,7 +33,10 @@ def read_plan(
 ) -> tuple[AttentionPlan, PageGeometry]:
     """`given` is the config's field, None without one; `page_size` is SGLang's, in tokens."""
     geometry = _geometry(spec, page_size)
-    options = {f"{_PREFIX}{name}": value for name, value in _options(given).items()}
+    options: dict[str, Any] = {f"{_PREFIX}{name}": own for name, own in _options(given).items()}
+    if spec.sparsity is None:
+        # A step that SGLang records cannot tell dense rows from others: generated rows all select.
+        options.setdefault(f"{_PREFIX}dense_below", 0)
     config = EngineConfig(attention_backend="hsa", page_size=geometry.page_size, **options)
     return plan_attention(config, spec, device), geometry
 

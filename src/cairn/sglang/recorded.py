@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cairn.attention.batch import AttentionBatch, GraphKind, GroupTables
+from cairn.attention.batch import AttentionBatch, GroupTables
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.pages import NULL_PAGE
 from cairn.sglang.step import PageLives, Step
@@ -50,7 +50,7 @@ class RecordedSteps:
         self._seqs = torch.arange(max_seqs, device=device)
         self._no_prompt = empty(rows, dtype=torch.int32)
 
-    def step(self, num_seqs: int, kind: GraphKind) -> Step:
+    def step(self, num_seqs: int) -> Step:
         """Its host arrays say nothing: no backend that can be recorded reads them."""
         rows = num_seqs * self._per_seq
         ones = np.ones(rows, dtype=np.int64)
@@ -75,7 +75,7 @@ class RecordedSteps:
             device_kv_lens=self._kv_lens[:rows],
             device_cu_query=self._cu_query[: rows + 1],
             device_prompt_rows=self._no_prompt[:rows],
-            recorded=kind,
+            recorded="sparse",
         )
         token_rows = self._seqs[:num_seqs] if self._per_seq == 2 else None
         return Step(batch, self._positions[:rows], token_rows)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from cairn.attention.backend import AttentionShape, backend_class, resolve_backends
-from cairn.attention.batch import GraphKind, Scoring
+from cairn.attention.batch import Scoring
 from cairn.attention.hsa.backend import HSABackend
 from cairn.attention.hsa.kernel_sparse import KernelSparse
 from cairn.attention.pair_backend import PairBackend
@@ -61,7 +61,7 @@ class SparseAttention:
         """
         assert plan.sparse is not None
         self.notes = (*plan.notes, *plan.warnings)
-        self._plan = plan.sparse
+        self._dense_below = plan.sparse.dense_below
         self._geometry = geometry
         self._pool = pool
         some = next(iter(pool.layers.values()))
@@ -124,6 +124,11 @@ class SparseAttention:
                 "decode steps cannot be recorded as CUDA graphs here: "
                 f"{self.kernel_refusal or 'the dense layers cannot'}; give --disable-cuda-graph"
             )
+        if self._dense_below:
+            raise ConfigError(
+                f"dense_below is {self._dense_below}, and every row of a decode step that is "
+                "recorded as a CUDA graph selects pages; leave it out, or give --disable-cuda-graph"
+            )
         if max_seqs > self._max_seqs:
             raise ConfigError(
                 f"CUDA graphs of {max_seqs} sequences are asked for, and at most {self._max_seqs} "
@@ -141,8 +146,7 @@ class SparseAttention:
     def begin_recording(self, num_seqs: int) -> None:
         """The host's part of a step that is about to be recorded."""
         assert self._recorded is not None
-        kind: GraphKind = "both" if self._plan.reads_densely else "sparse"
-        self.step = self._recorded.step(num_seqs, kind)
+        self.step = self._recorded.step(num_seqs)
         self._metadata = self._hsa.prepare(self.step.batch)
         # A graph that is replayed reads the tensors it was recorded with.
         self._kept.append(self._metadata)

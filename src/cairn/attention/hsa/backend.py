@@ -200,10 +200,11 @@ class HSABackend:
         return HSAMetadata(dense, dense_rows, none, kernels, (), None, batch)
 
     def begin(self, metadata: HSAMetadata) -> None:
-        if metadata.dense is not None:
-            self._dense.begin(metadata.dense)
         if metadata.dense_rows is not None:
             (self._tiered or self._dense).begin(metadata.dense_rows)
+        # Behind it: where layers of both share a group, the plan with whole lengths serves both.
+        if metadata.dense is not None:
+            self._dense.begin(metadata.dense)
         if metadata.kernels is not None and self.kernels is not None:
             self.kernels.begin(metadata.kernels)
 
