@@ -421,7 +421,7 @@ def test_bad_specs_are_named(spec: str, message: str, capsys: pytest.CaptureFixt
         (["--workload", "1:1", "--spawn", "a=--tp 1", "--spawn", "a=--tp 2"], "called 'a'"),
         (
             ["--workload", "1:1", "--spawn", "--model hils-345m-hd128 --load-format dummy"],
-            "model hils-345m-hd128 works as a preset alone",
+            "preset hils-345m-hd128 cannot be given a tokenizer",
         ),
         (["--workload", "1:1", "--spawn", "a=", "--json", "/nowhere/x"], "there is no such folder"),
         (["--client-speed", "--workload", "1:1"], "give it alone"),

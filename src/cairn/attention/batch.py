@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 GraphKind = Literal["dense", "sparse", "resident", "both"]
-"""How the sparse layers of a recorded step attend: every row densely; every row sparsely; the same,
-where all pages of host memory that it reads are on the device; or some rows so and some so."""
+"""How sparse layers attend in a recorded step. dense: all rows attend densely. sparse: all rows
+select pages. resident: as sparse, and all their pages are on the device, where pages live in host
+memory. both: some rows are dense, some sparse."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,8 @@ _TILE = 128
 """Rows of a key tile. Pages of a multiple of this are loaded by TMA; smaller ones row by row, which
 is 9 % slower for long prompts."""
 _GATHER_FROM = 3000
-"""Mean number of new rows for each row of the past, from which on it pays to gather a layer's pages
-into larger ones first. Copying breaks even at half of it."""
+"""Copy a layer's pages into pages of _TILE rows first if cached rows are read by more new rows than
+this on average. The copy pays for itself from about half of that."""
 _MOST_GATHERED = 4 * 2**30
 """Bytes of one layer."""
 

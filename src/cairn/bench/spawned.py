@@ -104,8 +104,8 @@ def check_flags(flags: Sequence[str]) -> None:
         read_spec(ConfigReader(PRESETS[preset], preset))
     except ConfigError as error:
         raise ConfigError(
-            f"--spawn: model {preset} works as a preset alone, where it has no tokenizer and "
-            "nothing is streamed; name a model folder or another preset"
+            f"--spawn: preset {preset} cannot be given a tokenizer, and servers stream text; name "
+            "a model folder or another preset"
         ) from error
 
 

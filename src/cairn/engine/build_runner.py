@@ -104,7 +104,8 @@ def build_runner(
     if sizes is not None and attention.sparse is not None:
         tier = _build_tier(layout, sizes, attention.sparse, pool, shape, by_kernels=refused is None)
     notes = [choice] if device.type == "cuda" else []
-    # Frames are given up behind a window; who reads them densely finds the rest elsewhere.
+    # Frames behind the window are freed. Dense attention must not apply that window: it reads the
+    # missing pages from the stage.
     unbounded = (g if g.copy_of is None else replace(g, window=None) for g in groups)
     dense_shape = replace(shape, groups=tuple(unbounded))
     backends = [kind(dense_shape, pool) for kind in dense]

@@ -132,7 +132,10 @@ def size_tier(
     if not running:
         one_stage = ""
         if staged and stages == 2:
-            one_stage = f", or use hsa_prefill=sparse, which stages in {staged / 2 / _GIB:.3f}"
+            one, both = staged / 2 / _GIB, staged / _GIB
+            one_stage = (
+                f", or use hsa_prefill=sparse, whose stage takes {one:.3f} GiB, not {both:.3f}"
+            )
         raise ConfigError(
             f"enable_hisparse: the KV cache has {budget / _GIB:.3f} GiB and one request needs "
             f"{least / _GIB:.3f}, of which {fixed / _GIB:.3f} are landmarks and dense layers of "

@@ -46,9 +46,9 @@ def sparse_decode(
     *,
     pooling: Pooling | None,  # None where the caller saves landmarks of completed pages
     kv_table: torch.Tensor | None = None,  # of the same stride, where pages live in host memory
-    # Likewise: brings pages in. The last kernel it launches lets its successor start only when it
-    # has waited for its predecessor, or not before its own end, and brings what is told to have
-    # arrived of every page on its way to `pieces`: attention does not end before.
+    # Brings selected pages to the device. Its last kernel must not let the next one start before it
+    # has itself waited for its predecessor. It counts the pieces of each page that have arrived;
+    # attention waits until there are `pieces` of them.
     locate: Callable[[torch.Tensor], Located] | None = None,
     homes: Homes | None = None,  # or all of them are there, as `begin` was told
 ) -> None:

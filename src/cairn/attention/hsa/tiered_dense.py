@@ -26,7 +26,8 @@ class _Run:
     backend: AttentionBackend
     batch: AttentionBatch
     metadata: Any
-    """The backend's; None where it keeps the plan of one run at a time, and there are several."""
+    """The backend's. None if there are several staged runs: some backends hold only one plan, so it
+    is made again before each run."""
     rows: torch.Tensor | None  # [n] int64, rows of the step; None for the first run: all of them
     staged: bool
 
