@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from cairn import LLM
 from cairn.attention.hsa.backend import HSABackend
 from cairn.attention.hsa.kernel_sparse import KernelSparse
+from cairn.attention.torch_backend import TorchBackend
 from cairn.attention.triton_backend import TritonBackend
 from cairn.engine.inputs import DeviceDraws, HostDraws
 from cairn.engine.plan import Advance, StepPlan
@@ -49,6 +50,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**TINY_LLAMA, **LARGE},
         {**SELECTING, "hsa_policy": "mean", "hsa_selection_strategy": "group"},
     ),
+    "torch": ({**TINY_LLAMA, **LARGE}, {"attention_backend": "torch", "page_size": PAGE}),
     "windows": ({**TINY_OLMO3, **LARGE}, {"attention_backend": "triton", "page_size": PAGE}),
 }
 OPTIONS: dict[str, Any] = {
@@ -117,14 +119,17 @@ def most_pages(runner: Runner) -> int:
     return int(runner._tables.shape[2]) - PAGE
 
 
-def rehearsed(runner: Runner, seqs: int = SEQS) -> Forms:
+def rehearsed(runner: Runner) -> Forms:
     """Forms of all steps of the warm-up."""
     backend = runner.backend
     kernels = backend.kernels if isinstance(backend, HSABackend) else None
+    seqs, pages = SEQS, most_pages(runner)
+    if isinstance(backend, TorchBackend):
+        seqs, pages = 2, OPTIONS["chunked_prefill_size"] // PAGE
     steps = rehearsals(
-        rungs_of(kernels, seqs, most_pages(runner)),
+        rungs_of(kernels, seqs, pages),
         page_size=PAGE,
-        max_pages=most_pages(runner),
+        max_pages=pages,
         chunk=OPTIONS["chunked_prefill_size"],
         dense_below=DENSE_BELOW,
     )

@@ -12,6 +12,7 @@ from cairn.attention.backend import (
     AttentionBackend,
     AttentionShape,
     DenseBackend,
+    missing_module,
     resolve_backends,
 )
 from cairn.attention.hsa.backend import HSABackend
@@ -184,19 +185,26 @@ def _warm_up(
     *,
     records: bool,
 ) -> None:
-    limits = layout.limits
+    limits, geometry = layout.limits, layout.geometry
     chunk = limits.chunked_prefill_size
+    if missing_module("triton", "triton") is not None:
+        return  # there is nothing to compile
     if limits.max_step_seconds is not None and isinstance(model, Module):
         warm_up_products(model, step_sizes(chunk))
     backend = runner.backend
     kernels = backend.kernels if isinstance(backend, HSABackend) else None
-    rungs = rungs_of(kernels, limits.max_running_requests, layout.max_pages)
+    max_seqs, max_pages = limits.max_running_requests, layout.max_pages
+    dense_below = 0 if attention.sparse is None else attention.sparse.dense_below
+    if kernels is None and not backend.graph_kinds:
+        # Attention is not Cairn's own kernels: what others launch depends on rows alone.
+        max_seqs, max_pages, dense_below = 2, min(max_pages, geometry.pages(chunk)), 0
+    rungs = rungs_of(kernels, max_seqs, max_pages)
     steps = rehearsals(
         rungs,
-        page_size=layout.geometry.page_size,
-        max_pages=layout.max_pages,
+        page_size=geometry.page_size,
+        max_pages=max_pages,
         chunk=chunk,
-        dense_below=0 if attention.sparse is None else attention.sparse.dense_below,
+        dense_below=dense_below,
     )
     most = min(_MOST_RECORDED_ROWS, chunk) if records else None
     runner.warm_up(list(steps), rungs, most_recorded_rows=most, progress=progress)
@@ -281,6 +289,8 @@ def _not_recorded(
             if getattr(config, name):
                 raise ConfigError(f"{name} is for CUDA and the device is {device.type}")
         return f"the device is {device.type}"
+    if (missing := missing_module("triton", "triton")) is not None:
+        return missing
     if config.disable_cuda_graph:
         return "disable_cuda_graph is set"
     if config.tp > 1:
