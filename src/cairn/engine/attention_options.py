@@ -28,8 +28,9 @@ class _DensePays(NamedTuple):
 
 
 _DENSE_PAYS = {"cuda": _DensePays(decode=16384, prompt=65536)}
-"""By device, where that is known. Measured on an H200 with `cairn bench serve`. A row's position
-alone decides, so that its tokens do not depend on what else is in the batch."""
+"""By device, where that is known. On an H200 one sequence decodes densely as fast up to some 18,000
+rows (docs/benchmarks.md); the bound of prompts is an estimate. A row's position alone decides, so
+that what it computes does not depend on what else is in the batch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,8 @@ from cairn.engine.layout import Layout
 from cairn.engine.runner import Runner
 from cairn.engine.scheduler import Limits
 from cairn.engine.step_time import step_sizes
-from cairn.engine.tier_sizes import TierSizes
-from cairn.engine.warm_up import Progress, rehearsals, rungs_of
+from cairn.engine.tier_sizes import TierSizes, prompt_stages
+from cairn.engine.warm_up import rehearsals, rungs_of
 from cairn.errors import ConfigError
 from cairn.kernels.interface import COPY_THREADS
 from cairn.memory.device_swap import SwapShape
@@ -39,6 +39,7 @@ from cairn.memory.kv_pool import KVPool
 from cairn.memory.landmarks import LandmarkPool, LandmarkShape
 from cairn.models.interface import LanguageModel
 from cairn.models.layers import warm_up_products
+from cairn.models.loader import Progress
 from cairn.models.module import Module
 from cairn.models.parallel import Parallel
 from cairn.models.spec import ModelSpec
@@ -254,7 +255,7 @@ def _build_tier(
     swap = None
     if by_kernels:
         threads = options.swap_in_block_size or COPY_THREADS
-        stages = 2 if sparse.dense_prompt_below else 1
+        stages = prompt_stages(sparse)
         swap = SwapShape(shape.max_seqs, sparse.topk, layout.max_pages, threads, stages)
     asynchronous = options.async_backup
     if asynchronous is None:

@@ -46,11 +46,11 @@ from cairn.engine.rank_messages import (
 )
 from cairn.engine.rank_process import RankOptions, run_rank
 from cairn.engine.tp_options import rank_device
-from cairn.engine.warm_up import Progress
 from cairn.errors import RankError
 from cairn.kernels.compilations import CompilationCounts
 from cairn.memory.copies import Transfer
 from cairn.models.interface import LanguageModel
+from cairn.models.loader import Progress
 from cairn.models.source import ModelSource
 
 # A copy of this process would have its locks, held by threads that it does not have, and its CUDA.

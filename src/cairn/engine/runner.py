@@ -29,7 +29,7 @@ from cairn.engine.logprobs import TokenLogprob, token_logprobs
 from cairn.engine.plan import Advance, StepPlan
 from cairn.engine.rows import StepRows, build_rows
 from cairn.engine.sampler import Draw, Sampler
-from cairn.engine.warm_up import Progress, Rehearsal, Rungs
+from cairn.engine.warm_up import Rehearsal, Rungs
 from cairn.kernels.compilations import CompilationCounts, Compilations
 from cairn.kernels.interface import ScoringHeads
 from cairn.kernels.packing import table_width
@@ -39,6 +39,7 @@ from cairn.memory.hisparse import HiSparseCoordinator, TierStats
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.residency import Residency
 from cairn.models.interface import LanguageModel
+from cairn.models.loader import Progress
 from cairn.models.parallel import Alone, Parallel
 from cairn.sparsity.selection import Selection
 

@@ -55,6 +55,11 @@ def split_group(groups: Sequence[LayerGroup], sparse: SparseConfig) -> tuple[Lay
     return (*kept, LayerGroup("resident", sparse.layers, window, copy_of=ids))
 
 
+def prompt_stages(sparse: SparseConfig) -> int:
+    """Buffers that pages of prompts are staged in: a second one where they are read densely."""
+    return 2 if sparse.dense_prompt_below else 1
+
+
 @dataclass(frozen=True, slots=True)
 class TierCosts:
     """Bytes of a page, by group, and of what the device keeps for every page id."""
@@ -95,7 +100,7 @@ def size_tier(
     host_bytes = _host_bytes(options, config.tp, budget, free)
     host_pages = min(host_bytes // frame_bytes, 2**31 - 1)
     fixed = host_pages * (costs.landmark_bytes + costs.page_bytes[ids] + swap.per_page)
-    staged, stages = 0, 2 if sparse.dense_prompt_below else 1
+    staged, stages = 0, prompt_stages(sparse)
     if costs.swap is not None:  # a stage holds what one layer reads of the longest request
         layer_bytes = frame_bytes // len(groups[frames].layers)
         staged = stages * min(geometry.pages(context), host_pages) * layer_bytes

@@ -9,7 +9,7 @@ libraries.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,8 +20,6 @@ from cairn.engine.rows import StepRows
 from cairn.kernels.packing import table_width
 
 _CHUNK = 40  # rows of a chunk where only the rows before it matter
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)

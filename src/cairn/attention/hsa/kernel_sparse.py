@@ -481,38 +481,17 @@ class KernelSparse:
         read = []
         for blocks in chunks.reading:
             assert isinstance(blocks, ExtendBlocks)
+            given = (
+                *(selected, query, mapped, pool, vectors, bias, table),
+                *(batch.device_cu_query, blocks, out, lse),
+            )
             if self._unions is not None:
-                counts = self._unions(
-                    selected,
-                    query,
-                    mapped,
-                    pool,
-                    vectors,
-                    bias,
-                    table,
-                    batch.device_cu_query,
-                    blocks,
-                    out,
-                    lse,
-                    normalizer,
-                    out,
-                )
-                read.append(counts)
+                read.append(self._unions(*given, normalizer, out))
                 continue
             read.append(
                 attend_selected(
                     self._shape,
-                    selected,
-                    query,
-                    mapped,
-                    pool,
-                    vectors,
-                    bias,
-                    table,
-                    batch.device_cu_query,
-                    blocks,
-                    out,
-                    lse,
+                    *given,
                     out,
                     chunks.workspace,
                     normalizer=normalizer,
