@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from array import array
 from typing import Any
 
 from cairn import LLM
@@ -32,7 +33,7 @@ def time_steps(requests: int, windows: list[int | None]) -> dict[str, float]:
     scheduler = Scheduler(cache, limits, time.perf_counter)
     draw = random.Random(0)
     for number in range(requests):
-        prompt = [draw.randrange(1000) for _ in range(_PROMPT + number % 64)]
+        prompt = array("q", (draw.randrange(1000) for _ in range(_PROMPT + number % 64)))
         params = SamplingParams(max_tokens=10_000, ignore_eos=True)
         scheduler.add(Request(str(number), prompt, params, 0, max_total_tokens=100_000))
     spent: dict[str, float] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import pytest
 
@@ -17,7 +19,7 @@ PAGE = 16
 def inputs(*chunks: tuple[int, int]) -> HostInputs:
     """Sequences with so many rows computed, and so many to compute."""
     advances = [
-        Advance(str(s), s, past, past + new, (3,) * new, past + new, samples=True)
+        Advance(str(s), s, past, past + new, array("q", [3] * new), past + new, samples=True)
         for s, (past, new) in enumerate(chunks)
     ]
     rows = build_rows(StepPlan(tuple(advances)), PageGeometry(PAGE, PAGE))

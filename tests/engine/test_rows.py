@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 
 from cairn.engine.plan import Advance, StepPlan
@@ -9,7 +11,7 @@ from cairn.memory.geometry import PageGeometry
 
 def advance(start: int, stop: int, prompt_len: int = 5) -> Advance:
     tokens = tuple(100 + t for t in range(start, stop))
-    return Advance("r", 0, start, stop, tokens, prompt_len, samples=True)
+    return Advance("r", 0, start, stop, array("q", tokens), prompt_len, samples=True)
 
 
 def test_rows_of_a_plain_model_are_its_tokens() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable
 
 import pytest
@@ -68,7 +69,7 @@ class PagedMemory:
         for advance in plan.advances:
             owner = scheduler._requests[advance.request_id]
             tokens, namespace = tuple(owner.token_ids), owner.namespace
-            assert advance.token_ids == tokens[advance.start : advance.stop]
+            assert tuple(advance.token_ids) == tokens[advance.start : advance.stop]
             unknown = advance.stop - advance.start - len(advance.token_ids)
             assert unknown == owner.pending and not (unknown and owner.host_tokens)
             tokens += (self.newest[advance.slot],) * unknown
@@ -128,7 +129,7 @@ def request(
 ) -> Request:
     return Request(
         id=name,
-        token_ids=list(prompt),
+        token_ids=array("q", prompt),
         params=SamplingParams(max_tokens=max_tokens),
         seed=0,
         max_total_tokens=most,

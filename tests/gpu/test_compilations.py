@@ -60,6 +60,7 @@ def use(llm: LLM) -> None:
             llm.generate(tokens_of(length, seed=length), GREEDY)
     for way in WAYS.values():
         llm.generate([tokens_of(n, seed=n) for n in (1, 40, 333, 90)], way)
+    bound_by_grammar(llm)
     for count in (2, 3, 5, 8, 9, 17, 33, 64, 77):
         prompts = [tokens_of(3 + 11 * n % 200, seed=count + n) for n in range(count)]
         llm.generate(prompts, GREEDY)
@@ -70,6 +71,20 @@ def use(llm: LLM) -> None:
             llm.generate(tokens_of(length, seed=4), GREEDY, trace=True)
 
 
+def bound_by_grammar(llm: LLM) -> None:
+    """Beside a request that is free, as the server does it for grammars."""
+    frontend = llm.frontend
+    for params in (GREEDY, WAYS["drawn"]):
+        free, bound = (frontend.prepare(tokens_of(30, seed=n), params)[0] for n in (1, 2))
+        bound.allowed_tokens = lambda output: bytes([0xFF] * 8)
+        bound.host_tokens = True
+        for request in (free, bound):
+            frontend.submit_one(request)
+        while llm.engine.has_work:
+            frontend.step()
+        assert all(token < 64 for token in bound.output_ids)
+
+
 @pytest.mark.parametrize("chunk", [64, 2048])
 @pytest.mark.parametrize("name", MODELS)
 def test_serving_compiles_nothing(name: str, chunk: int, tmp_path: Path) -> None:
@@ -78,6 +93,15 @@ def test_serving_compiles_nothing(name: str, chunk: int, tmp_path: Path) -> None
     sizes = {"kv_cache_gib": 0.5, "chunked_prefill_size": chunk}
     with LLM(folder, **{**OPTIONS, **options, **sizes}) as llm:
         assert llm.engine.compilations.start > 0
+        use(llm)
+        assert llm.engine.compilations.serving == 0
+
+
+def test_long_chunks_of_prompts_compile_nothing(tmp_path: Path) -> None:
+    """Chunks so long that small pages are gathered into larger ones for FlashAttention-3."""
+    folder = write_model(tmp_path, {**TINY_LLAMA, **LARGE, "hidden_size": 256})
+    sizes = {"kv_cache_gib": 2, "chunked_prefill_size": 8192, "page_size": 64}
+    with LLM(folder, **{**OPTIONS, **SPARSE, **sizes}) as llm:
         use(llm)
         assert llm.engine.compilations.serving == 0
 

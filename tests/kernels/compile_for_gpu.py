@@ -104,12 +104,12 @@ def main() -> None:
     for scoring in (False, True):
         constants |= {"SCORING": scoring, "ADD_QUERY": scoring, "ROWS": 4 if scoring else 1}
         compile_kernel(rope_kv._rope_kv_kernel, types, constants)
-    types = {"logits": BF16, "temperatures": FP32, "seeds": I64, "best": FP32}
-    types |= {"best_token": I32, "stride": "i32"}
+    types = {"logits": BF16, "temperatures": FP32, "best": FP32, "best_token": I32, "sums": FP32}
+    types |= {"stride": "i32"}
     constants = {"VOCAB": 151936, "BLOCKS": 38, "BLOCK": 4096}
-    compile_kernel(sampling._best_kernel, types, constants, num_warps=8)
-    types = {"best": FP32, "best_token": I32, "tokens": I64}
-    compile_kernel(sampling._pick_kernel, types, {"BLOCKS": 38, "PADDED": 64})
+    compile_kernel(sampling._blocks_kernel, types, constants, num_warps=8)
+    types |= {"seeds": I64, "tokens": I64}
+    compile_kernel(sampling._pick_kernel, types, {**constants, "PADDED": 64}, num_warps=8)
     tables = ("selected", "page_table", "generations", "frame_of", "hot_pages", "hot_lives", "used")
     lists = ("clock", "slot_of", "arrived", "located", "claims", "missed", "counts", "host", "pool")
     types = {**dict.fromkeys((*tables, *lists), I32), "totals": I64}

@@ -4,6 +4,7 @@ interpreter is chosen when a process first imports triton."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -213,13 +214,17 @@ def test_rope_and_kv_write(
 
 
 def test_sampling_takes_what_the_reference_takes() -> None:
-    logits = torch.randn(5, 9000)
+    logits = torch.randn(40, 9000)
     logits[4, [7, 8000]] = 50.0  # a tie: the lower id
-    temperatures = torch.tensor([0.0, 1.0, 0.5, 2.0, 0.0])
-    seeds = torch.tensor([1, 2**40 + 5, 77, 2**62 + 3, 9])
+    logits[5:10, :8500] = float("-inf")  # two blocks without a token
+    logits[10:20, 1:] = float("-inf")
+    temperatures = torch.tensor([0.0, 1.0, 0.5, 2.0, 0.0]).repeat(8)
+    seeds = torch.arange(40) * 0x1234567890ABCDEF % 2**62
     tokens = sample(logits, temperatures, seeds)
     assert tokens.tolist() == sample_reference(logits, temperatures, seeds).tolist()
     assert tokens[0] == logits[0].argmax() and tokens[4] == 7
+    assert (tokens[5:10] >= 8500).all() and (tokens[10:20] == 0).all()
+    assert len(set(tokens[20:].tolist())) > 10
 
 
 _PROMPTS = [name for name, case in CASES.items() if max(case.new) > 1]
@@ -446,7 +451,7 @@ def test_a_whole_engine_on_recorded_steps(tmp_path: Path, monkeypatch: pytest.Mo
         return rerun, rerun.result
 
     monkeypatch.setattr(StepGraphs, "_capture", capture)
-    monkeypatch.setattr(StepGraphs, "_run_aside", lambda *_: None)
+    monkeypatch.setattr(StepGraphs, "_aside", nullcontext)
     prompts = [tokens_of(n, seed=n, vocab=64) for n in (45, 23)]
     options: dict[str, Any] = {"attention_backend": "triton,hsa", "page_size": 16, "hsa_topk": 2}
     options |= {"hsa_window": 16, "hsa_dense_below": 26}

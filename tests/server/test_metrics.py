@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,9 @@ def test_pages_read_are_those_of_each_token() -> None:
     )
     for tokens_per_page in (15, 16):
         geometry = PageGeometry(16, tokens_per_page)
-        requests = [Request(str(n), [0] * n, SamplingParams(), 0, 999) for n in range(2, 200)]
+        requests = [
+            Request(str(n), array("q", [0] * n), SamplingParams(), 0, 999) for n in range(2, 200)
+        ]
         for request in requests:
             request.prompt_len = 60  # the rest is generated
         reads = PageReads(sparse, geometry)

@@ -220,7 +220,8 @@ async def serving(model: Path, **options: Any) -> AsyncIterator[tuple[Service, h
     service = Service(engine, serve)
     app = build_app(service, engine, serve, RequestLog("off"))
     try:
-        await service.start()
+        service.start()
+        await service.started()
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
             yield service, client

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from cairn.attention.backend import AttentionShape, DenseBackend, missing_module
-from cairn.attention.batch import AttentionBatch, to_device
+from cairn.attention.batch import AttentionBatch, GraphKind, HostBatch, to_device
 from cairn.kernels.workspace import Workspace
 from cairn.memory.kv_pool import KVPool
 
@@ -65,7 +65,7 @@ class SglKernelBackend(DenseBackend):
 
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> _Metadata:
         gathered = {}
-        if self._pays_to_gather(batch):
+        if batch.recorded is None and self._pays_to_gather(batch):
             gathered = {
                 g: _gather(batch, g)
                 for g in (range(len(batch.groups)) if groups is None else groups)
@@ -79,14 +79,18 @@ class SglKernelBackend(DenseBackend):
             gathered,
         )
 
-    def _pays_to_gather(self, batch: AttentionBatch) -> bool:
+    def graph_kind(self, batch: HostBatch, *, mixed: bool) -> GraphKind | None:
+        return None if mixed and self._pays_to_gather(batch) else "dense"
+
+    def _pays_to_gather(self, batch: HostBatch) -> bool:
         shape = self._shape
-        if batch.recorded is not None or _TILE % batch.page_size or batch.page_size == _TILE:
+        if _TILE % batch.page_size or batch.page_size == _TILE:
             return False
         row_bytes = 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
-        if batch.kv_lens.sum() * row_bytes > _MOST_GATHERED:
+        cached = int(batch.kv_lens.sum())
+        if cached * row_bytes > _MOST_GATHERED:
             return False
-        return bool(batch.query_lens @ batch.kv_lens > _GATHER_FROM * batch.kv_lens.sum())
+        return bool(batch.query_lens @ batch.kv_lens > _GATHER_FROM * cached)
 
     def attend(self, layer: int, query: torch.Tensor, metadata: _Metadata) -> torch.Tensor:
         g = self._pool.group_of[layer]

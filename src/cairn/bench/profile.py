@@ -22,7 +22,7 @@ _KINDS = {
     ),
     "attention": ("flash", "_decode_kernel", "_extend_kernel", "_plan_kernel"),
     "matrix products": ("nvjet", "gemm", "gemv", "cutlass", "splitk", "cublas"),
-    "sampling": ("_best_kernel", "_pick_kernel", "argmax", "softmax", "sort"),
+    "sampling": ("_blocks_kernel", "_pick_kernel", "argmax", "softmax", "sort"),
     "copies": ("memcpy", "memset"),
 }
 _NAMES, _IDLE = 14, 6  # kernels that are listed

@@ -45,7 +45,7 @@ from cairn.models.parallel import Parallel
 from cairn.models.spec import ModelSpec
 from cairn.sparsity.config import SparseConfig
 
-_MOST_RECORDED_ROWS = 4096
+_MOST_RECORDED_ROWS = 8192
 """Rows of the largest mixed step that is recorded: with more, the device takes longer than the
 host takes to launch its kernels."""
 
@@ -208,7 +208,13 @@ def _warm_up(
         dense_below=dense_below,
     )
     most = min(_MOST_RECORDED_ROWS, chunk) if records else None
-    runner.warm_up(list(steps), rungs, most_recorded_rows=most, progress=progress)
+    runner.warm_up(
+        list(steps),
+        rungs,
+        sparse_layers=() if attention.sparse is None else attention.sparse.layers,
+        most_recorded_rows=most,
+        progress=progress,
+    )
 
 
 def attention_shape(

@@ -7,6 +7,7 @@ import random
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -130,12 +131,12 @@ class Engine:
 
         Raises RequestError; nothing is queued yet.
         """
-        self._check_prompt(prompt_ids, scored=whole_scores)
-        for name, tokens in (
+        tokens = self._check_prompt(prompt_ids, scored=whole_scores)
+        for name, named in (
             ("stop_token_ids", params.stop_token_ids),
             ("logit_bias", [token for token, _ in params.bias]),
         ):
-            self._check_tokens(name, tokens, self.spec.vocab_size)
+            self._check_tokens(name, named, self.spec.vocab_size)
         if traced and not self.can_trace:
             raise RequestError(
                 "trace shows which pages sparse attention reads; start the engine with "
@@ -147,7 +148,7 @@ class Engine:
         return [
             Request(
                 id=str(next(self._ids)),
-                token_ids=list(prompt_ids),
+                token_ids=tokens[:],
                 params=params,
                 seed=derived_seed(seed, choice),
                 max_total_tokens=self.max_tokens,
@@ -331,11 +332,11 @@ class Engine:
 
     # -- checks -------------------------------------------------------------------------------
 
-    def _check_prompt(self, prompt_ids: Sequence[int], *, scored: bool) -> None:
+    def _check_prompt(self, prompt_ids: Sequence[int], *, scored: bool) -> array[int]:
         if len(prompt_ids) == 0:
             raise RequestError("the prompt is empty; give at least one token")
         rows = self.spec.embedding_rows if scored else None
-        self._check_tokens("prompt", prompt_ids, rows or self.spec.vocab_size)
+        tokens = self._check_tokens("prompt", prompt_ids, rows or self.spec.vocab_size)
         # A prompt that is only scored needs no room for an answer.
         most = self.max_tokens if scored else self.max_tokens - 1
         if len(prompt_ids) > most:
@@ -345,11 +346,16 @@ class Engine:
                 f"{self.scheduler.cache.max_tokens}; shorten it, or raise context_length, "
                 "kv_cache_gib or mem_fraction_static"
             )
+        return tokens
 
-    def _check_tokens(self, name: str, tokens: Sequence[int], count: int) -> None:
+    def _check_tokens(self, name: str, tokens: Sequence[int], count: int) -> array[int]:
         last = count - 1
-        if set(map(type, tokens)) <= {int} and _all_within(tokens, last):
-            return
+        with suppress(TypeError, OverflowError):
+            found = array("q", tokens)
+            ids = np.frombuffer(found, dtype=np.int64)
+            whole = set(map(type, tokens)) <= {int}
+            if whole and (not len(ids) or (ids.min() >= 0 and ids.max() <= last)):
+                return found
         for token in tokens:  # a prompt may be long, and only a bad one is gone through here
             if type(token) is not int:
                 raise RequestError(f"{name} holds {token!r}; token ids are whole numbers")
@@ -357,17 +363,9 @@ class Engine:
                 raise RequestError(
                     f"{name} holds token id {token}; ids of this model run from 0 to {last}"
                 )
+        raise AssertionError("all of them are good")
 
     def _rope_length(self, prompt_len: int) -> int:
         """With dynamic rope a long prompt's length enters its keys: it shares only with equals."""
         limit = self.spec.dynamic_rope_context
         return 0 if limit is None or prompt_len <= limit else prompt_len
-
-
-def _all_within(tokens: Sequence[int], last: int) -> bool:
-    """Whether they are all from 0 to `last`; a prompt has many, so not one by one."""
-    try:
-        ids = np.frombuffer(array("q", list(tokens)), dtype=np.int64)
-    except OverflowError:
-        return False
-    return not len(ids) or bool(ids.min() >= 0 and ids.max() <= last)

@@ -11,7 +11,8 @@ Both are recorded once for each kind of step that the attention backend tells ap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -35,7 +36,7 @@ Call = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 _MIXED_ROWS = (
     *(16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024),
-    *(1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096),
+    *(1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192),
 )
 _FEW_SEQS = 8
 """Mixed steps are recorded for so many sequences, and coarsely for the most there can be."""
@@ -134,7 +135,11 @@ class StepGraphs:
                 call()
 
     def record(self) -> None:
-        pool = None if self._device.type != "cuda" else torch.cuda.graph_pool_handle()
+        pool = None
+        if self._device.type == "cuda":
+            pool = torch.cuda.graph_pool_handle()
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
         every = self._all_tables()
         run = set()
         # Largest first: the smaller ones then live in its memory.
@@ -143,7 +148,8 @@ class StepGraphs:
             call, packed, tables = self._step(graph, size, every)
             if graph not in run:  # the first of its kind sets up libraries
                 run.add(graph)
-                self._run_aside(call)
+                with self._aside():
+                    call()
             if graph.mixed or graph.kind == "both":
                 # There are many of these, and logits stay: those of all are in one place.
                 call = partial(self._into_shared, call)
@@ -184,20 +190,28 @@ class StepGraphs:
         logit_rows = wanted if graph.mixed else None
         return partial(self._forward, inputs, device_draws, logit_rows), packed, tables
 
-    def _run_aside(self, call: Call) -> None:
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """On a stream of its own, as recording demands."""
+        current = torch.cuda.current_stream(self._device)
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            call()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
+            yield
+        current.wait_stream(stream)
 
     def _capture(
         self, call: Call, pool: Any
     ) -> tuple[Replayable, tuple[torch.Tensor, torch.Tensor]]:
         """A graph of what the call launches, and what it returned: replays overwrite that."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            result = call()
+        # Without `torch.cuda.graph`, which empties the allocator's cache every time.
+        with self._aside():
+            graph.capture_begin(pool)
+            try:
+                result = call()
+            finally:
+                graph.capture_end()
         return graph, result
 
     def size_for(self, graph: Graph, rows: StepRows) -> StepSize | None:

@@ -6,6 +6,7 @@ join), so it can be compared in a test, logged, or sent to another process.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -44,7 +45,7 @@ class Advance(NamedTuple):
     slot: int
     start: int
     stop: int
-    token_ids: tuple[int, ...]
+    token_ids: array[int]
     """Tokens start..stop, but for the last where the step before this one is still sampling it."""
     prompt_len: int
     samples: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -37,7 +38,7 @@ class RequestTimes:
 @dataclass(slots=True, eq=False)
 class Request:
     id: str
-    token_ids: list[int]  # prompt, then output
+    token_ids: array[int]  # 64 bits each: prompt, then output
     params: SamplingParams
     seed: int
     max_total_tokens: int
@@ -107,7 +108,7 @@ class Request:
 
     @property
     def output_ids(self) -> list[int]:
-        return self.token_ids[self.prompt_len :]
+        return self.token_ids[self.prompt_len :].tolist()
 
     @property
     def num_output(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -62,21 +63,16 @@ def build_rows(plan: StepPlan, geometry: PageGeometry, landmark_id: int | None =
     positions = cache_rows - cache_rows // size * (size - per_page)
     is_token = cache_rows % size < per_page
     token_ids = np.full(cu_query[-1], -1 if landmark_id is None else landmark_id, dtype=np.int64)
-    known = [
-        advance.token_ids
-        if len(advance.token_ids) == advance.stop - advance.start
-        else (*advance.token_ids, 0)
-        for advance in plan.advances
-    ]
-    token_ids[is_token] = np.concatenate(known)
+    known, unknown = array("q"), []
+    for s, advance in enumerate(plan.advances):
+        known += advance.token_ids
+        if len(advance.token_ids) < advance.stop - advance.start:
+            unknown.append(s)
+            known.append(0)
+    token_ids[is_token] = known
     last_tokens = stops - 1
     last_rows = last_tokens // per_page * size + last_tokens % per_page
     last_token_rows = cu_query[:-1] + last_rows - first_rows
-    unknown = [
-        s
-        for s, advance in enumerate(plan.advances)
-        if len(advance.token_ids) < advance.stop - advance.start
-    ]
     sources = np.full(cu_query[-1], -1, dtype=np.int64)
     sources[last_token_rows[unknown]] = [plan.advances[s].slot for s in unknown]
     return StepRows(

@@ -8,7 +8,8 @@ them on the device.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -213,6 +214,7 @@ class Runner:
         steps: Sequence[Rehearsal],
         rungs: Rungs,
         *,
+        sparse_layers: Collection[int],
         most_recorded_rows: int | None,
         progress: Progress | None = None,
     ) -> None:
@@ -223,7 +225,7 @@ class Runner:
         graphs = None
         if most_recorded_rows is not None:
             graphs = self._make_graphs(most_recorded_rows)
-        with collecting() as forms:
+        with collecting() as forms, self._excerpt(sparse_layers):
             for step in steps:
                 self._rehearse(step)
             if self.tier is not None:
@@ -237,6 +239,19 @@ class Runner:
         if graphs is not None:
             graphs.record()
             self._graphs = graphs
+
+    @contextmanager
+    def _excerpt(self, sparse_layers: Collection[int]) -> Iterator[None]:
+        """Layers that are alike use the same kernels: only one of them is run."""
+        whole = self._model
+        if self.tier is None:  # its pages are prefetched layer by layer, in their order
+            self._model = whole.excerpt(
+                lambda layer: (self._pool.group_of[layer], layer in sparse_layers)
+            )
+        try:
+            yield
+        finally:
+            self._model = whole
 
     def _rehearse(self, step: Rehearsal) -> None:
         from cairn.kernels.sampling import sample

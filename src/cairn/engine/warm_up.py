@@ -108,6 +108,8 @@ def rehearsals(
     for count in rungs.rows:
         if 1 < count <= longest:
             yield Rehearsal([count], [0], prompt=True)
-    for rows in {min(rows, chunk, longest) for rows in (1024, 2048, 4096, chunk)}:
+    most = min(chunk, longest)
+    yield Rehearsal([most], [longest - most], prompt=True)
+    for rows in {min(rows, most) for rows in (1024, 2048, 4096, chunk)}:
         yield Rehearsal([rows], [0], prompt=True, for_real=True)
         yield Rehearsal([rows], [min(longest - rows, beyond)], prompt=False, for_real=True)

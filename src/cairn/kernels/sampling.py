@@ -1,8 +1,9 @@
 """One token per row from its logits, without looking at any of them on the host.
 
-Adding Gumbel noise and taking the largest draws from the softmax. The noise of a token is a hash of
-the row's seed, the position drawn and the token, so a row draws the same whatever stands beside it.
-A temperature of zero adds none.
+The vocabulary is cut into blocks. One kernel computes each block's largest logit and the sum of its
+weights exp(logit / temperature). Another draws a block by these sums, then a token within it. Both
+numbers drawn are hashes of the row's seed, so a row draws the same whatever stands beside it. A
+temperature of zero takes the largest logit, and the lowest token among equals.
 """
 
 from __future__ import annotations
@@ -15,16 +16,39 @@ from cairn.kernels.launch import direct
 from cairn.kernels.sizes import blocks_of, power_of_two
 
 _BLOCK = 4096
+_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_NO_TOKEN: tl.constexpr = tl.constexpr(2147483647)
 
 
-def noise_reference(seeds: torch.Tensor, vocab: int) -> torch.Tensor:
-    """seeds [rows] int64 -> Gumbel noise [rows, vocab] float32"""
-    token = torch.arange(vocab, dtype=torch.int64, device=seeds.device)
-    x = (seeds[:, None] & 0xFFFFFFFF) ^ ((token[None] * 0x9E3779B1) & 0xFFFFFFFF)
-    x = _mix(x)
-    x = _mix((x + ((seeds[:, None] >> 32) & 0xFFFFFFFF)) & 0xFFFFFFFF)
-    uniform = ((x >> 8).to(torch.float32) + 0.5) / 2**24
-    return -(-uniform.log()).log()
+def sample_reference(
+    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor
+) -> torch.Tensor:
+    """The same in torch; arguments as in `sample`."""
+    padding = blocks_of(logits.shape[1], _BLOCK) * _BLOCK - logits.shape[1]
+    wide = torch.nn.functional.pad(logits.float(), (0, padding), value=float("-inf"))
+    shifted = wide - wide.amax(-1, keepdim=True)
+    weights = (shifted / temperatures.clamp(min=1e-30)[:, None]).exp()
+    by_block = weights.view(len(logits), -1, _BLOCK)
+    low, high = (seeds & 0xFFFFFFFF, (seeds >> 32) & 0xFFFFFFFF)
+    block = _draw(by_block.sum(-1), _uniform(low, high))
+    within = by_block[torch.arange(len(logits), device=logits.device), block]
+    drawn = block * _BLOCK + _draw(within, _uniform(high, low))
+    return torch.where(temperatures > 0, drawn, wide.argmax(-1))
+
+
+def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """weights [rows, n] -> the index at which their running sum passes a share of all, [rows]"""
+    running = weights.cumsum(-1)
+    index = torch.arange(weights.shape[1], device=weights.device)
+    passed = (running > (uniform * weights.sum(-1))[:, None]) & (weights > 0)
+    last = torch.where(weights > 0, index, -1).amax(-1)  # where rounding lets none pass
+    return torch.where(passed.any(-1), passed.int().argmax(-1), last)
+
+
+def _uniform(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Numbers from 0 to 1, below it, of two times 32 bits."""
+    mixed = _mix((_mix(first) + second) & 0xFFFFFFFF)
+    return (mixed >> 8).to(torch.float32) / 2**24
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -35,13 +59,10 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 16)
 
 
-def sample_reference(
-    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor
-) -> torch.Tensor:
-    """The same in torch; arguments as in `sample`."""
-    wide = logits.float()
-    noise = noise_reference(seeds, logits.shape[1]) * temperatures[:, None]
-    return (wide + noise).argmax(-1)
+@triton.jit
+def _uniform32(first, second):
+    mixed = _mix32(_mix32(first) + second)
+    return (mixed >> 8).to(tl.float32) * (1.0 / 16777216.0)
 
 
 @triton.jit
@@ -53,14 +74,24 @@ def _mix32(x):
     return x ^ (x >> 16)
 
 
+@triton.jit
+def _draw_index(weights, uniform, LENGTH: tl.constexpr):
+    """Index of the weight at which the running sum passes a share of all; its weight is not 0."""
+    index = tl.arange(0, LENGTH)
+    passed = (tl.cumsum(weights, 0) > uniform * tl.sum(weights, 0)) & (weights > 0)
+    first = tl.min(tl.where(passed, index, LENGTH), 0)
+    last = tl.max(tl.where(weights > 0, index, 0), 0)  # where rounding lets none pass
+    return tl.minimum(first, last)
+
+
 @direct
 @triton.jit
-def _best_kernel(
+def _blocks_kernel(
     logits,
     temperatures,
-    seeds,
     best,  # [rows, blocks]
     best_token,  # [rows, blocks]
+    sums,  # [rows, blocks] of weights, relative to the block's best
     stride,
     VOCAB: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -71,32 +102,55 @@ def _best_kernel(
     token = block * BLOCK + tl.arange(0, BLOCK)
     mask = token < VOCAB
     value = tl.load(logits + row * stride + token, mask=mask, other=float("-inf")).to(tl.float32)
+    most = tl.max(value, 0)
+    temperature = tl.load(temperatures + row)
+    place = row * BLOCKS + block
+    tl.store(best + place, most)
+    if temperature > 0:
+        base = tl.where(most == float("-inf"), 0.0, most)
+        tl.store(sums + place, tl.sum(tl.exp2((value - base) * (_LOG2_E / temperature)), 0))
+    else:
+        tl.store(best_token + place, tl.min(tl.where(value == most, token, VOCAB), 0))
+
+
+@direct
+@triton.jit
+def _pick_kernel(
+    logits,
+    temperatures,
+    seeds,
+    best,
+    best_token,
+    sums,
+    tokens,
+    stride,
+    VOCAB: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    blocks = tl.arange(0, PADDED)
+    mask = blocks < BLOCKS
+    own = tl.load(best + row * BLOCKS + blocks, mask=mask, other=float("-inf"))
+    most = tl.max(own, 0)
     temperature = tl.load(temperatures + row)
     if temperature > 0:
         seed = tl.load(seeds + row)
         low = (seed & 0xFFFFFFFF).to(tl.uint32)
         high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-        x = _mix32(low ^ (token.to(tl.uint32) * 0x9E3779B1))
-        x = _mix32(x + high)
-        uniform = ((x >> 8).to(tl.float32) + 0.5) * (1.0 / 16777216.0)
-        value += temperature * -tl.log(-tl.log(uniform))
-    most = tl.max(value, 0)
-    # The lowest token among equals.
-    place = tl.min(tl.where(value == most, token, VOCAB), 0)
-    tl.store(best + row * BLOCKS + block, most)
-    tl.store(best_token + row * BLOCKS + block, place)
-
-
-@direct
-@triton.jit
-def _pick_kernel(best, best_token, tokens, BLOCKS: tl.constexpr, PADDED: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.arange(0, PADDED)
-    mask = block < BLOCKS
-    value = tl.load(best + row * BLOCKS + block, mask=mask, other=float("-inf"))
-    token = tl.load(best_token + row * BLOCKS + block, mask=mask, other=2147483647)
-    most = tl.max(value, 0)
-    tl.store(tokens + row, tl.min(tl.where(value == most, token, 2147483647), 0).to(tl.int64))
+        scale = _LOG2_E / temperature
+        weights = tl.load(sums + row * BLOCKS + blocks, mask=mask, other=0.0)
+        weights *= tl.exp2((own - most) * scale)
+        block = _draw_index(weights, _uniform32(low, high), PADDED)
+        token = block * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(logits + row * stride + token, mask=token < VOCAB, other=float("-inf"))
+        within = tl.exp2((value.to(tl.float32) - most) * scale)
+        chosen = block * BLOCK + _draw_index(within, _uniform32(high, low), BLOCK)
+    else:
+        places = tl.load(best_token + row * BLOCKS + blocks, mask=mask, other=_NO_TOKEN)
+        chosen = tl.min(tl.where(own == most, places, _NO_TOKEN), 0)
+    tl.store(tokens + row, chosen.to(tl.int64))
 
 
 def sample(
@@ -108,21 +162,17 @@ def sample(
     rows, vocab = logits.shape
     blocks = blocks_of(vocab, _BLOCK)
     best = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
+    sums = torch.empty_like(best)
     best_token = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    _best_kernel[(rows, blocks)](
-        logits,
-        temperatures,
-        seeds,
-        best,
-        best_token,
-        logits.stride(0),
-        VOCAB=vocab,
-        BLOCKS=blocks,
-        BLOCK=_BLOCK,
-        num_warps=8,
-    )
+    given = (best, best_token, sums)
+    stride = logits.stride(0)
+    sizes = {"VOCAB": vocab, "BLOCKS": blocks, "BLOCK": _BLOCK}
+    _blocks_kernel[(rows, blocks)](logits, temperatures, *given, stride, **sizes, num_warps=8)
     _pick_kernel[(rows,)](
-        best, best_token, tokens, BLOCKS=blocks, PADDED=power_of_two(blocks), num_warps=1
+        *(logits, temperatures, seeds, *given, tokens, stride),
+        **sizes,
+        PADDED=power_of_two(blocks),
+        num_warps=8,
     )
     return tokens

@@ -6,6 +6,9 @@ belongs to which sequence is known to attention alone, which is a function hande
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
+from copy import copy
+
 import torch
 
 from cairn.models.hils_attention import CosSin, HiLSAttention
@@ -209,6 +212,13 @@ class Decoder(Module):
             added, stream = layer(added, stream, cos_sin[rope], attend)
         return self.norm.add(added, stream)[0]
 
+    def with_layers(self, layers: Sequence[int]) -> Decoder:
+        """The same decoder with these of its layers only."""
+        short = copy(self)
+        short.layers = [self.layers[layer] for layer in layers]
+        short._rope_of = [self._rope_of[layer] for layer in layers]
+        return short
+
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.lmk_embed is None:
             return self.embed_tokens(token_ids)
@@ -249,6 +259,14 @@ class CausalLM(Module):
     @property
     def spec(self) -> ModelSpec:
         return self.config.for_engine()
+
+    def excerpt(self, kind_of: Callable[[int], Hashable]) -> CausalLM:
+        first: dict[Hashable, int] = {}
+        for layer, own in enumerate(self.config.layers):
+            first.setdefault((own, kind_of(layer)), layer)
+        short = copy(self)
+        short.model = self.model.with_layers(list(first.values()))
+        return short
 
     def __call__(
         self,

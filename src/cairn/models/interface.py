@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import Protocol
 
 import torch
@@ -42,6 +43,13 @@ class Attend(Protocol):
 class LanguageModel(Protocol):
     @property
     def spec(self) -> ModelSpec: ...
+
+    def excerpt(self, kind_of: Callable[[int], Hashable]) -> LanguageModel:
+        """The same model with one layer of each kind, or the model itself.
+
+        Layers differ if `kind_of` or the model says so, and keep their numbers.
+        """
+        ...
 
     def __call__(
         self,

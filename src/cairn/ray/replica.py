@@ -31,7 +31,8 @@ class Replica:
         self._service = Service(engine, options)
         self._log = RequestLog(options.request_log)
         self._app = build_app(self._service, engine, options, self._log)
-        await self._service.start()
+        self._service.start()
+        await self._service.started()
 
     async def check_health(self) -> None:
         """Asked by Ray, which replaces a replica that raises."""

@@ -15,7 +15,6 @@ import uvloop
 
 from cairn.config import EngineConfig
 from cairn.errors import CairnError, ConfigError
-from cairn.server.app import build_app
 from cairn.server.options import ServeConfig
 from cairn.server.service import Service
 from cairn.server.shell import RequestLog
@@ -40,21 +39,27 @@ async def _serve(
     engine: EngineConfig, serve: ServeConfig, listening: socket.socket, log: RequestLog
 ) -> None:
     service = Service(engine, serve)
-    app = build_app(service, engine, serve, log)
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=int(serve.drain_timeout) + _AFTER_DRAIN,
-    )
-    server = _Server(config, service, serve.drain_timeout)
+    service.start()
+    await asyncio.sleep(0)  # the engine's process is there now
     failure: list[CairnError] = []
-    starting = asyncio.create_task(_start(service, server, serve, listening, failure))
+    starting = None
     try:
+        # Not at the top: the engine's process imports meanwhile what takes it seconds.
+        from cairn.server.app import build_app
+
+        config = uvicorn.Config(
+            build_app(service, engine, serve, log),
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=int(serve.drain_timeout) + _AFTER_DRAIN,
+        )
+        server = _Server(config, service, serve.drain_timeout)
+        starting = asyncio.create_task(_start(service, server, serve, listening, failure))
         await server.serve([listening])
     finally:
-        starting.cancel()
+        if starting is not None:
+            starting.cancel()
         await service.close()
     if failure:
         raise failure[0]
@@ -68,7 +73,7 @@ async def _start(
     failure: list[CairnError],
 ) -> None:
     try:
-        await service.start()
+        await service.started()
     except CairnError as error:
         failure.append(error)
         server.should_exit = True

@@ -58,9 +58,12 @@ class Service:
 
     # -- starting and stopping ----------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Returns when there is something to serve, raises if there never will be."""
+    def start(self) -> None:
+        """Have the engine's process started."""
         self.client.start()
+
+    async def started(self) -> None:
+        """Returns when there is something to serve, raises if there never will be."""
         ready = asyncio.create_task(self.client.became_ready.wait())
         failed = asyncio.create_task(self.client.failed.wait())
         try:

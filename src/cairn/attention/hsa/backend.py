@@ -112,6 +112,10 @@ class HSABackend:
             kind = "dense" if dense.all() else "both"
         if mixed and ((batch.query_lens > 1) & ~dense).any():
             return None
+        if kind in ("dense", "both"):
+            seen = replace(batch, kv_lens=np.where(dense, batch.kv_lens, batch.query_lens))
+            if self._dense.graph_kind(seen, mixed=mixed) is None:
+                return None
         return kind if kind in (self.mixed_kinds if mixed else self.graph_kinds) else None
 
     def launching(self, batch: HostBatch, graph: Graph | None) -> None:
