@@ -171,7 +171,6 @@ def test_a_plan_is_a_value() -> None:
         scheduler.add(request("b", list(range(5))))
         plans.append(scheduler.plan())
     assert plans[0] == plans[1]
-    assert hash(plans[0]) == hash(plans[1])
 
 
 def test_prefill_is_not_starved_by_more_decodes_than_budget() -> None:
