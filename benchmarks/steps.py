@@ -1,9 +1,10 @@
-"""First tokens of single prompts and decode steps of one shape, offline, on one GPU.
+"""Time to the first token of single prompts, and time of decode steps, offline.
 
-    PYTHONPATH=src python benchmarks/steps.py --engine dense= --engine 'hsa=--attention-backend hsa'
+    python benchmarks/steps.py --engine dense= --engine 'hsa=--attention-backend hsa'
 
-Engines are built one after the other with the given flags; each is warm before it is timed. Times
-are medians, in ms. `--profile N` says where the time of a prompt of N tokens goes.
+Engines are built one after the other with the given flags. The first run of each prompt is not
+counted. First tokens are medians, decode steps are means of 200; both are in ms. `--profile N`
+shows where the time of a prompt of N tokens goes.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-0.6b-long")
     parser.add_argument("--engine", action="append", required=True, metavar="LABEL=FLAGS")
     parser.add_argument("--prompts", default="20,100,256,1000,2000,4000,8192,32768,131072")
-    parser.add_argument("--contexts", default="2048,8192,16384", help="Of decode steps.")
-    parser.add_argument("--batches", default="1,16", help="Sequences of decode steps.")
+    parser.add_argument("--contexts", default="2048,8192,16384", help="Tokens of context in decode steps.")
+    parser.add_argument("--batches", default="1,16", help="Sequences in decode steps.")
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--profile", type=int, action="append", default=[])
     arguments = parser.parse_args()
@@ -81,7 +82,7 @@ def _first_token(llm: LLM, length: int) -> float:
 
 
 def _step(llm: LLM, context: int, batch: int) -> float:
-    """Of `batch` sequences of about `context` rows."""
+    """Milliseconds per decode step of `batch` sequences with about `context` tokens each."""
     frontend, steps = llm.frontend, 200
     params = SamplingParams(max_tokens=steps + 60, ignore_eos=True)
     requests = []
