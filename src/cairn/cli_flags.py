@@ -1,41 +1,101 @@
-"""Command-line flags made from a dataclass, so that they cannot drift from it."""
+"""Command-line flags and subcommands; flags of options are made from their dataclass."""
 
 from __future__ import annotations
 
 import argparse
 import typing
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
+from importlib import import_module
 from types import UnionType
-from typing import Any
+from typing import Any, NamedTuple
+
+from cairn.errors import ConfigError
 
 
-def add_flags(
-    parser: argparse._ActionsContainer, config: type[Any], *, skip: Collection[str] = ()
-) -> None:
+class Flag(NamedTuple):
+    name: str
+    options: dict[str, Any]
+    """Keyword arguments of `add_argument`."""
+
+
+def flag(name: str, default: Any = None, text: str = "", **options: Any) -> Flag:
+    """The flag --name. A default gives the flag its type and is stated in the help text."""
+    if default is not None and "action" not in options:
+        text = f"{text} Default: {default}.".lstrip() if default != "" else text
+        options.setdefault("type", type(default))
+        if isinstance(default, int | float):
+            options.setdefault("metavar", "N")
+    return Flag(f"--{name}", {"default": default, "help": text, **options})
+
+
+OUTPUT = flag("output", None, "Write the JSON line to a file too.", metavar="FILE")
+PLOT = flag("plot", None, "Draw a PNG.", metavar="FILE")
+
+
+def flags_of(config: type[Any], *, skip: Collection[str] = ()) -> list[Flag]:
     """One flag per field: --page-size for page_size. Absent flags stay out of the result."""
     hints = typing.get_type_hints(config)
+    found = []
     for option in fields(config):
         if option.name in skip:
             continue
-        flag = "--" + option.name.replace("_", "-")
         default = None if option.default is MISSING else option.default
         text = option.metadata["help"].replace("%", "%%")
         if default not in (None, "", (), False):
             text += f" Default: {default}."
         kind, many = _scalar(hints[option.name])
-        arguments: dict[str, Any] = {"help": text, "default": argparse.SUPPRESS}
+        options: dict[str, Any] = {"help": text, "default": argparse.SUPPRESS, "dest": option.name}
         if kind is bool:
-            arguments["action"] = "store_true"
+            options["action"] = "store_true"
         else:
-            arguments["type"] = kind
-            arguments["metavar"] = option.name.rpartition("_")[2].upper()
+            options["type"] = kind
             if option.metadata.get("choices"):
-                arguments["choices"] = option.metadata["choices"]
-                del arguments["metavar"]
+                options["choices"] = option.metadata["choices"]
+            else:
+                options["metavar"] = option.name.rpartition("_")[2].upper()
             if many:
-                arguments["action"] = "append"
-        parser.add_argument(flag, dest=option.name, **arguments)
+                options["action"] = "append"
+        found.append(Flag("--" + option.name.replace("_", "-"), options))
+    return found
+
+
+def add_flags(
+    parser: argparse._ActionsContainer, config: type[Any], *, skip: Collection[str] = ()
+) -> None:
+    for name, options in flags_of(config, skip=skip):
+        parser.add_argument(name, **options)
+
+
+def add_command(
+    commands: Any,
+    name: str,
+    text: str,
+    run: str | Callable[[argparse.Namespace], int],
+    groups: Mapping[str, Sequence[Flag]],
+    **options: Any,
+) -> argparse.ArgumentParser:
+    """Add a subcommand with groups of flags by their titles. It calls `run`, which may be
+    "module:function": the module is then imported when the command runs."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, allow_abbrev=False, **options
+    )
+    for title, flags in groups.items():
+        group = parser.add_argument_group(title)
+        for flag_name, flag_options in flags:
+            group.add_argument(flag_name, **flag_options)
+    parser.set_defaults(run=_imported(run) if isinstance(run, str) else run)
+    return parser
+
+
+def _imported(path: str) -> Callable[[argparse.Namespace], int]:
+    module, _, function = path.partition(":")
+
+    def run(arguments: argparse.Namespace) -> int:
+        code: int = getattr(import_module(module), function)(arguments)
+        return code
+
+    return run
 
 
 def collect(
@@ -44,6 +104,14 @@ def collect(
     """The given flags that belong to `config`, as keyword arguments."""
     names = {option.name for option in fields(config)} - set(skip)
     return {name: value for name, value in vars(arguments).items() if name in names}
+
+
+def check_at_least(arguments: argparse.Namespace, low: int, *names: str) -> None:
+    """Raises ConfigError if one of the named flags, where the command has it, is below `low`."""
+    for name in names:
+        value = getattr(arguments, name, low)
+        if value < low:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least {low}")
 
 
 def _scalar(hint: Any) -> tuple[type, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 
 from cairn.attention.backend import AttentionShape, backend_class, backend_names, refusal
 from cairn.attention.batch import AttentionBatch
+from cairn.bench.report import show_rows
+from cairn.errors import ConfigError
 from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
 
@@ -48,6 +51,14 @@ CASES = (
 )
 
 
+def command(arguments: argparse.Namespace) -> int:
+    if not torch.cuda.is_available():
+        raise ConfigError("bench attention compares CUDA kernels, and torch finds no CUDA device")
+    names = None if arguments.backends is None else arguments.backends.split(",")
+    show_rows("attention", run(torch.device("cuda"), names), arguments.output)
+    return 0
+
+
 def read_bandwidth(device: torch.device) -> float:
     """Bytes per second of a plain sum over 2 GiB."""
     data = torch.zeros(2**29, dtype=torch.float32, device=device)
@@ -80,7 +91,7 @@ def time_cuda(call: Callable[[], Any], repeat: int = 20) -> float:
 
 
 def measure(case: Case, backend: str, device: torch.device) -> float | str:
-    """Seconds of one layer's attention, or why there are none."""
+    """Seconds of one layer's attention, or the reason why the backend cannot run it."""
     groups = group_layers([None])
     dtype = torch.bfloat16
     shape = AttentionShape(
@@ -113,7 +124,7 @@ def measure(case: Case, backend: str, device: torch.device) -> float | str:
     return time_cuda(lambda: attention.forward(0, query, metadata))
 
 
-def run(device: torch.device, backends: tuple[str, ...] | None = None) -> list[dict[str, Any]]:
+def run(device: torch.device, backends: list[str] | None) -> list[dict[str, Any]]:
     bandwidth = read_bandwidth(device)
     results = []
     for case in CASES:

@@ -1,7 +1,7 @@
-"""How many events the client of `cairn bench serve` can take, and what each costs it.
+"""How many events the client of `cairn bench serve` can take, and what each costs.
 
-A process of its own plays the server: every connection gets its events one write at a time, all
-connections in turn, as fast as they can be written.
+Another process plays the server. It writes one event at a time to each connection in turn, as fast
+as it can.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _END = b"0\r\n\r\n"
 
 
 def client_speed(streams: int = _STREAMS, events: int = _EVENTS) -> dict[str, Any]:
-    """Events per second that came through, and by the client's own processor time could have."""
+    """Events per second by wall time and by the client's CPU time."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_play_server, args=(theirs, streams, events), daemon=True)
@@ -42,13 +42,14 @@ def client_speed(streams: int = _STREAMS, events: int = _EVENTS) -> dict[str, An
     came = sum(sum(1 for _ in reply.events()) for reply in replies)
     parsing = time.process_time() - begin
     assert came == streams * events
+    reads = sum(len(reply.moments) for reply in replies)
     return {
         "streams": streams,
         "events": came,
-        "reads": sum(len(reply.moments) for reply in replies),
+        "reads": reads,
         "events_per_second": round(came / seconds),
         "events_per_cpu_second": round(came / spent),
-        "cpu_us_per_read": round(1e6 * spent / sum(len(reply.moments) for reply in replies), 2),
+        "cpu_us_per_read": round(1e6 * spent / reads, 2),
         "parsing_us_per_event_afterwards": round(1e6 * parsing / came, 2),
     }
 

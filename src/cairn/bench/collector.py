@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """As in a server: what is there now stays, and no step waits for it to be gone through."""
+    """Freeze existing objects, as a server does, so that collections inside do not scan them."""
     gc.collect()
     gc.freeze()
     try:
@@ -21,7 +21,7 @@ def settled() -> Iterator[None]:
 
 
 def release() -> None:
-    """Give memory of engines that are closed back."""
+    """Free the memory of closed engines."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

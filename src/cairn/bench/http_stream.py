@@ -1,7 +1,7 @@
-"""A client that costs little, so that a load generator measures the server and not itself.
+"""A cheap HTTP client, so that a load generator measures the server and not itself.
 
-HTTP/1.1, one connection per request. While answers come in, the client only keeps their bytes and
-the moments they came; they are taken apart when all have ended.
+HTTP/1.1, one connection per request. While answers arrive, the client only stores their bytes and
+arrival times; they are parsed when all have ended.
 """
 
 from __future__ import annotations
@@ -9,25 +9,49 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 from urllib.parse import urlsplit
 
 from cairn.errors import CairnError, ConfigError
 
+try:
+    import httptools
+except ImportError as missing:
+    raise ConfigError("bench serve needs httptools; pip install 'cairn[server]'") from missing
+
 _BUFFER = 1 << 18
 
 
 class HttpError(CairnError):
-    """The server answers with an error, or not in HTTP, or not at all."""
+    """The server's answer is an error, not HTTP, or incomplete."""
+
+
+class _Parsed:
+    """What httptools calls while it parses an answer."""
+
+    def __init__(self) -> None:
+        self.begun = self.complete = self.has_end = False
+        self.body: list[bytes] = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Without one of these headers the end of the connection is that of the answer."""
+        self.has_end |= name.lower() in (b"content-length", b"transfer-encoding")
+
+    def on_headers_complete(self) -> None:
+        self.begun = True
+
+    def on_body(self, body: bytes) -> None:
+        self.body.append(body)
+
+    def on_message_complete(self) -> None:
+        self.complete = True
 
 
 @dataclass(slots=True)
 class Reply:
-    """What came back, unread: pieces as they arrived, and when each of them did."""
+    """An answer before it is parsed: its pieces as they arrived, and when each arrived."""
 
     pieces: list[bytes] = field(default_factory=list)
     moments: list[float] = field(default_factory=list)
@@ -35,69 +59,47 @@ class Reply:
     """Why the connection ended before the answer did."""
 
     def body(self) -> bytes:
-        """The whole body. Raises HttpError unless there is one and the status is 200."""
-        return b"".join(data for data, _ in self._content())
+        """The whole body. Raises HttpError unless it is complete and the status is 200."""
+        return b"".join(data for _, data in self._content())
 
     def events(self) -> Iterator[tuple[float, dict[str, Any]]]:
-        """The JSON objects of an event stream, each with the moment at which its line was there.
+        """The JSON objects of an event stream, each with the time at which its line was complete.
 
-        Raises HttpError at the end of what has come, if that is not the end of the answer."""
-        ends = list(accumulate(map(len, self.pieces)))
+        Raises HttpError at the end of an incomplete answer."""
         held = b""
-        for data, offset in self._content():
-            offset -= len(held)  # of the first byte of `held`, were it not for chunk headers
+        for moment, data in self._content():
             *lines, held = (held + data).split(b"\n")
             for line in lines:
-                offset += len(line) + 1
                 if line.startswith(b"data: {"):
-                    arrived = self.moments[bisect_right(ends, offset - 1)]
-                    yield arrived, json.loads(line[6:])
+                    yield moment, json.loads(line[6:])
 
-    def _content(self) -> Iterator[tuple[bytes, int]]:
-        """Parts of the body, each with its offset in all that came."""
-        raw = b"".join(self.pieces)
-        head, blank, _ = raw.partition(b"\r\n\r\n")
-        if not blank:
+    def _content(self) -> Iterator[tuple[float, bytes]]:
+        """Parts of the body, each with its time of arrival."""
+        parsed = _Parsed()
+        parser = httptools.HttpResponseParser(parsed)
+        refused = b""
+        for moment, piece in zip(self.moments, self.pieces, strict=True):
+            try:
+                parser.feed_data(piece)
+            except httptools.HttpParserError as error:
+                raise HttpError(f"the answer is not HTTP: {error}") from error
+            data = b"".join(parsed.body)
+            parsed.body.clear()
+            if parsed.begun and parser.get_status_code() != 200:
+                refused += data
+            elif data:
+                yield moment, data
+        if not parsed.begun:
             raise HttpError(self.failure or "the server closed the connection without an answer")
-        first, *lines = head.decode("latin-1").split("\r\n")
-        words = first.split(" ", 2)
-        if len(words) < 2 or not words[0].startswith("HTTP/1.") or not words[1].isdigit():
-            raise HttpError(f"the answer is not HTTP: {first[:80]!r}")
-        headers = {
-            name.strip().lower(): value.strip()
-            for name, _, value in (line.partition(":") for line in lines)
-        }
-        content = self._unframed(raw, len(head) + 4, headers)
-        if words[1] != "200":
-            text = b"".join(data for data, _ in content)
-            raise HttpError(f"{words[1]} {text[:300].decode(errors='replace')}")
-        yield from content
-
-    def _unframed(
-        self, raw: bytes, offset: int, headers: dict[str, str]
-    ) -> Iterator[tuple[bytes, int]]:
-        if headers.get("transfer-encoding", "").lower() != "chunked":
-            yield raw[offset:], offset
-            if "content-length" not in headers:  # it ends with the connection
-                if self.failure is not None:
-                    raise HttpError(self.failure)
-            elif len(raw) - offset < int(headers["content-length"]):
-                raise HttpError(self.failure or "the answer ends too early")
-            return
-        while (line_end := raw.find(b"\r\n", offset)) >= 0:
-            size = int(raw[offset:line_end].partition(b";")[0], 16)
-            if size == 0:
-                return
-            offset = line_end + 2
-            if offset + size > len(raw):
-                break
-            yield raw[offset : offset + size], offset
-            offset += size + 2
-        raise HttpError(self.failure or "the answer ends too early")
+        if parser.get_status_code() != 200:
+            text = refused[:300].decode(errors="replace")
+            raise HttpError(f"{parser.get_status_code()} {text}")
+        if not parsed.complete and (parsed.has_end or self.failure):
+            raise HttpError(self.failure or "the answer ends too early")
 
 
 class Target:
-    """A server: its address, and what every request to it has in its head."""
+    """A server: its address, and the headers of every request."""
 
     def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
         parts = urlsplit(url)
@@ -114,13 +116,13 @@ class Target:
         self._buffer = memoryview(bytearray(_BUFFER))
 
     async def read(self, path: str) -> bytes:
-        """The body behind a path beside the API, such as /metrics, or below it: ./models."""
+        """GET a path of the server, such as /metrics, or one below the API: ./models."""
         path = self._path + path[1:] if path.startswith("./") else path
         reply = await self.exchange(f"GET {path} HTTP/1.1\r\n{self._head}\r\n".encode())
         return reply.body()
 
     def post(self, path: str, body: dict[str, Any]) -> bytes:
-        """The bytes of a request, made before the clock starts."""
+        """The bytes of a POST request, to be made before the clock starts."""
         data = json.dumps(body, separators=(",", ":")).encode()
         head = (
             f"POST {self._path}{path} HTTP/1.1\r\n{self._head}"
@@ -129,7 +131,7 @@ class Target:
         return head.encode() + data
 
     async def exchange(self, request: bytes) -> Reply:
-        """Send a request and keep what comes until the server closes the connection."""
+        """Send a request and store the answer until the server closes the connection."""
         reply = Reply()
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
@@ -154,7 +156,7 @@ class Target:
 
 
 class _Keeper(asyncio.BufferedProtocol):
-    """Puts what arrives into a reply. All connections share the buffer: each empties it at once."""
+    """Stores what arrives. All connections share one buffer, which each empties at once."""
 
     def __init__(self, reply: Reply, buffer: memoryview, ended: asyncio.Future[None]) -> None:
         self._pieces = reply.pieces

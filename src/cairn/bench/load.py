@@ -1,7 +1,7 @@
-"""What `cairn bench serve` sends: requests of token ids, described in a few characters.
+"""What `cairn bench serve` sends: requests of random token ids, described in a few characters.
 
-A workload is one part or several, which are sent at the same time. The requests of a workload are
-the same in every run with the same seed.
+A workload has one or more parts, which are sent at the same time. The same seed gives the same
+requests.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import itertools
 import random
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from cairn.errors import ConfigError
 
@@ -64,15 +65,14 @@ def parse_load(spec: str) -> Load:
 
 
 def draw_requests(load: Load, seed: int, vocab_size: int) -> list[list[Asked]]:
-    """The requests of every part. Lengths come from the first generator alone, so that other
-    tokens of the same shapes can be had from `redraw`."""
+    """The requests of every part, with random lengths and tokens."""
     draw = random.Random(seed)
     parts = []
     for part in load.parts:
-        prefix = [draw.randrange(vocab_size) for _ in range(part.prefix)]
+        prefix = _draw_tokens(draw, vocab_size, part.prefix)
         # In this order the requests of 256x100-1024:100-1024 are those that small engines publish.
         prompts = [
-            prefix + [draw.randrange(vocab_size) for _ in range(draw.randint(low, high))]
+            prefix + _draw_tokens(draw, vocab_size, draw.randint(low, high))
             for low, high in part.inputs
         ]
         parts.append([Asked(prompt, draw.randint(*part.output)) for prompt in prompts])
@@ -84,26 +84,23 @@ def redraw(load: Load, parts: list[list[Asked]], seed: int, vocab_size: int) -> 
     draw = random.Random(seed)
     again = []
     for part, asked in zip(load.parts, parts, strict=True):
-        prefix = [draw.randrange(vocab_size) for _ in range(part.prefix)]
-        again.append(
-            [
-                Asked(
-                    prefix
-                    + [draw.randrange(vocab_size) for _ in range(len(one.prompt) - part.prefix)],
-                    one.output_len,
-                )
-                for one in asked
-            ]
-        )
+        prefix = _draw_tokens(draw, vocab_size, part.prefix)
+        lengths = (len(one.prompt) - part.prefix for one in asked)
+        prompts = [prefix + _draw_tokens(draw, vocab_size, length) for length in lengths]
+        pairs = zip(prompts, asked, strict=True)
+        again.append([Asked(prompt, one.output_len) for prompt, one in pairs])
     return again
+
+
+def _draw_tokens(draw: random.Random, vocab_size: int, count: int) -> list[int]:
+    return [draw.randrange(vocab_size) for _ in range(count)]
 
 
 def due_times(part: Part, seed: int) -> list[float]:
     """When each request is to be sent, in seconds from the start."""
-    if part.rate is None:
+    rate, draw = part.rate, random.Random(seed)
+    if rate is None:
         return [0.0] * len(part.inputs)
-    draw = random.Random(seed)
-    rate = part.rate
     return list(itertools.accumulate(draw.expovariate(rate) for _ in part.inputs))
 
 
@@ -111,54 +108,43 @@ def _parse_part(spec: str, text: str) -> Part:
     found = _PART.fullmatch(text)
     if found is None:
         raise _error(spec, f"{text!r} is not of the form COUNTxIN:OUT")
-    listed = "," in found["given"]
-    if listed:
-        if found["count"] is not None:
-            raise _error(spec, "IN is a list with one request for each length; remove COUNT")
-        inputs = tuple(_tokens(spec, "IN", length) for length in found["given"].split(","))
-    else:
-        count = 1
-        if found["count"] is not None:
-            count = _whole(spec, "COUNT", found["count"], 1, _MOST_COUNT)
-        inputs = (_tokens(spec, "IN", found["given"]),) * count
-    options = _options(spec, found["more"])
-    prefix = concurrency = None
-    rate = None
-    if "prefix" in options:
-        prefix = _whole(spec, "prefix", options["prefix"], 1, _MOST_TOKENS)
-    if "concurrency" in options:
-        concurrency = _whole(spec, "concurrency", options["concurrency"], 1, _MOST_COUNT)
-    if "rate" in options:
-        if concurrency is not None:
-            raise _error(spec, "concurrency and rate exclude each other; give one")
-        rate = _rate(spec, options["rate"])
-    return Part(inputs, _tokens(spec, "OUT", found["out"]), listed, prefix or 0, concurrency, rate)
-
-
-def _options(spec: str, text: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for option in text.split("+")[1:]:
+    lengths, count = found["given"].split(","), found["count"]
+    listed = len(lengths) > 1
+    if listed and count is not None:
+        raise _error(spec, "IN is a list with one request for each length; remove COUNT")
+    copies = 1 if count is None else _whole(spec, "COUNT", count, _MOST_COUNT)
+    inputs = tuple(_tokens(spec, "IN", length) for length in lengths) * copies
+    options: dict[str, str] = {}
+    for option in found["more"].split("+")[1:]:
         name, _, value = option.partition("=")
         if name not in ("prefix", "concurrency", "rate"):
             raise _error(spec, f"{name!r} is no option; choose among prefix, concurrency, rate")
-        if name in found:
+        if name in options:
             raise _error(spec, f"{name} is given twice; remove one")
-        found[name] = value
-    return found
+        options[name] = value
+    if "rate" in options and "concurrency" in options:
+        raise _error(spec, "concurrency and rate exclude each other; give one")
+    more: dict[str, Any] = {}
+    for name, most in (("prefix", _MOST_TOKENS), ("concurrency", _MOST_COUNT)):
+        if name in options:
+            more[name] = _whole(spec, name, options[name], most)
+    if "rate" in options:
+        more["rate"] = _rate(spec, options["rate"])
+    return Part(inputs, _tokens(spec, "OUT", found["out"]), listed, **more)
 
 
 def _tokens(spec: str, name: str, text: str) -> Range:
     low, dash, high = text.partition("-")
-    first = _whole(spec, name, low, 1, _MOST_TOKENS)
-    last = _whole(spec, name, high, 1, _MOST_TOKENS) if dash else first
+    first = _whole(spec, name, low, _MOST_TOKENS)
+    last = _whole(spec, name, high, _MOST_TOKENS) if dash else first
     if last < first:
         raise _error(spec, f"{name} is {text!r}; write the lower end first")
     return first, last
 
 
-def _whole(spec: str, name: str, text: str, low: int, high: int) -> int:
-    if not (text.isascii() and text.isdigit()) or not low <= int(text) <= high:
-        raise _error(spec, f"{name} is {text!r}; it must be a whole number from {low} to {high}")
+def _whole(spec: str, name: str, text: str, most: int) -> int:
+    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= most:
+        raise _error(spec, f"{name} is {text!r}; it must be a whole number from 1 to {most}")
     return int(text)
 
 

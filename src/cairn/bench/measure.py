@@ -1,15 +1,31 @@
-"""Runs a workload through Cairn, and through plain transformers as the baseline."""
+"""`cairn bench latency`, `offline`, `rag`, `summarize`: Cairn beside plain transformers."""
 
 from __future__ import annotations
 
+import argparse
 import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from rich.console import Console
 
-from cairn.bench.workloads import Workload
+from cairn.bench.collector import settled
+from cairn.bench.report import (
+    check_files,
+    finish,
+    need_matplotlib,
+    percentiles,
+    print_rows,
+    save_plot,
+    stamp,
+)
+from cairn.bench.workloads import Workload, make_workload, settle_lengths
+from cairn.cli_flags import check_at_least, collect
+from cairn.config import EngineConfig
+from cairn.engine.build import resolve_device, resolve_dtype
+from cairn.engine.locate import locate
 from cairn.engine.sampling_params import SamplingParams
 from cairn.errors import ConfigError
 from cairn.llm import LLM, Stream
@@ -33,30 +49,69 @@ class Measurement:
         return self.output_tokens / self.seconds
 
 
+def command(arguments: argparse.Namespace) -> int:
+    settle_lengths(arguments)
+    check_at_least(arguments, 1, "requests", "input_len", "output_len", "repeat")
+    check_files(output=arguments.output, plot=arguments.plot)
+    options = collect(arguments, EngineConfig)
+    with LLM(**options) as llm:
+        workload = make_workload(arguments, llm.tokenizer, llm.engine.spec.vocab_size)
+        llm.generate([1, 2, 3], max_tokens=8, ignore_eos=True)  # warm up
+        device = resolve_device(llm.config.device)
+        baseline = None
+        if arguments.baseline:
+            source = locate(llm.config)
+            dtype = resolve_dtype(llm.config.dtype, source.config, device)
+            baseline = TransformersBaseline(source, dtype, device)
+            baseline.warm_up()
+        runs: list[list[Measurement]] = [[], []]
+        with settled():
+            for _ in range(arguments.repeat):  # in turn: both meet the same state of the machine
+                llm.engine.scheduler.cache.tree.clear()  # every run starts cold
+                runs[0].append(measure_cairn(llm, workload))
+                if baseline is not None:
+                    runs[1].append(baseline.measure(workload))
+    record = {
+        "workload": workload.name,
+        "description": workload.description,
+        **stamp(cuda=device.type == "cuda"),
+        "threads": torch.get_num_threads(),
+        "options": options,
+        "results": [_summary(some) for some in runs if some],
+    }
+    _show(record)
+    if arguments.plot is not None:
+        _plot(record, arguments.plot)
+    finish(record, arguments.output)
+    return 0
+
+
+# -- measuring --------------------------------------------------------------------------------
+
+
 def measure_cairn(llm: LLM, workload: Workload) -> Measurement:
     """Times are taken where a user would: when the text arrives."""
     result = Measurement("cairn")
     begin = time.perf_counter()
+
+    def send(index: int) -> tuple[Stream, float]:
+        params = SamplingParams(
+            max_tokens=workload.output_lens[index],
+            temperature=workload.temperature,
+            seed=0 if workload.one_by_one else index,
+            ignore_eos=True,
+        )
+        sent = time.perf_counter() if workload.one_by_one else begin
+        return llm.stream(workload.prompts[index], params), sent
+
+    indices = range(len(workload.prompts))
     if workload.one_by_one:
-        for prompt, most in zip(workload.prompts, workload.output_lens, strict=True):
-            sent = time.perf_counter()
-            _follow([(llm.stream(prompt, _params(workload, most, 0)), sent)], result)
+        for index in indices:
+            _follow([send(index)], result)
     else:
-        streams = [
-            (llm.stream(prompt, _params(workload, most, i)), begin)
-            for i, (prompt, most) in enumerate(
-                zip(workload.prompts, workload.output_lens, strict=True)
-            )
-        ]
-        _follow(streams, result)
+        _follow([send(index) for index in indices], result)
     result.seconds = time.perf_counter() - begin
     return result
-
-
-def _params(workload: Workload, most: int, seed: int) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=most, temperature=workload.temperature, seed=seed, ignore_eos=True
-    )
 
 
 def _follow(streams: list[tuple[Stream, float]], result: Measurement) -> None:
@@ -105,17 +160,25 @@ class TransformersBaseline:
         self._device = device
 
     def warm_up(self) -> None:
-        ids = torch.tensor([[1, 2, 3]], device=self._device)
-        self.model.generate(ids, **self._options(8))
+        self._generate([[1, 2, 3]], 8)
 
     def measure(self, workload: Workload) -> Measurement:
-        result = Measurement("transformers")
+        result = Measurement("transformers", output_tokens=sum(workload.output_lens))
+        result.prompt_tokens = sum(map(len, workload.prompts))
         begin = time.perf_counter()
         if workload.one_by_one:
             for prompt, most in zip(workload.prompts, workload.output_lens, strict=True):
                 self._stream(prompt, most, result)
-        else:
-            self._batch(workload, result)
+        else:  # padded on the left; everybody waits for the longest answer
+            longest = max(map(len, workload.prompts))
+            padding = [longest - len(prompt) for prompt in workload.prompts]
+            pairs = list(zip(padding, workload.prompts, strict=True))
+            mask = [[0] * pad + [1] * len(prompt) for pad, prompt in pairs]
+            self._generate(
+                [[0] * pad + prompt for pad, prompt in pairs],
+                max(workload.output_lens),
+                attention_mask=torch.tensor(mask, device=self._device),
+            )
         result.seconds = time.perf_counter() - begin
         return result
 
@@ -124,52 +187,101 @@ class TransformersBaseline:
         from transformers import TextIteratorStreamer
 
         streamer = TextIteratorStreamer(_Echo(), skip_prompt=True)
-        sent = last = time.perf_counter()
-        thread = threading.Thread(
-            target=self.model.generate,
-            args=(torch.tensor([prompt], device=self._device),),
-            kwargs={**self._options(most), "streamer": streamer},
-        )
+        last = time.perf_counter()
+        kwargs = {"streamer": streamer}
+        thread = threading.Thread(target=self._generate, args=([prompt], most), kwargs=kwargs)
         thread.start()
-        count = 0
+        times = result.first_token
         for piece in streamer:
-            if not piece:
-                continue
-            now = time.perf_counter()
-            if count == 0:
-                result.first_token.append(now - sent)
-            else:
-                result.between_tokens.append(now - last)
-            last, count = now, count + 1
+            if piece:
+                now = time.perf_counter()
+                times.append(now - last)
+                last, times = now, result.between_tokens
         thread.join()
-        result.output_tokens += most
-        result.prompt_tokens += len(prompt)
 
-    def _batch(self, workload: Workload, result: Measurement) -> None:
-        """All at once, padded on the left; everybody waits for the longest answer."""
-        longest = max(map(len, workload.prompts))
-        ids = [[0] * (longest - len(prompt)) + prompt for prompt in workload.prompts]
-        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in workload.prompts]
+    def _generate(self, prompts: list[list[int]], most: int, **options: Any) -> None:
         self.model.generate(
-            torch.tensor(ids, device=self._device),
-            attention_mask=torch.tensor(mask, device=self._device),
-            **self._options(max(workload.output_lens)),
+            torch.tensor(prompts, device=self._device),
+            max_new_tokens=most,
+            min_new_tokens=most,
+            do_sample=False,
+            pad_token_id=0,
+            **options,
         )
-        result.output_tokens += workload.total_output
-        result.prompt_tokens += sum(map(len, workload.prompts))
-
-    @staticmethod
-    def _options(most: int) -> dict[str, Any]:
-        return {
-            "max_new_tokens": most,
-            "min_new_tokens": most,
-            "do_sample": False,
-            "pad_token_id": 0,
-        }
 
 
 class _Echo:
-    """A tokenizer for the streamer that makes one word of every token, so that none is held."""
+    """A tokenizer that makes a line of every token, so that the streamer holds none back."""
 
     def decode(self, ids: Any, **_: Any) -> str:
         return "".join(f"{int(token)}\n" for token in ids)
+
+
+# -- reporting --------------------------------------------------------------------------------
+
+
+def _summary(runs: list[Measurement]) -> dict[str, Any]:
+    """The run of median speed, with the speed of every run beside it."""
+    run = sorted(runs, key=lambda run: run.tokens_per_second)[len(runs) // 2]
+    return {
+        "engine": run.engine,
+        "seconds": round(run.seconds, 3),
+        "output_tokens": run.output_tokens,
+        "tokens_per_second": round(run.tokens_per_second, 2),
+        "runs_tokens_per_second": [round(run.tokens_per_second, 2) for run in runs],
+        "first_token_ms": _spread(run.first_token),
+        "first_request_ttft_ms": round(run.first_token[0] * 1e3, 3) if run.first_token else None,
+        "later_requests_ttft_ms": _spread(run.first_token[1:]),
+        "between_tokens_ms": _spread(run.between_tokens),
+        "prefix_hit_rate": round(run.cached_tokens / max(1, run.prompt_tokens), 4),
+    }
+
+
+def _spread(seconds: list[float]) -> dict[str, float] | None:
+    """Mean, median and P99 in ms."""
+    if not seconds:
+        return None
+    mean = round(1e3 * sum(seconds) / len(seconds), 3)
+    return {"mean": mean, **percentiles(seconds, 50, 99)}
+
+
+def _show(record: dict[str, Any]) -> None:
+    console = Console()
+    console.print(f"{record['workload']}: {record['description']}")
+    console.print(f"[dim]{record['device']}, torch {record['torch']}, {record['date']}[/dim]")
+    rows = []
+    for row in record["results"]:
+        gaps = row["between_tokens_ms"] or {}
+        times = {
+            "tok/s": row["tokens_per_second"],
+            "first token ms": row["first_request_ttft_ms"],
+            "later requests ms": (row["later_requests_ttft_ms"] or {}).get("p50"),
+            "ms/token": gaps.get("p50"),
+            "p99": gaps.get("p99"),
+        }
+        cells = {name: "-" if ms is None else f"{ms:.1f}" for name, ms in times.items()}
+        hits = f"{100 * row['prefix_hit_rate']:.0f} %"
+        rows.append({"engine": row["engine"], **cells, "hits": hits})
+    print_rows("", rows, list(rows[0]))
+    if len(rows) == 2:
+        ours, theirs = (row["tokens_per_second"] for row in record["results"])
+        console.print(f"cairn / transformers: {ours / theirs:.2f}x tokens/s")
+
+
+def _plot(record: dict[str, Any], path: str) -> None:
+    rows = record["results"]
+    names = [row["engine"] for row in rows]
+    later = [(row["later_requests_ttft_ms"] or {}).get("p50", 0) for row in rows]
+    panels = {
+        "output tokens/s (more is better)": [row["tokens_per_second"] for row in rows],
+        "first token, first request, ms": [row["first_request_ttft_ms"] or 0 for row in rows],
+        "first token, later requests, ms": later,
+    }
+    figure, axes = need_matplotlib().subplots(1, len(panels), figsize=(4 * len(panels), 3.6))
+    for axis, (title, values) in zip(axes, panels.items(), strict=True):
+        bars = axis.bar(names, values, color=["#2a6f97", "#b8b8b8"][: len(names)])
+        axis.bar_label(bars, fmt="%.4g", padding=2)
+        axis.set_title(title, fontsize=9)
+        axis.margins(y=0.15)
+        axis.spines[["top", "right"]].set_visible(False)
+    save_plot(figure, f"{record['workload']}: {record['description']}", path)

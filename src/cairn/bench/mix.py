@@ -1,22 +1,33 @@
-"""`cairn bench mix`: what a long prompt does to those who are being answered meanwhile."""
+"""`cairn bench mix`: how much a long prompt delays requests that are being answered."""
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import random
 import time
 from typing import Any
 
-import numpy as np
-
+from cairn.bench.collector import settled
+from cairn.bench.report import percentiles, show_rows
+from cairn.cli_flags import collect
+from cairn.config import EngineConfig
 from cairn.engine.sampling_params import SamplingParams
 from cairn.llm import LLM
 from cairn.outputs import Chunk
 
+_WARM_TOKENS = 64  # tokens of each stream before the long prompt arrives
 
-def run(
-    llm: LLM, *, long_tokens: int, streams: int, stream_tokens: int, warm_tokens: int = 64
-) -> dict[str, Any]:
+
+def command(arguments: argparse.Namespace) -> int:
+    options = collect(arguments, EngineConfig)
+    with LLM(**options) as llm, settled():
+        result = _run(llm, arguments.long_tokens, arguments.streams, arguments.stream_tokens)
+    show_rows("mix", [{**result, **options}], arguments.output)
+    return 0
+
+
+def _run(llm: LLM, long_tokens: int, streams: int, stream_tokens: int) -> dict[str, Any]:
     draw = random.Random(0)
     vocab = llm.engine.spec.vocab_size
 
@@ -24,7 +35,7 @@ def run(
         return [draw.randrange(vocab) for _ in range(tokens)]
 
     first = SamplingParams(max_tokens=1, ignore_eos=True)
-    llm.generate(prompt(2 * (llm.engine.scheduler.limits.chunked_prefill_size)), first)  # warm up
+    llm.generate(prompt(2 * llm.engine.scheduler.limits.chunked_prefill_size), first)  # warm up
     begin = time.perf_counter()
     llm.generate(prompt(long_tokens), first)
     alone = time.perf_counter() - begin
@@ -39,37 +50,29 @@ def run(
     endless = SamplingParams(max_tokens=llm.engine.max_tokens - stream_tokens, ignore_eos=True)
     for _ in range(streams):
         frontend.submit(frontend.prepare(prompt(stream_tokens), endless), sink)
-    while len(times) < streams or min(map(len, times.values())) < warm_tokens:
+    while len(times) < streams or min(map(len, times.values())) < _WARM_TOKENS:
         frontend.step()
     (long,) = frontend.prepare(prompt(long_tokens), first)
     begin = time.perf_counter()
     frontend.submit([long], sink)
     while long.id not in times:
         frontend.step()
-    end = times.pop(long.id)[0]
-    gaps = [
-        later - earlier
-        for moments in times.values()
-        for earlier, later in itertools.pairwise(moments)
-        if later > begin
-    ]
-    before = [
-        later - earlier
-        for moments in times.values()
-        for earlier, later in itertools.pairwise(moments)
-        if later <= begin
-    ]
+    beside = times.pop(long.id)[0] - begin
     frontend.abort_all()
+    pairs = [pair for moments in times.values() for pair in itertools.pairwise(moments)]
+    before = [later - earlier for earlier, later in pairs if later <= begin]
+    gaps = [later - earlier for earlier, later in pairs if later > begin]
+    found = percentiles(gaps, 50, 99, 100)
     return {
         "long_tokens": long_tokens,
         "streams": streams,
         "ttft_alone_s": round(alone, 3),
-        "ttft_beside_s": round(end - begin, 3),
-        "ttft_ratio": round((end - begin) / alone, 2),
+        "ttft_beside_s": round(beside, 3),
+        "ttft_ratio": round(beside / alone, 2),
         "between_tokens_ms": {
-            "before_p50": round(1e3 * float(np.percentile(before, 50)), 2),
-            "p50": round(1e3 * float(np.percentile(gaps, 50)), 2),
-            "p99": round(1e3 * float(np.percentile(gaps, 99)), 2),
-            "max": round(1e3 * max(gaps), 2),
+            "before_p50": percentiles(before, 50)["p50"],
+            "p50": found["p50"],
+            "p99": found["p99"],
+            "max": found["p100"],
         },
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -10,6 +11,14 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from cairn.bench.collector import settled
+from cairn.bench.report import show_rows
+from cairn.bench.workloads import seeded
+from cairn.cli_flags import collect
+from cairn.config import EngineConfig
+from cairn.engine.build import resolve_device
+from cairn.engine.sampling_params import SamplingParams
+from cairn.errors import ConfigError
 from cairn.llm import LLM
 
 _KINDS = {
@@ -29,6 +38,24 @@ _NAMES, _IDLE = 14, 6  # kernels that are listed
 _WIDTH = 48  # of their names
 
 
+def command(arguments: argparse.Namespace) -> int:
+    options = collect(arguments, EngineConfig)
+    if resolve_device(EngineConfig(**options).device).type != "cuda":
+        raise ConfigError("bench profile shows CUDA kernels; it needs a CUDA device")
+    with LLM(**options) as llm, settled():
+        frontend = llm.frontend
+        params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=1000)
+        for prompt in seeded(arguments.requests, llm.engine.spec.vocab_size).prompts:
+            frontend.submit(frontend.prepare(prompt, params))
+        while llm.engine.scheduler.num_waiting:
+            frontend.step()
+        for _ in range(20):
+            frontend.step()
+        result = profile_steps(llm, arguments.steps)
+    show_rows("profile", [{"requests": arguments.requests, **result, **options}], arguments.output)
+    return 0
+
+
 def kind_of(kernel: str) -> str:
     name = kernel.lower()
     for kind, words in _KINDS.items():
@@ -40,16 +67,16 @@ def kind_of(kernel: str) -> str:
 def share_out(
     spans: Iterable[tuple[float, float, str]],
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Time that passes, and time in which nothing runs, by the names of (begin, end, name).
+    """Time in kernels, and idle time before kernels, by name; spans are (begin, end, name).
 
-    Kernels start while their predecessors drain and wait for them: what counts for a kernel is
-    only how much later than all before it it ends. Idle time is that of what it ends with.
+    Kernels may start while their predecessors still run. A kernel counts only for the time by
+    which it ends later than all kernels before it.
     """
     spent: defaultdict[str, float] = defaultdict(float)
     idle: defaultdict[str, float] = defaultdict(float)
-    reached = None
-    for begin, end, name in sorted(spans):
-        reached = begin if reached is None else reached
+    ordered = sorted(spans)
+    reached = ordered[0][0] if ordered else 0.0
+    for begin, end, name in ordered:
         if begin > reached:
             idle[name] += begin - reached
         spent[name] += max(0.0, end - max(begin, reached))
@@ -97,7 +124,7 @@ def profile_call(call: Callable[[], object], steps: int = 1) -> dict[str, Any]:
 
 
 def per_step(times: dict[str, float], steps: int, most: int) -> dict[str, float]:
-    """The longest, by names that are cut."""
+    """The `most` longest times per step, by shortened name."""
     shortened: defaultdict[str, float] = defaultdict(float)
     for name, us in times.items():
         shortened[name[:_WIDTH]] += us

@@ -1,12 +1,13 @@
-"""`cairn bench replay`: requests of a recorded day, at their times, with their prefixes in common.
+"""`cairn bench replay`: the requests of a recorded trace, at their times, with shared prefixes.
 
 Traces are in Mooncake's format: a line of JSON per request, whose `hash_ids` name the blocks of 512
-tokens of its prompt. Equal ids become equal tokens, so that what could be shared there is shared
-here; the tokens themselves are drawn.
+tokens of its prompt. Tokens are random, but equal ids become equal tokens, so that the prompts
+share the same prefixes as those that were recorded.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import time
@@ -18,21 +19,39 @@ from typing import Any
 
 import numpy as np
 
+from cairn.bench.collector import settled
+from cairn.bench.report import percentiles, show_rows
+from cairn.cli_flags import check_at_least, collect
+from cairn.config import EngineConfig
 from cairn.engine.sampling_params import SamplingParams
 from cairn.errors import ConfigError
 from cairn.llm import LLM
 from cairn.outputs import Chunk
 
-_BLOCK = 512  # tokens that an id stands for
-_FIRST_TOKEN = 3  # the ones before are special in most vocabularies
+_BLOCK = 512  # tokens per id
+_FIRST_TOKEN = 3  # ids below are special tokens in most vocabularies
 
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    arrival: float  # seconds after the first
+    arrival: float  # seconds
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...]
+
+
+def command(arguments: argparse.Namespace) -> int:
+    check_at_least(arguments, 1, "requests")
+    if not 0 <= arguments.time_scale < float("inf"):
+        raise ConfigError("--time-scale must be 0 or more")
+    trace = read_trace(Path(arguments.trace), arguments.requests)
+    options = collect(arguments, EngineConfig)
+    with LLM(**options) as llm:
+        llm.generate([1, 2, 3], max_tokens=8, ignore_eos=True)  # warm up
+        with settled():
+            result = run(llm, trace, time_scale=arguments.time_scale)
+    show_rows("replay", [{**result, **options}], arguments.output)
+    return 0
 
 
 def read_trace(path: Path, count: int) -> list[TracedRequest]:
@@ -90,7 +109,7 @@ class Prompts:
 
 
 def run(llm: LLM, trace: Sequence[TracedRequest], *, time_scale: float) -> dict[str, Any]:
-    """Replay; `time_scale` 2 takes twice as long as it took, 0 has all come at once."""
+    """Replay; `time_scale` 2 takes twice as long as the recording, 0 sends all at once."""
     frontend, engine = llm.frontend, llm.engine
     prompts = Prompts(engine.spec.vocab_size)
     times: dict[str, list[float]] = {}
@@ -123,11 +142,8 @@ def run(llm: LLM, trace: Sequence[TracedRequest], *, time_scale: float) -> dict[
             time.sleep(min(0.01, max(0.0, arrival - time.perf_counter())))
     seconds = time.perf_counter() - begin
     ttft = [moments[0] - due[name] for name, moments in times.items()]
-    tbt = [
-        later - earlier
-        for moments in times.values()
-        for earlier, later in itertools.pairwise(moments)
-    ]
+    pairs = (pair for moments in times.values() for pair in itertools.pairwise(moments))
+    tbt = [later - earlier for earlier, later in pairs]
     cache, tier = engine.scheduler.cache.stats, engine.tier()
     return {
         "requests": len(times),
@@ -137,14 +153,7 @@ def run(llm: LLM, trace: Sequence[TracedRequest], *, time_scale: float) -> dict[
         "output_tokens_per_s": round((engine.stats.generated_tokens - before) / seconds, 1),
         "prefix_hit_rate": round(cache.hit_tokens / max(1, cache.lookup_tokens), 4),
         "retractions": engine.scheduler.stats.retractions,
-        "ttft_ms": _percentiles(ttft),
-        "tbt_ms": _percentiles(tbt),
+        "ttft_ms": percentiles(ttft, 50, 90, 99),
+        "tbt_ms": percentiles(tbt, 50, 90, 99),
         "tier": None if tier is None else str(tier),
     }
-
-
-def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    if not seconds:
-        return {}
-    values = np.percentile(seconds, [50, 90, 99])
-    return {f"p{p}": round(1e3 * float(v), 2) for p, v in zip((50, 90, 99), values, strict=True)}

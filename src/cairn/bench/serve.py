@@ -1,8 +1,8 @@
-"""`cairn bench serve`: what a user of a server meets, under loads of token ids.
+"""`cairn bench serve`: what a client of a server sees, under loads of random token ids.
 
-Each server runs the workloads twice: cold, and warm with other tokens of the same shapes. The clock
-of a request starts when it is sent, or was due to be sent: waiting counts. What a stream brings at
-once counts as one moment, so that servers that send tokens in bundles are not flattered.
+Each server runs the workloads twice: cold, and warm with other tokens of the same lengths. The
+clock of a request starts when it is sent, or was due to be sent, so waiting counts. Tokens that
+arrive together count as one moment: servers that send tokens in bundles gain nothing by it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -31,7 +30,9 @@ from cairn.bench.client_speed import client_speed
 from cairn.bench.collector import settled
 from cairn.bench.http_stream import HttpError, Reply, Target
 from cairn.bench.load import Asked, Load, draw_requests, due_times, parse_load, redraw
-from cairn.bench.spawned import Spawned, check_flags, spawn
+from cairn.bench.report import check_files, percentiles
+from cairn.bench.spawned import check_flags, spawn
+from cairn.cli_flags import check_at_least
 from cairn.errors import CairnError, ConfigError
 
 _LABEL = re.compile(r"([\w.-]+)=(.*)", re.DOTALL)
@@ -51,24 +52,15 @@ _ROWS = (
 _ONLY_IF_ANY = ("cached_tokens", "failed")
 
 
-@dataclass(frozen=True, slots=True)
-class Server:
-    """Where requests go: flags of a server to start, or the address of one that runs."""
-
-    label: str
-    flags: tuple[str, ...] | None = None
-    url: str | None = None
-
-
 @dataclass(slots=True)
 class Sent:
-    """One request; seconds since its clock started."""
+    """One request; times are seconds since its clock started."""
 
     part: int
     prompt_tokens: int
     asked_tokens: int
     begin: float
-    """On the clock of the pass."""
+    """Start of its clock, in seconds since the start of the workload."""
     first_token: float | None = None
     total: float = 0.0
     largest_gap: float | None = None
@@ -79,15 +71,18 @@ class Sent:
 
 
 @dataclass(slots=True)
-class Measured:
-    """A server and what it did: for each pass, the requests of each workload."""
+class Server:
+    """A server to start with flags, or one that runs at a URL; and what it did."""
 
-    server: Server
+    label: str
+    flags: tuple[str, ...] | None = None
+    url: str | None = None
     model: str | None = None
     seconds_to_ready: float | None = None
-    passes: dict[str, list[list[Sent]]] = field(default_factory=dict)
-    compilations: list[str] = field(default_factory=list)
     error: str | None = None
+    kernel_compilations: list[str] = field(default_factory=list)
+    passes: dict[str, list[list[Sent]]] = field(default_factory=dict)
+    """For each pass, the requests of each workload."""
 
     @property
     def failed(self) -> bool:
@@ -95,8 +90,8 @@ class Measured:
         return self.error is not None or any(one.error is not None for one in requests)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """The command; returns 1 if a server or a request has failed."""
+def command(arguments: argparse.Namespace) -> int:
+    """Returns 1 if a server or a request has failed."""
     if arguments.client_speed:
         if arguments.workload or arguments.spawn or arguments.url:
             raise ConfigError("--client-speed has its own server and workload; give it alone")
@@ -108,16 +103,21 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "there is no workload; add one like --workload 64x1024-6144:100-300 (see --help)"
         )
-    if arguments.vocab_size < 1:
-        raise ConfigError("--vocab-size must be at least 1")
+    check_at_least(arguments, 1, "vocab_size")
     if not 0 < arguments.timeout < float("inf"):
         raise ConfigError("--timeout must be a number of seconds above 0")
-    if arguments.json is not None and not Path(arguments.json).absolute().parent.is_dir():
-        raise ConfigError(f"--json {arguments.json}: there is no such folder")
-    requests = _requests(loads, arguments.seed, arguments.vocab_size)
-    measured = [asyncio.run(_measure(server, loads, requests, arguments)) for server in servers]
-    _show(arguments, loads, measured)
-    return 1 if any(one.failed for one in measured) else 0
+    check_files(json=arguments.json)
+    requests: dict[str, list[Any]] = {name: [] for name in _PASSES}
+    for index, load in enumerate(loads):
+        # A seed for each list: prompts of one must not begin like those of another.
+        seed = arguments.seed + 1_000_003 * 2 * index
+        cold = draw_requests(load, seed, arguments.vocab_size)
+        requests["cold"].append(cold)
+        requests["warm"].append(redraw(load, cold, seed + 1_000_003, arguments.vocab_size))
+    for server in servers:
+        asyncio.run(_measure(server, loads, requests, arguments))
+    _show(arguments, loads, servers)
+    return int(any(server.failed for server in servers))
 
 
 def _servers(arguments: argparse.Namespace) -> list[Server]:
@@ -132,7 +132,7 @@ def _servers(arguments: argparse.Namespace) -> list[Server]:
         servers.append(Server(label, flags=split))
     for text in arguments.url:
         label, url = _labelled(text)
-        Target(url, None, 1.0)  # refused before servers are started
+        Target(url, None, 1.0)  # refuse bad URLs before servers are started
         servers.append(Server(label, url=url))
     if not servers:
         raise ConfigError("there is no server; add --spawn FLAGS to start one, or --url URL")
@@ -144,22 +144,9 @@ def _servers(arguments: argparse.Namespace) -> list[Server]:
 
 
 def _labelled(text: str) -> tuple[str, str]:
-    """A label and what it stands for; without one, the text is its own."""
+    """A label and what it stands for; without a label the text is its own."""
     found = None if text.startswith("-") else _LABEL.fullmatch(text)
     return (text.strip() or "cairn serve", text) if found is None else (found[1], found[2])
-
-
-def _requests(loads: Sequence[Load], seed: int, vocab_size: int) -> dict[str, list[Any]]:
-    """The requests of each workload for both passes. Every list has a seed of its own: prompts of
-    one must not begin like those of another."""
-    cold = [
-        draw_requests(load, seed + 1_000_003 * (2 * i), vocab_size) for i, load in enumerate(loads)
-    ]
-    warm = [
-        redraw(load, parts, seed + 1_000_003 * (2 * i + 1), vocab_size)
-        for i, (load, parts) in enumerate(zip(loads, cold, strict=True))
-    ]
-    return dict(zip(_PASSES, (cold, warm), strict=True))
 
 
 async def _measure(
@@ -167,44 +154,37 @@ async def _measure(
     loads: Sequence[Load],
     requests: dict[str, list[list[list[Asked]]]],
     arguments: argparse.Namespace,
-) -> Measured:
-    """Both passes over a server. One that dies or cannot be used has an error in the result."""
-    measured = Measured(server)
-    async with _reach(server) as spawned:
+) -> None:
+    """Run both passes. A server that dies or cannot be used gets an error."""
+    async with contextlib.AsyncExitStack() as stack:
+        spawned, url, model = None, server.url, arguments.model
+        if server.flags is not None:
+            spawned, model = await stack.enter_async_context(spawn(server.flags)), None
         try:
             if spawned is not None:
                 _tell(f"starting {server.label}")
-                await spawned.wait_until_ready()
-                measured.seconds_to_ready = spawned.seconds_to_ready
+                url = await spawned.wait_until_ready()
+                server.seconds_to_ready = spawned.seconds_to_ready
                 _tell(f"{server.label} is ready after {spawned.seconds_to_ready:.1f} s")
-            url = server.url if spawned is None else spawned.url
             assert url is not None
             target = Target(url, arguments.api_key, arguments.timeout)
-            named = arguments.model if spawned is None else None
-            measured.model = named or await _first_model(target)
+            server.model = model or await _first_model(target)
             for name, lists in requests.items():
-                sent = measured.passes[name] = []
+                sent = server.passes[name] = []
                 for load, parts in zip(loads, lists, strict=True):
-                    sent.append(await _send_load(target, load, parts, measured.model, arguments))
+                    sent.append(await _send_load(target, load, parts, server.model, arguments))
                     _tell(f"{server.label}, {name}, {load.spec}: done")
                     if spawned is not None and any(one.error for one in sent[-1]):
                         await spawned.check()
-            measured.compilations = await _compilations(target)
+            with contextlib.suppress(HttpError):  # other servers may have no such metrics
+                lines = (await target.read("/metrics")).splitlines()
+                found = [line.decode() for line in lines if line.startswith(_COMPILATIONS)]
+                server.kernel_compilations = found
         except CairnError as error:
-            measured.error = str(error)
-        if measured.failed:
+            server.error = str(error)
+        if server.failed:
             printed = "" if spawned is None else f"; it printed:\n{spawned.output}"
-            _tell(f"{server.label} failed: {measured.error or 'see its requests'}{printed}")
-    return measured
-
-
-@contextlib.asynccontextmanager
-async def _reach(server: Server) -> AsyncIterator[Spawned | None]:
-    if server.flags is None:
-        yield None
-    else:
-        async with spawn(server.flags) as spawned:
-            yield spawned
+            _tell(f"{server.label} failed: {server.error or 'see its requests'}{printed}")
 
 
 def _tell(text: str) -> None:
@@ -218,15 +198,6 @@ async def _first_model(target: Target) -> str:
         raise CairnError(f"it does not answer with a list of models: {error}") from error
 
 
-async def _compilations(target: Target) -> list[str]:
-    """The lines of /metrics on kernels that were compiled; servers may have none."""
-    try:
-        text = await target.read("/metrics")
-    except HttpError:
-        return []
-    return [line.decode() for line in text.splitlines() if line.startswith(_COMPILATIONS)]
-
-
 # -- sending ----------------------------------------------------------------------------------
 
 
@@ -238,22 +209,8 @@ async def _send_load(
     arguments: argparse.Namespace,
 ) -> list[Sent]:
     """Send the parts of a workload at the same time; returns when all requests have ended."""
-
-    def body(asked: Asked) -> bytes:
-        return target.post(
-            "/completions",
-            {
-                "model": model,
-                "prompt": asked.prompt,
-                "max_tokens": asked.output_len,
-                "temperature": arguments.temperature,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-                "ignore_eos": True,
-            },
-        )
-
-    bodies = [[body(asked) for asked in part] for part in parts]
+    common = {"model": model, "temperature": arguments.temperature, "ignore_eos": True}
+    common |= {"stream": True, "stream_options": {"include_usage": True}}
     start = 0.0
 
     async def one(data: bytes, due: float, turn: asyncio.Semaphore | None) -> tuple[float, Reply]:
@@ -262,15 +219,17 @@ async def _send_load(
             begin = time.perf_counter() if turn is not None else start + due
             return begin, await target.exchange(data)
 
-    waiting = []
-    for index, (part, datas) in enumerate(zip(load.parts, bodies, strict=True)):
+    asked, waiting = [], []
+    for index, (part, requests) in enumerate(zip(load.parts, parts, strict=True)):
         turn = None if part.concurrency is None else asyncio.Semaphore(part.concurrency)
         times = due_times(part, arguments.seed + index)
-        waiting += [one(data, due, turn) for data, due in zip(datas, times, strict=True)]
+        for request, due in zip(requests, times, strict=True):
+            own = {"prompt": request.prompt, "max_tokens": request.output_len}
+            asked.append((index, request))
+            waiting.append(one(target.post("/completions", {**common, **own}), due, turn))
     with settled():
         start = time.perf_counter()
         replies = await asyncio.gather(*waiting)
-    asked = [(index, request) for index, part in enumerate(parts) for request in part]
     return [
         _read(reply, begin, start, index, request)
         for (begin, reply), (index, request) in zip(replies, asked, strict=True)
@@ -278,27 +237,26 @@ async def _send_load(
 
 
 def _read(reply: Reply, begin: float, start: float, part: int, asked: Asked) -> Sent:
-    """Take an answer apart; `start` is that of the pass."""
+    """Parse an answer; `start` is that of the workload."""
     sent = Sent(part, len(asked.prompt), asked.output_len, begin - start)
     moments: list[float] = []
     tokens = 0
-    usage: dict[str, Any] | None = None
+    usage: dict[str, Any] = {}
     try:
         for moment, event in reply.events():
             if "error" in event:
                 raise HttpError(str(event["error"]))
             usage = event.get("usage") or usage
-            # An event without text may stand for a token whose bytes are not complete yet, but
-            # the one that says how the answer ended stands for nothing.
-            if any(
-                choice.get("text") or choice.get("finish_reason") is None
-                for choice in event["choices"]
-            ):
+            # An event without text may stand for a token whose bytes are not complete yet. The
+            # event with the finish reason stands for no token.
+            choices = event["choices"]
+            if any(one.get("text") or one.get("finish_reason") is None for one in choices):
                 tokens += 1
                 if not moments or moment > moments[-1]:
                     moments.append(moment)
-        sent.output_tokens = tokens if usage is None else usage["completion_tokens"]
-        sent.cached_tokens = _cached(usage or {})
+        sent.output_tokens = usage["completion_tokens"] if usage else tokens
+        details = usage.get("prompt_tokens_details") or {}
+        sent.cached_tokens = int(details.get("cached_tokens") or 0)
         if sent.output_tokens != asked.output_len:
             raise HttpError(f"it has {sent.output_tokens} of {asked.output_len} tokens")
     except (HttpError, ValueError, LookupError) as error:
@@ -311,20 +269,14 @@ def _read(reply: Reply, begin: float, start: float, part: int, asked: Asked) -> 
     return sent
 
 
-def _cached(usage: dict[str, Any]) -> int:
-    """Tokens of the prompt that the server had computed before, if it says so."""
-    details = usage.get("prompt_tokens_details") or {}
-    return int(details.get("cached_tokens") or 0)
-
-
 # -- reporting --------------------------------------------------------------------------------
 
 
 def _summary(sent: list[Sent]) -> dict[str, Any]:
     """The numbers of one workload on one server in one pass, of requests that did not fail."""
     good = [one for one in sent if one.error is None]
-    first = [one.first_token for one in good if one.first_token is not None]
-    gaps = [gap for one in good for gap in one.gaps]
+    first = percentiles([one.first_token for one in good if one.first_token is not None], 50, 99)
+    gaps = percentiles([gap for one in good for gap in one.gaps], 50, 99, 100)
     seconds = max((one.begin + one.total for one in good), default=0.0)
     tokens = sum(one.output_tokens for one in good)
     return {
@@ -336,97 +288,66 @@ def _summary(sent: list[Sent]) -> dict[str, Any]:
         "cached_tokens": sum(one.cached_tokens for one in good),
         "output_tokens": tokens,
         "output_tokens_per_second": round(tokens / seconds, 2) if seconds else None,
-        "first_token_ms_p50": _percentile(first, 50),
-        "first_token_ms_p99": _percentile(first, 99),
-        "between_tokens_ms_p50": _percentile(gaps, 50),
-        "between_tokens_ms_p99": _percentile(gaps, 99),
-        "largest_gap_ms": _percentile(gaps, 100),
+        "first_token_ms_p50": first.get("p50"),
+        "first_token_ms_p99": first.get("p99"),
+        "between_tokens_ms_p50": gaps.get("p50"),
+        "between_tokens_ms_p99": gaps.get("p99"),
+        "largest_gap_ms": gaps.get("p100"),
     }
 
 
-def _percentile(seconds: list[float], percent: int) -> float | None:
-    return round(1e3 * float(np.percentile(seconds, percent)), 3) if seconds else None
-
-
-def _show(
-    arguments: argparse.Namespace, loads: Sequence[Load], measured: Sequence[Measured]
-) -> None:
+def _show(arguments: argparse.Namespace, loads: Sequence[Load], servers: Sequence[Server]) -> None:
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    results = [
-        {
-            "server": one.server.label,
-            "flags": one.server.flags,
-            "url": one.server.url,
-            "model": one.model,
-            "seconds_to_ready": one.seconds_to_ready,
-            "error": one.error,
-            "kernel_compilations": one.compilations,
-            "workloads": [
-                {"workload": load.spec, "pass": name, **_summary(sent)}
-                for name, lists in one.passes.items()
-                for load, sent in zip(loads, lists, strict=False)  # fewer if it died
-            ],
-        }
-        for one in measured
-    ]
     for index, load in enumerate(loads):
-        console.print(_table(index, load, measured))
-    for one in measured:
-        ready = one.seconds_to_ready
-        console.print(
-            f"{one.server.label}: model {one.model}"
-            + ("" if ready is None else f", ready after {ready:.1f} s")
-            + ("" if one.error is None else f", failed: {one.error}"),
-            markup=False,
-        )
-        for line in one.compilations:
-            console.print(f"  {line}", markup=False)
-    record = {
-        "workload": "serve",
-        "date": date.today().isoformat(),
-        "cairn": __version__,
-        "seed": arguments.seed,
-        "vocab_size": arguments.vocab_size,
-        "temperature": arguments.temperature,
-        "results": results,
-    }
-    if arguments.json is not None:
-        requests = [
-            {name: [[asdict(sent) for sent in some] for some in lists] for name, lists in p.items()}
-            for p in (one.passes for one in measured)
+        console.print(_table(index, load, servers))
+    results, requests = [], []
+    for server in servers:
+        line = f"{server.label}: model {server.model}"
+        if server.seconds_to_ready is not None:
+            line += f", ready after {server.seconds_to_ready:.1f} s"
+        if server.error is not None:
+            line += f", failed: {server.error}"
+        for text in (line, *(f"  {line}" for line in server.kernel_compilations)):
+            console.print(text, markup=False)
+        fields = asdict(server)
+        requests.append(fields.pop("passes"))
+        workloads = [
+            {"workload": load.spec, "pass": name, **_summary(sent)}
+            for name, lists in server.passes.items()
+            for load, sent in zip(loads, lists, strict=False)  # fewer if it died
         ]
-        whole = {**record, "requests": requests}
-        Path(arguments.json).write_text(json.dumps(whole) + "\n", encoding="utf-8")
+        results.append({"server": fields.pop("label"), **fields, "workloads": workloads})
+    record: dict[str, Any] = {"workload": "serve", "date": date.today().isoformat()}
+    record |= {"cairn": __version__, "results": results}
+    record |= {name: getattr(arguments, name) for name in ("seed", "vocab_size", "temperature")}
+    if arguments.json is not None:
+        whole = json.dumps({**record, "requests": requests})
+        Path(arguments.json).write_text(whole + "\n", encoding="utf-8")
     print(json.dumps(record))
 
 
-def _table(index: int, load: Load, measured: Sequence[Measured]) -> Table:
+def _table(index: int, load: Load, servers: Sequence[Server]) -> Table:
     """Servers and passes side by side; parts that list their lengths have a row for each."""
-    table = Table(title=load.spec, title_justify="left")
-    table.add_column("")
-    columns = []
-    for one in measured:
+    table = Table("", title=load.spec, title_justify="left")
+    columns: list[list[Sent]] = []
+    for server in servers:
         for name in _PASSES:
-            lists = one.passes.get(name, [])
+            lists = server.passes.get(name, [])
             columns.append(lists[index] if index < len(lists) else [])
-            table.add_column(f"{one.server.label}, {name}", justify="right")
-    summaries = [_summary(sent) for sent in columns]
+            table.add_column(f"{server.label}, {name}", justify="right")
+    summaries = [_summary(sent) if sent else {} for sent in columns]
     for title, key, form in _ROWS:
-        if key in _ONLY_IF_ANY and not any(summary[key] for summary in summaries):
-            continue
-        values = (
-            summary[key] if sent else None for summary, sent in zip(summaries, columns, strict=True)
-        )
-        table.add_row(title, *("-" if value is None else form.format(value) for value in values))
+        values = [summary.get(key) for summary in summaries]
+        if any(values) or key not in _ONLY_IF_ANY:
+            cells = ("-" if value is None else form.format(value) for value in values)
+            table.add_row(title, *cells)
     for number, part in enumerate(load.parts):
         for place, (length, _) in enumerate(part.inputs if part.listed else ()):
-            cells = []
-            for sent in columns:
-                of_part = [one for one in sent if one.part == number]
-                first = of_part[place].first_token if of_part else None
-                cells.append("-" if first is None else f"{1e3 * first:.1f}")
+            own = ([one for one in sent if one.part == number] for sent in columns)
+            times = [sent[place].first_token if sent else None for sent in own]
+            cells = ("-" if first is None else f"{1e3 * first:.1f}" for first in times)
             table.add_row(f"first token of {part.prefix + length} in, ms", *cells)
-    errors = {summary["first_error"] for summary in summaries} - {None}
+    errors = {summary.get("first_error") for summary in summaries} - {None}
     if errors:
-        table.caption = "\n".join(sorted(errors))
+        table.caption = "\n".join(sorted(map(str, errors)))
     return table

@@ -1,7 +1,6 @@
 """A `cairn serve` that a benchmark starts, waits for and stops.
 
-A server streams text, so a preset, which has no tokenizer, is given one here: every token is a
-word of its own.
+Servers stream text and presets have no tokenizer, so a preset gets one here: each token is a word.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from cairn.models.registry import read_spec
 
 _KEPT_LINES = 200
 _STOP_SECONDS = 60
-_END_SECONDS = 2  # for a process whose connections have failed to be gone
+_END_SECONDS = 2  # to wait for the end of a process whose connections failed
 _ADDRESS = re.compile(r"\(API: (http://\S+)\)")
 
 
@@ -43,7 +42,6 @@ class Spawned:
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._reading = asyncio.create_task(self._read())
-        self.url = ""
         self.seconds_to_ready = 0.0
 
     @property
@@ -51,24 +49,25 @@ class Spawned:
         return "".join(self._lines)
 
     async def check(self) -> None:
-        """Raises CairnError if the process has ended; to be called when something has failed."""
+        """Raises CairnError if the process has ended. Call it when a request has failed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_END_SECONDS):
                 code = await self._process.wait()
-                await self._reading  # all that it printed
+                await self._reading  # all of its output
                 raise CairnError(f"it ended with exit code {code}")
 
-    async def wait_until_ready(self) -> None:
+    async def wait_until_ready(self) -> str:
+        """Returns the URL of the API."""
         either: list[asyncio.Future[Any]] = [self._reading, self._address]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not self._address.done():
             code = await self._process.wait()
             raise CairnError(f"it ended with exit code {code} before it was ready")
-        self.url = self._address.result()
         self.seconds_to_ready = time.perf_counter() - self._begin
+        return self._address.result()
 
     async def stop(self) -> None:
-        """Ask it to end, and end it if it does not."""
+        """Ask the process to end, and kill it if it does not."""
         self._signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(_STOP_SECONDS):
@@ -79,13 +78,13 @@ class Spawned:
         await self._reading
 
     def _signal(self, number: signal.Signals) -> None:
-        """Not asyncio's: that may take the exit code away from who waits for it."""
+        """asyncio's own method may take the exit code from the task that waits for it."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
 
     async def _read(self) -> None:
-        """What it prints, so that it never waits for a reader."""
+        """Read all output, so that the process never blocks on a full pipe."""
         assert self._process.stdout is not None
         async for data in self._process.stdout:
             line = data.decode(errors="replace")

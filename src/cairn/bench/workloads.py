@@ -1,14 +1,17 @@
-"""What is measured: prompts as token ids, and how many tokens each is to generate."""
+"""What is measured: prompts as token ids, and how many tokens each request generates."""
 
 from __future__ import annotations
 
+import argparse
+import ast
 import random
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cairn.bench.load import draw_requests, parse_load
 from cairn.errors import ConfigError, RequestError
+from cairn.eval import haystack
 from cairn.text.tokenizer import Tokenizer
 
 SEEDED_REQUESTS = 256
@@ -29,123 +32,96 @@ class Workload:
         return sum(self.output_lens)
 
 
+def settle_lengths(arguments: argparse.Namespace) -> None:
+    """Fill in lengths that were not given; refuse them where the requests have their own."""
+    defaults = zip(("input_len", "output_len"), arguments.default_lens, strict=True)
+    for name, default in defaults:
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, default)
+        elif getattr(arguments, "lengths", None) == "seeded":
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no effect on the seeded requests; "
+                "add --lengths equal or mixed"
+            )
+
+
+def make_workload(
+    arguments: argparse.Namespace, tokenizer: Tokenizer | None, vocab_size: int
+) -> Workload:
+    kind, length, output = arguments.kind, arguments.input_len, arguments.output_len
+    count = getattr(arguments, "requests", 1)
+    if kind == "latency":
+        prompts = _random_prompts([length] * count, vocab_size, random.Random(1))
+        text = f"{count} requests one by one, in {length}, out {output}"
+        return Workload(kind, text, prompts, [output] * count, one_by_one=True)
+    if kind == "offline":
+        if arguments.lengths == "seeded":
+            return seeded(count, vocab_size)
+        if arguments.lengths == "mixed":
+            return _mixed(count, length, output, vocab_size)
+        prompts = _random_prompts([length] * count, vocab_size, random.Random(1))
+        text = f"{count} requests at once, in {length}, out {output}"
+        return Workload(kind, text, prompts, [output] * count)
+    if tokenizer is None:
+        raise ConfigError(f"bench {kind} needs a model with a tokenizer")
+    source = read_text(arguments.text)
+    document: list[int] = list(tokenizer.encode(source[: length * 12])[:length])
+    if len(document) < length:
+        raise RequestError(
+            f"the text has {len(document)} tokens, {length} are needed; give a longer one"
+        )
+    if kind == "rag":
+        ends = [f"\nQuestion {i}: what does paragraph {i} say?\nAnswer:" for i in range(count)]
+        text = f"{count} questions on one corpus of {length} tokens, out {output}"
+    else:
+        ends = ["\nSummary:"]
+        text = f"a document of {length} tokens, out {output}"
+    prompts = [document + tokenizer.encode(end) for end in ends]
+    return Workload(kind, text, prompts, [output] * len(ends), one_by_one=True)
+
+
 def seeded(requests: int, vocab_size: int) -> Workload:
     """The 256 requests that small engines compare themselves by; fewer take the first ones."""
-    draw = random.Random(0)
-    prompts = [
-        [draw.randint(0, 10_000) for _ in range(draw.randint(100, 1024))]
-        for _ in range(SEEDED_REQUESTS)
-    ]
-    outputs = [draw.randint(100, 1024) for _ in range(SEEDED_REQUESTS)]
+    if requests > SEEDED_REQUESTS:
+        raise ConfigError(f"--requests is {requests}; there are {SEEDED_REQUESTS} seeded requests")
+    (asked,) = draw_requests(parse_load(f"{SEEDED_REQUESTS}x100-1024:100-1024"), 0, 10_001)
+    prompts = [one.prompt for one in asked[:requests]]
     if vocab_size <= 10_000:
         prompts = [[token % vocab_size for token in prompt] for prompt in prompts]
-    return Workload(
-        "offline",
-        f"{requests} of 256 seeded requests, in 100-1024, out 100-1024, temperature 0.6",
-        prompts[:requests],
-        outputs[:requests],
-        temperature=0.6,
-    )
+    text = f"{requests} of 256 seeded requests, in 100-1024, out 100-1024, temperature 0.6"
+    outputs = [one.output_len for one in asked[:requests]]
+    return Workload("offline", text, prompts, outputs, temperature=0.6)
 
 
-def uniform(requests: int, input_len: int, output_len: int, vocab_size: int) -> Workload:
-    draw = random.Random(1)
-    prompts = [[draw.randrange(vocab_size) for _ in range(input_len)] for _ in range(requests)]
-    return Workload(
-        "offline",
-        f"{requests} requests at once, in {input_len}, out {output_len}",
-        prompts,
-        [output_len] * requests,
-    )
-
-
-def mixed(requests: int, input_len: int, output_len: int, vocab_size: int) -> Workload:
+def _mixed(requests: int, input_len: int, output_len: int, vocab_size: int) -> Workload:
     """Lengths from an eighth of the given ones up to them, as a batch of strangers has."""
     draw = random.Random(2)
-    lengths = [draw.randint(max(1, input_len // 8), input_len) for _ in range(requests)]
-    outputs = [draw.randint(max(1, output_len // 8), output_len) for _ in range(requests)]
-    return Workload(
-        "offline",
-        f"{requests} requests at once, in up to {input_len}, out up to {output_len}, mixed",
-        [[draw.randrange(vocab_size) for _ in range(length)] for length in lengths],
-        outputs,
+    lengths, outputs = (
+        [draw.randint(max(1, most // 8), most) for _ in range(requests)]
+        for most in (input_len, output_len)
     )
+    text = f"{requests} requests at once, in up to {input_len}, out up to {output_len}, mixed"
+    return Workload("offline", text, _random_prompts(lengths, vocab_size, draw), outputs)
 
 
-def latency(requests: int, input_len: int, output_len: int, vocab_size: int) -> Workload:
-    base = uniform(requests, input_len, output_len, vocab_size)
-    return Workload(
-        "latency",
-        f"{requests} requests one by one, in {input_len}, out {output_len}",
-        base.prompts,
-        base.output_lens,
-        one_by_one=True,
-    )
-
-
-def rag(
-    tokenizer: Tokenizer, text: str, corpus_len: int, questions: int, output_len: int
-) -> Workload:
-    """One corpus, many questions about it, one after the other."""
-    corpus = _cut(tokenizer, text, corpus_len)
-    prompts = [
-        corpus + tokenizer.encode(f"\nQuestion {i}: what does paragraph {i} say?\nAnswer:")
-        for i in range(questions)
-    ]
-    return Workload(
-        "rag",
-        f"{questions} questions on one corpus of {corpus_len} tokens, out {output_len}",
-        prompts,
-        [output_len] * questions,
-        one_by_one=True,
-    )
-
-
-def summarize(tokenizer: Tokenizer, text: str, document_len: int, output_len: int) -> Workload:
-    """One long document, one long answer."""
-    prompt = _cut(tokenizer, text, document_len) + tokenizer.encode("\nSummary:")
-    return Workload(
-        "summarize",
-        f"a document of {document_len} tokens, out {output_len}",
-        [prompt],
-        [output_len],
-        one_by_one=True,
-    )
+def _random_prompts(lengths: list[int], vocab_size: int, draw: random.Random) -> list[list[int]]:
+    return [[draw.randrange(vocab_size) for _ in range(length)] for length in lengths]
 
 
 def read_text(path: str | None) -> str:
-    """The user's text, or text that ships with Python itself."""
-    if path is None:
-        return _python_text()
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--text {path} cannot be read: {error}") from error
-
-
-def _python_text() -> str:
-    """The docstrings of the standard library, which every Python has."""
-    import ast
-
-    pieces = []
+    """The user's text, or the docstrings of the standard library, which every Python has."""
+    if path is not None:
+        return haystack.read_text(path)
+    pieces: list[str] = []
     for name in sorted(sys.stdlib_module_names):
-        path = Path(random.__file__).parent / f"{name}.py"
-        if not path.exists():
+        source = Path(random.__file__).parent / f"{name}.py"
+        if not source.exists():
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                text = ast.get_docstring(node)
-                if text:
-                    pieces.append(text)
+        nodes = ast.walk(ast.parse(source.read_text(encoding="utf-8")))
+        documented = (
+            n for n in nodes if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)
+        )
+        pieces += [text for node in documented if (text := ast.get_docstring(node))]
         if sum(map(len, pieces)) > 2_000_000:
             break
     return "\n\n".join(pieces)
-
-
-def _cut(tokenizer: Tokenizer, text: str, length: int) -> list[int]:
-    ids: Sequence[int] = tokenizer.encode(text[: length * 12])
-    if len(ids) < length:
-        raise RequestError(
-            f"the text has {len(ids)} tokens, {length} are needed; give a longer one"
-        )
-    return list(ids[:length])

@@ -25,7 +25,7 @@ _TRACED_PAGES = 8
 
 
 class Chat:
-    """Keeps the history; the prefix cache makes each turn cost only what is new in it."""
+    """A conversation with its history. The prefix cache makes each turn cost only what is new."""
 
     def __init__(
         self,
@@ -64,13 +64,12 @@ class Chat:
 
     def _command(self, line: str) -> None:
         if line == "/reset":
-            self._messages = list(self._system)
-            self._last = None
+            self._messages, self._last = list(self._system), None
             self._say("[dim]A new conversation.[/dim]")
         elif line == "/stats":
             self._stats()
         elif line == "/trace":
-            self._trace()
+            self._say(self._trace())
         elif line == "/help":
             self._say(_HELP)
         else:
@@ -79,10 +78,9 @@ class Chat:
     def _answer(self, text: str) -> None:
         self._messages.append({"role": "user", "content": text})
         self._last = None
+        trace = self._llm.engine.can_trace
         try:
-            stream = self._llm.stream_chat(
-                self._messages, self._params, trace=self._llm.engine.can_trace
-            )
+            stream = self._llm.stream_chat(self._messages, self._params, trace=trace)
         except RequestError as error:
             self._messages.pop()
             self._say(f"[red]{escape(str(error))}[/red]")
@@ -92,7 +90,8 @@ class Chat:
             try:
                 for chunk in stream:
                     said += chunk.text
-                    self._write(chunk.text)
+                    self._console.file.write(_printable(chunk.text))
+                    self._console.file.flush()
                     self._last = chunk.result or self._last
             except KeyboardInterrupt:
                 self._say("\n[dim]stopped[/dim]", end="")
@@ -118,31 +117,25 @@ class Chat:
                 f"{group.free} free of {group.total}"
             )
 
-    def _trace(self) -> None:
+    def _trace(self) -> str:
         if not self._llm.engine.can_trace:
-            self._say("[dim]Attention is dense; --attention-backend hsa selects pages.[/dim]")
-            return
-        trace = None if self._last is None else self._last.trace
-        if trace is None:
-            self._say("[dim]No answer yet.[/dim]")
-            return
+            return "[dim]Attention is dense; --attention-backend hsa selects pages.[/dim]"
+        if self._last is None or self._last.trace is None:
+            return "[dim]No answer yet.[/dim]"
+        trace = self._last.trace
         shares = trace.page_weights()
         if not shares:
-            self._say("[dim]Everything was within the window; no page was selected.[/dim]")
-            return
-        self._say(f"{len(shares)} of {len(trace.pages)} pages were read, the most in front:")
+            return "[dim]Everything was within the window; no page was selected.[/dim]"
+        lines = [f"{len(shares)} of {len(trace.pages)} pages were read, the most in front:"]
         for page, share in sorted(shares.items(), key=lambda item: -item[1])[:_TRACED_PAGES]:
             text = " ".join(_printable(trace.pages[page].text or "").split())
-            self._say(f"{100 * share:5.1f} %  page {page:<5d} {escape(text[:60])}")
-
-    def _write(self, text: str) -> None:
-        """The model's words as they are, but for control characters, which a terminal obeys."""
-        self._console.file.write(_printable(text))
-        self._console.file.flush()
+            lines.append(f"{100 * share:5.1f} %  page {page:<5d} {escape(text[:60])}")
+        return "\n".join(lines)
 
     def _say(self, text: str, end: str = "\n") -> None:
         self._console.print(text, end=end, soft_wrap=True)
 
 
 def _printable(text: str) -> str:
+    """The text without control characters, which a terminal would obey."""
     return "".join(c for c in text if c in "\n\t" or c.isprintable())

@@ -7,15 +7,16 @@ import random
 import re
 import sys
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from cairn.cli_flags import add_flags
+from cairn.cli_flags import add_command, check_at_least, flag, flags_of
 from cairn.config import EngineConfig
 from cairn.errors import ConfigError
 
@@ -27,34 +28,22 @@ _MODEL = "cairn-nano"
 _ANSWER_TOKENS = 48
 _SHADES = "░▒▓█"
 _LEVELS = (0.1, 0.3, 0.6)  # shares from which on a page is darker
+_SECRET = (
+    flag("secret", None, "By default a random number.", metavar="NUMBER"),
+    flag("name", "Mira Kolvane", "Whose secret it is."),
+    flag("tokens", 65536, "Of the text."),
+    flag("depth", 50.0, "Where in the text, in percent."),
+    flag("text", None, "Text to hide it in; public-domain prose otherwise.", metavar="FILE"),
+)
 
 
 def add_demo(commands: Any) -> None:
     demo = commands.add_parser("demo", help="see what the engine does", allow_abbrev=False)
     kinds = demo.add_subparsers(required=True, metavar="WHAT")
-    needle = kinds.add_parser(
-        "needle", help="hide a secret in a long text and ask for it", allow_abbrev=False
-    )
-    group = needle.add_argument_group("secret")
-    group.add_argument("--secret", metavar="NUMBER", help="By default a random number.")
-    group.add_argument(
-        "--name", default="Mira Kolvane", help="Whose secret it is. Default: %(default)s."
-    )
-    group.add_argument(
-        "--tokens", type=int, default=65536, metavar="N", help="Of the text. Default: %(default)s."
-    )
-    group.add_argument(
-        "--depth", type=float, default=50.0, metavar="PERCENT", help="Default: %(default)g."
-    )
-    group.add_argument(
-        "--text", metavar="FILE", help="Text to hide it in; public-domain prose otherwise."
-    )
-    engine = needle.add_argument_group("engine")
-    engine.add_argument(
-        "--model", default=_MODEL, help="As everywhere; the bundled model by default."
-    )
-    add_flags(engine, EngineConfig, skip=("model",))
-    needle.set_defaults(run=_needle)
+    model = flag("model", _MODEL, "As everywhere; the bundled model by default.")
+    engine = [model, *flags_of(EngineConfig, skip=("model",))]
+    text = "hide a secret in a long text and ask for it"
+    add_command(kinds, "needle", text, _needle, {"secret": _SECRET, "engine": engine})
 
 
 def _needle(arguments: argparse.Namespace) -> int:
@@ -63,58 +52,49 @@ def _needle(arguments: argparse.Namespace) -> int:
     from cairn.eval.needle import need_tokenizer
     from cairn.eval.prompts import Frame, Query, build_prompts, choose_style
     from cairn.eval.wording import draw_value, fact, question
-    from cairn.llm import LLM
 
-    seed = getattr(arguments, "seed", 0)
-    secret = arguments.secret
-    if secret is None:
-        secret = draw_value(random.Random())
+    secret = draw_value(random.Random()) if arguments.secret is None else arguments.secret
     secret, name = " ".join(secret.split()), " ".join(arguments.name.split())
     if not secret or not name:
         raise ConfigError("--secret and --name must not be empty")
     if not 0 <= arguments.depth <= 100:
         raise ConfigError(f"--depth is {arguments.depth:g}; it must be between 0 and 100")
-    if arguments.tokens < 1:
-        raise ConfigError(f"--tokens is {arguments.tokens}; it must be at least 1")
+    check_at_least(arguments, 1, "tokens")
     if arguments.model == _MODEL and not re.fullmatch(r"\d{4,6}", secret):
-        print(
-            f"cairn: {_MODEL} has learnt to repeat numbers of 4 to 6 digits; {secret!r} is none",
-            file=sys.stderr,
-        )
+        note = f"{_MODEL} has learnt to repeat numbers of 4 to 6 digits; {secret!r} is none"
+        print(f"cairn: {note}", file=sys.stderr)
     text = read_text(arguments.text)
     console = Console(highlight=False)
-    with LLM.from_frontend(start(arguments)) as llm:
+    with start(arguments) as llm:
         tokenizer = need_tokenizer(llm)
-        prose = Prose(text, lambda part: tokenizer.encode(part, add_special_tokens=False))
         frame = Frame(tokenizer, choose_style(tokenizer, "auto"))
+        prose = Prose(text, frame.encode)
         hidden = fact(name, secret)
         query = Query(((arguments.depth / 100, hidden),), question(name), name)
+        seed = getattr(arguments, "seed", 0)
         (prompt,) = build_prompts(frame, prose, [query], arguments.tokens, seed)
         first = prompt.starts[0]
-        last = first + len(tokenizer.encode(hidden, add_special_tokens=False)) - 1
+        last = first + len(frame.encode(hidden)) - 1
         console.print(f"hidden  {escape(hidden.strip())}")
         console.print(f"where   token {first:,} of {len(prompt.tokens):,}")
         console.print(f"asked   {escape(question(name))}")
         begin = time.perf_counter()
+        trace = llm.engine.can_trace
         with console.status("reading"):
-            result = llm.generate(
-                prompt.tokens, max_tokens=_ANSWER_TOKENS, trace=llm.engine.can_trace
-            )
+            result = llm.generate(prompt.tokens, max_tokens=_ANSWER_TOKENS, trace=trace)
         seconds = time.perf_counter() - begin
-        geometry = llm.engine.scheduler.cache.geometry
-        pages = range(first // geometry.tokens_per_page, last // geometry.tokens_per_page + 1)
-        _show(console, result, secret, pages, seconds)
+        per_page = llm.engine.scheduler.cache.geometry.tokens_per_page
+        _show(console, result, secret, range(first // per_page, last // per_page + 1), seconds)
     return 0
 
 
 def _show(console: Console, result: Generation, secret: str, held: range, seconds: float) -> None:
+    """The answer, the time it took, and the pages that were read; `held` hold the secret."""
     said = " ".join((result.text or "").split())
-    right = said_secret(said, secret)
-    verdict = "[green]right[/green]" if right else "[red]wrong[/red]"
+    verdict = "[green]right[/green]" if said_secret(said, secret) else "[red]wrong[/red]"
     console.print(f"answer  [bold]{escape(said)}[/bold]  ({verdict})")
     first = result.timings.first_token or 0.0
-    rest = max(result.timings.total - first, 1e-9)
-    rate = (result.usage.completion_tokens - 1) / rest
+    rate = (result.usage.completion_tokens - 1) / max(result.timings.total - first, 1e-9)
     console.print(
         f"time    {seconds:.1f} s: {first:.1f} s to read "
         f"({result.usage.prompt_tokens / max(first, 1e-9):,.0f} tokens/s), then {rate:.0f} tokens/s"
@@ -133,15 +113,13 @@ def _show(console: Console, result: Generation, secret: str, held: range, second
         f"pages   {len(shares)} of {count} selected by any layer and head for the "
         f"{len(tokens)} tokens of the secret, {sum(each) / len(each):.0f} for one of them"
     )
-    places = " and ".join(map(str, held))
     share = max((shares[page] for page in held if page in shares), default=None)
     what = "not selected"
     if share is not None:
         what = f"selected; a head gave it {share:.0%} of its attention"
     elif held.start >= count - 2:
         what = "in the window, which is always read"
-    console.print(f"secret  in page {places}: {what}")
-    console.print()
+    console.print(f"secret  in page {' and '.join(map(str, held))}: {what}\n")
     console.print(page_map(count, shares, held, console.width))
     console.print(
         f"[dim]a sign is a page: · not selected, {_SHADES} selected, by the most attention that a "
@@ -157,12 +135,9 @@ def spelling(tokens: Sequence[TracedToken], secret: str) -> Sequence[TracedToken
     found = re.search(re.escape(secret), said) or re.search(r"\d+", said)
     if found is None:
         return tokens
-    kept, end = [], 0
-    for token in tokens:
-        begin, end = end, end + len(token.text or "")
-        if begin < found.end() and end > found.start():
-            kept.append(token)
-    return kept
+    ends = list(accumulate(len(token.text or "") for token in tokens))
+    begin, end = bisect_right(ends, found.start()), bisect_left(ends, found.end())
+    return tokens[begin : end + 1]
 
 
 def strongest(tokens: Sequence[TracedToken]) -> dict[int, float]:
@@ -178,7 +153,7 @@ def strongest(tokens: Sequence[TracedToken]) -> dict[int, float]:
 
 
 def said_secret(said: str, secret: str) -> bool:
-    """A number must be the one that is said; words must be among what is said."""
+    """Whether the answer is right. A number must be the first one said; words must occur in it."""
     from cairn.eval.scoring import is_right
 
     return is_right(said, secret) if secret.isdecimal() else secret in said

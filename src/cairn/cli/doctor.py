@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -13,17 +14,43 @@ from rich.markup import escape
 from rich.table import Table
 
 _PACKAGES = (
-    "torch",
-    "numpy",
-    "safetensors",
-    "tokenizers",
-    "jinja2",
-    "rich",
-    "gguf",
-    "huggingface_hub",
-    "triton",
-    "transformers",
+    "torch numpy safetensors tokenizers jinja2 rich gguf huggingface_hub triton transformers"
 )
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """The command. With --sglang it returns 1 if a part of the plug-in is broken."""
+    if arguments.sglang:
+        from cairn.sglang.check import examine as examine_sglang
+
+        found = examine_sglang()
+        parts = {part.what: {"problem": part.problem, "detail": part.detail} for part in found}
+        states = {
+            part.what: f"broken: {part.problem}" if part.problem else part.detail or "there"
+            for part in found
+        }
+        _print(arguments, parts, {("part", "state", "Plug-in for SGLang"): states})
+        return int(any(part.problem for part in found))
+    report = examine()
+    if not arguments.json:
+        print(f"cairn {report['cairn']}, Python {report['python']}, {report['platform']}")
+    packages = {name: version or "not installed" for name, version in report["packages"].items()}
+    devices = {}
+    for device in report["devices"]:
+        chosen = " (default)" if device["name"].startswith(report["default_device"]) else ""
+        facts = (f"{key} {value}" for key, value in device.items() if key != "name")
+        devices[device["name"] + chosen] = ", ".join(facts)
+    backends = {
+        name: "available" if state["available"] else f"off: {state['reason']}"
+        for name, state in report["attention_backends"].items()
+    }
+    tables = {
+        ("package", "version", "Packages"): packages,
+        ("device", "what it is", "Devices"): devices,
+        ("attention backend", "state", "Backends"): backends,
+    }
+    _print(arguments, report, tables)
+    return 0
 
 
 def examine() -> dict[str, Any]:
@@ -33,30 +60,14 @@ def examine() -> dict[str, Any]:
     from cairn.attention.backend import backend_class, backend_names
     from cairn.engine.build import resolve_device
 
-    packages: dict[str, str | None] = {}
-    for name in _PACKAGES:
-        try:
-            packages[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            packages[name] = None
-    devices: list[dict[str, Any]] = [
-        {
-            "name": "cpu",
-            "model": platform.machine(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-        }
-    ]
+    devices: list[dict[str, Any]] = [{"name": "cpu", "model": platform.machine()}]
+    devices[0] |= {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
     for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        devices.append(
-            {
-                "name": f"cuda:{index}",
-                "model": properties.name,
-                "memory_gib": round(properties.total_memory / 2**30, 1),
-                "capability": f"{properties.major}.{properties.minor}",
-            }
-        )
+        found = torch.cuda.get_device_properties(index)
+        facts = {"memory_gib": round(found.total_memory / 2**30, 1)}
+        capability = f"{found.major}.{found.minor}"
+        device = {"name": f"cuda:{index}", "model": found.name, **facts, "capability": capability}
+        devices.append(device)
     if torch.backends.mps.is_available():
         devices.append({"name": "mps", "model": "Apple GPU"})
     default = resolve_device("auto")
@@ -65,7 +76,7 @@ def examine() -> dict[str, Any]:
         "cairn": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": packages,
+        "packages": {name: _version(name) for name in _PACKAGES.split()},
         "devices": devices,
         "default_device": default.type,
         "attention_backends": {
@@ -75,45 +86,24 @@ def examine() -> dict[str, Any]:
     }
 
 
-def print_report(report: dict[str, Any], *, as_json: bool) -> None:
-    if as_json:
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _print(
+    arguments: argparse.Namespace,
+    report: dict[str, Any],
+    tables: dict[tuple[str, str, str], dict[str, str]],
+) -> None:
+    """The report as JSON, or tables of (key column, value column, title)."""
+    if arguments.json:
         print(json.dumps(report, indent=2))
         return
-    console = Console()
-    console.print(f"cairn {report['cairn']}, Python {report['python']}, {report['platform']}")
-    packages = Table("package", "version", title="Packages", title_justify="left")
-    for name, version in report["packages"].items():
-        packages.add_row(name, version or "not installed")
-    devices = Table("device", "what it is", title="Devices", title_justify="left")
-    for device in report["devices"]:
-        facts = ", ".join(f"{key} {value}" for key, value in device.items() if key != "name")
-        chosen = " (default)" if device["name"].startswith(report["default_device"]) else ""
-        devices.add_row(device["name"] + chosen, facts)
-    backends = Table("attention backend", "state", title="Backends", title_justify="left")
-    for name, state in report["attention_backends"].items():
-        backends.add_row(name, "available" if state["available"] else f"off: {state['reason']}")
-    for table in (packages, devices, backends):
-        console.print()
-        console.print(table)
-
-
-def examine_sglang() -> dict[str, Any]:
-    """The plug-in for SGLang in this environment; each problem is None where there is none."""
-    from cairn.sglang.check import examine as look
-
-    return {
-        finding.what: {"problem": finding.problem, "detail": finding.detail} for finding in look()
-    }
-
-
-def print_sglang(report: dict[str, Any], *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(report, indent=2))
-        return
-    table = Table("part", "state", title="Plug-in for SGLang", title_justify="left")
-    for what, found in report.items():
-        state = found["detail"] or "there"
-        if found["problem"] is not None:
-            state = f"broken: {found['problem']}"
-        table.add_row(what, escape(state))
-    Console().print(table)
+    for (key, value, title), rows in tables.items():
+        table = Table(key, value, title=title, title_justify="left")
+        for row in rows.items():
+            table.add_row(*map(escape, row))
+        Console().print(table)

@@ -1,7 +1,7 @@
-"""What dense attention would give to each page, for the rows whose selection is traced.
+"""The share of dense attention that each page has, for the rows whose selection is traced.
 
-An attention backend that does all its work through another one and, beside it, computes the whole
-softmax of a few rows in plain torch, from the keys in the pool.
+An attention backend that wraps another one. Beside it, it computes the whole softmax of a few rows
+in plain torch, from the keys in the pool.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cairn.attention.backend import AttentionBackend, Graph
+from cairn.attention.backend import AttentionBackend
 from cairn.attention.batch import AttentionBatch, GraphKind, HostBatch, Scoring
 from cairn.memory.kv_pool import KVPool
 from cairn.sparsity.selection import Selection
@@ -22,7 +22,7 @@ _BLOCK = 256  # pages at a time
 
 class DenseRow(NamedTuple):
     cache_row: int
-    """Its place in the cache of its sequence."""
+    """Position of the row in the cache of its sequence."""
     shares: dict[int, torch.Tensor]
     """layer -> share of each page, [heads, pages] float32 on the host"""
 
@@ -39,7 +39,7 @@ class _Metadata(NamedTuple):
 
 
 class DensePages:
-    """Delegates to `inner`, and keeps a DenseRow over `layers` for each traced row."""
+    """Wraps `inner`, and keeps a DenseRow over `layers` for each traced row."""
 
     def __init__(
         self,
@@ -57,35 +57,17 @@ class DensePages:
         self._landmark_rows = landmark_rows
         self._taken: list[DenseRow] = []
 
+    def __getattr__(self, name: str) -> Any:
+        """Everything that is not changed here is the inner backend's."""
+        return getattr(self._inner, name)
+
     def take(self) -> list[DenseRow]:
         """The rows since it was last called, in the order they ran."""
         taken, self._taken = self._taken, []
         return taken
 
-    @property
-    def name(self) -> str:
-        return self._inner.name
-
-    @property
-    def graph_kinds(self) -> tuple[GraphKind, ...]:
-        return self._inner.graph_kinds
-
-    @property
-    def mixed_kinds(self) -> tuple[GraphKind, ...]:
-        return self._inner.mixed_kinds
-
-    @property
-    def reads_generations(self) -> bool:
-        return self._inner.reads_generations
-
     def graph_kind(self, batch: HostBatch, *, mixed: bool) -> GraphKind | None:
         return None if len(batch.traced_rows) else self._inner.graph_kind(batch, mixed=mixed)
-
-    def launching(self, batch: HostBatch, graph: Graph | None) -> None:
-        self._inner.launching(batch, graph)
-
-    def replayed(self, batch: HostBatch, graph: Graph) -> None:
-        self._inner.replayed(batch, graph)
 
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> Any:
         rows = []
@@ -111,9 +93,6 @@ class DensePages:
 
     def selections(self, metadata: _Metadata, row: int) -> dict[int, Selection]:
         return self._inner.selections(metadata.inner, row)
-
-    def abandon(self, batch: HostBatch) -> None:
-        self._inner.abandon(batch)
 
     def _shares(self, layer: int, query: torch.Tensor, row: _Row) -> torch.Tensor:
         """query [heads, dim] -> [heads, pages]"""

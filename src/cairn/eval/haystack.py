@@ -1,7 +1,7 @@
 """Long texts of an exact number of tokens, with sentences hidden at given depths.
 
-A text is cut into sentences, each of which is encoded once. Whatever is put together from them
-begins and ends where sentences do, so that a hidden sentence never stands inside another one.
+A text is cut into sentences, and each is encoded once. Hidden sentences are put between them, never
+inside one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ _LONGEST = 2000  # characters; a text without full stops is cut at spaces
 def read_text(path: str | None) -> str:
     """The user's text, or the one that comes with the package."""
     if path is None:
-        text = resources.files("cairn.eval").joinpath("data/prose.txt").read_text(encoding="utf-8")
-        return text
+        return resources.files("cairn.eval").joinpath("data/prose.txt").read_text(encoding="utf-8")
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -35,7 +34,7 @@ def read_text(path: str | None) -> str:
 
 
 def split_sentences(text: str) -> list[str]:
-    """Each begins with the space before it, the first one with one of its own."""
+    """Each begins with the space before it; the first one gets a space too."""
     sentences = []
     for sentence in _SENTENCE_END.split(text.strip()):
         while len(sentence) > _LONGEST:
@@ -53,7 +52,7 @@ def split_sentences(text: str) -> list[str]:
 class Excerpt:
     tokens: list[int]
     breaks: list[int]
-    """Ascending: a sentence begins at each of these places, or the excerpt ends there."""
+    """Ascending: positions at which a sentence begins, and the end of the excerpt."""
 
 
 class Prose:
@@ -66,8 +65,8 @@ class Prose:
             raise ConfigError("the text to hide facts in has no tokens; give another --text")
 
     def excerpt(self, length: int, seed: int) -> Excerpt:
-        """`length` tokens from a sentence that the seed chooses, to the end and round to it; from
-        then on sentences are shuffled. The same seed gives the same text, longer or shorter."""
+        """`length` tokens that begin at a random sentence and wrap around at the end of the text;
+        after one round sentences are shuffled. The same seed gives the same text, cut to length."""
         rng = random.Random(seed)
         count = len(self._sentences)
         start = rng.randrange(count)
@@ -86,16 +85,18 @@ class Prose:
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
+    """A text, or a whole prompt, with pieces hidden in it."""
+
     tokens: list[int]
     starts: list[int]
     """Where each piece begins, in the order the pieces were given."""
 
 
 def hide(excerpt: Excerpt, pieces: Sequence[tuple[float, Sequence[int]]], span: int) -> Hidden:
-    """Put pieces between the sentences, each at the first break at or behind its depth.
+    """Put pieces between the sentences, each at the first break at or after its depth.
 
-    A depth is a share of the first `span` tokens; from 1 on it is the very end. Pieces of equal
-    depth keep their order.
+    A depth is a share of the first `span` tokens; 1 is the very end. Pieces of equal depth keep
+    their order.
     """
     tokens: list[int] = []
     starts = [0] * len(pieces)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -57,47 +58,7 @@ def ask(
     """All questions of a sample are asked over one text at once, the deepest facts first: pages
     up to where two texts differ are computed once, which changes no answer."""
     tokenizer = need_tokenizer(llm)
-
-    def encode(sentence: str) -> list[int]:
-        return tokenizer.encode(sentence, add_special_tokens=False)
-
     frame = Frame(tokenizer, choose_style(tokenizer, options.prompt), options.answer_start)
-    _check_lengths(llm, options)
-    prose = Prose(text, encode)
-    depths = sorted(options.depths, reverse=True)
-    total = len(options.tasks) * len(options.lengths) * options.samples
-    done = 0
-    for task in options.tasks:
-        for length in options.lengths:
-            for sample in range(options.samples):
-                progress(done, total)
-                rng = random.Random(f"{options.seed} {task} {length} {sample}")
-                names = NameMaker(rng, prose.words, lambda word: len(encode(word)))
-                cases = TASKS[task](rng, names, depths, options.keys)
-                queries = [case.query for case in cases]
-                prompts = build_prompts(frame, prose, queries, length, rng.randrange(2**32))
-                results = llm.generate(
-                    [prompt.tokens for prompt in prompts], max_tokens=options.max_tokens
-                )
-                for case, result in zip(cases, results, strict=True):
-                    said = result.text or ""
-                    yield Answer(
-                        task,
-                        length,
-                        case.depth,
-                        sample,
-                        case.query.name,
-                        case.answer,
-                        said,
-                        is_right(said, case.answer),
-                        result.usage.cached_tokens,
-                    )
-                done += 1
-                progress(done, total)
-
-
-def _check_lengths(llm: LLM, options: NeedleOptions) -> None:
-    """Before the work on shorter ones is done."""
     most = llm.engine.max_tokens - options.max_tokens
     for length in options.lengths:
         if length > most:
@@ -107,6 +68,31 @@ def _check_lengths(llm: LLM, options: NeedleOptions) -> None:
                 f"cache holds {llm.engine.scheduler.cache.max_tokens}; shorten it, or raise "
                 "--kv-cache-gib"
             )
+    prose = Prose(text, frame.encode)
+    depths = sorted(options.depths, reverse=True)
+    samples = list(itertools.product(options.tasks, options.lengths, range(options.samples)))
+    for done, (task, length, sample) in enumerate(samples):
+        progress(done, len(samples))
+        rng = random.Random(f"{options.seed} {task} {length} {sample}")
+        names = NameMaker(rng, prose.words, lambda word: len(frame.encode(word)))
+        cases = TASKS[task](rng, names, depths, options.keys)
+        queries = [case.query for case in cases]
+        prompts = build_prompts(frame, prose, queries, length, rng.randrange(2**32))
+        tokens = [prompt.tokens for prompt in prompts]
+        results = llm.generate(tokens, max_tokens=options.max_tokens)
+        for case, result in zip(cases, results, strict=True):
+            yield Answer(
+                task=task,
+                length=length,
+                depth=case.depth,
+                sample=sample,
+                name=case.query.name,
+                expected=case.answer,
+                said=result.text or "",
+                right=is_right(result.text or "", case.answer),
+                cached_tokens=result.usage.cached_tokens,
+            )
+    progress(len(samples), len(samples))
 
 
 def tally(answers: Sequence[Answer]) -> list[dict[str, Any]]:
@@ -117,17 +103,8 @@ def tally(answers: Sequence[Answer]) -> list[dict[str, Any]]:
             cells.setdefault((answer.task, answer.length, depth), []).append(answer.right)
     rows = []
     for (task, length, depth), rights in cells.items():
-        low, high = wilson(sum(rights), len(rights))
-        rows.append(
-            {
-                "task": task,
-                "length": length,
-                "depth": depth,
-                "right": sum(rights),
-                "asked": len(rights),
-                "share": round(sum(rights) / len(rights), 4),
-                "low": round(low, 4),
-                "high": round(high, 4),
-            }
-        )
+        right, asked = sum(rights), len(rights)
+        low, high = (round(bound, 4) for bound in wilson(right, asked))
+        row = {"task": task, "length": length, "depth": depth, "right": right, "asked": asked}
+        rows.append({**row, "share": round(right / asked, 4), "low": low, "high": high})
     return rows

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cairn.errors import ConfigError, RequestError
-from cairn.eval.haystack import Prose, hide
+from cairn.eval.haystack import Hidden, Prose, hide
 from cairn.text.tokenizer import Tokenizer
 
 Style = Literal["plain", "chat"]
-STYLES = ("auto", "plain", "chat")
 
 _MARK = "\u2063text\u2063"  # stands for the text while the template is rendered
 _INTRODUCTION = "Read the text below. It holds facts that you will be asked for.\n\n"
@@ -41,18 +40,17 @@ def choose_style(tokenizer: Tokenizer, asked: str) -> Style:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What stands around a text. All prompts over one text begin alike."""
+    """What comes before and after a text in a prompt. All prompts over one text begin alike."""
 
     tokenizer: Tokenizer
     style: Style
     answer_start: str = ""
-    """Words the answer is made to begin with; {name} stands for what is asked about."""
+    """Words that begin the answer; {name} stands for what is asked about."""
 
     def around(self, question: str, name: str) -> tuple[list[int], list[int]]:
         start = self.answer_start.replace("{name}", name)
         if self.style == "plain":
-            after = self._encode(plain_question(question) + start)
-            return self.tokenizer.encode(""), after
+            return self.tokenizer.encode(""), self.encode(plain_question(question) + start)
         template = self.tokenizer.template
         assert template is not None
         content = f"{_INTRODUCTION}{_MARK}\n\n{question} {_INSTRUCTION}"
@@ -60,9 +58,9 @@ class Frame:
         first, found, last = rendered.partition(_MARK)
         if not found:
             raise ConfigError("the chat template changes the message; use --prompt plain")
-        return self._encode(first), self._encode(last + start)
+        return self.encode(first), self.encode(last + start)
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -75,24 +73,14 @@ class Query:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    tokens: list[int]
-    starts: list[int]
-    """Where the tokens of each piece begin."""
-
-
 def build_prompts(
     frame: Frame, prose: Prose, queries: Sequence[Query], length: int, seed: int
-) -> list[Prompt]:
+) -> list[Hidden]:
     """Prompts of exactly `length` tokens each, over the same text as far as pieces allow."""
     parts = []
     for query in queries:
         before, after = frame.around(query.question, query.name)
-        pieces = [
-            (depth, frame.tokenizer.encode(text, add_special_tokens=False))
-            for depth, text in query.pieces
-        ]
+        pieces = [(depth, frame.encode(text)) for depth, text in query.pieces]
         room = length - len(before) - len(after) - sum(len(piece) for _, piece in pieces)
         parts.append((before, after, pieces, room))
     span = min(room for _, _, _, room in parts)
@@ -105,5 +93,5 @@ def build_prompts(
     for before, after, pieces, room in parts:
         hidden = hide(prose.excerpt(room, seed), pieces, span)
         starts = [len(before) + start for start in hidden.starts]
-        prompts.append(Prompt([*before, *hidden.tokens, *after], starts))
+        prompts.append(Hidden([*before, *hidden.tokens, *after], starts))
     return prompts

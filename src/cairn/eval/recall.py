@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from cairn.attention.backend import AttentionBackend
@@ -19,23 +19,19 @@ from cairn.memory.kv_pool import KVPool
 from cairn.trace import LayerRead
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Of one row and layer, means over its heads."""
+class Kept(NamedTuple):
+    """Means over the heads of one row and layer."""
 
     mass: float
     """Share of dense attention that lies in the window and the selected pages."""
     far: float
     """The same of what lies before the window; 1 where nothing does."""
     best: float
-    """What `far` would be with the pages of most dense attention, as many of them."""
+    """What `far` would be with the same number of pages, those of most dense attention."""
     top: float
     """Share of those pages that are selected."""
     read: float
     """Share of all pages that are read."""
-
-
-_FIELDS = ("mass", "far", "best", "top", "read")
 
 
 def compare(shares: torch.Tensor, read: LayerRead, window_start: int) -> Kept:
@@ -72,7 +68,7 @@ def compare(shares: torch.Tensor, read: LayerRead, window_start: int) -> Kept:
 
 
 def attach(llm: LLM) -> DensePages:
-    """Let the engine's attention be watched by a `DensePages`."""
+    """Wrap the engine's attention in a `DensePages`."""
     engine = llm.engine
     if engine.tier() is not None:
         raise ConfigError(
@@ -81,42 +77,26 @@ def attach(llm: LLM) -> DensePages:
         )
     cache = engine.scheduler.cache
     layers = [layer for g in cache.groups if g.window is None for layer in g.layers]
-    watchers: list[DensePages] = []
+    watchers: list[Any] = []
 
-    def wrap(backend: AttentionBackend, pool: KVPool) -> DensePages:
+    def wrap(backend: AttentionBackend, pool: KVPool) -> AttentionBackend:
+        landmarks = cache.geometry.has_landmark_row
+        scale = engine.spec.scale
         watchers.append(
-            DensePages(
-                backend,
-                pool,
-                layers=layers,
-                scale=engine.spec.scale,
-                landmark_rows=cache.geometry.has_landmark_row,
-            )
+            DensePages(backend, pool, layers=layers, scale=scale, landmark_rows=landmarks)
         )
-        return watchers[0]
+        wrapped: AttentionBackend = watchers[0]
+        return wrapped
 
     engine.wrap_attention(wrap)
-    return watchers[0]
+    watcher: DensePages = watchers[0]
+    return watcher
 
 
 def query_places(tokens: int, rows: int) -> list[int]:
-    """Lengths of the texts whose last tokens ask, evenly over the second half."""
+    """Lengths of the prefixes whose last token is the query, evenly over the second half."""
     first = tokens // 2
     return sorted({first + (tokens - first) * (i + 1) // rows for i in range(rows)})
-
-
-@dataclass(slots=True)
-class _Sums:
-    rows: int = 0
-    values: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_FIELDS, 0.0))
-
-    def add(self, kept: Kept) -> None:
-        self.rows += 1
-        for name in _FIELDS:
-            self.values[name] += getattr(kept, name)
-
-    def means(self) -> dict[str, float]:
-        return {name: round(value / self.rows, 4) for name, value in self.values.items()}
 
 
 def measure(
@@ -127,58 +107,47 @@ def measure(
     progress: Callable[[int, int], None],
 ) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
-    total = len(settings) * rows
+    places = query_places(tokens, rows)
+    total = len(settings) * len(places)
     for setting in settings:
         begin = time.perf_counter()
+        layers: dict[int, list[Kept]] = {}
         with LLM(**setting.options) as llm:
             ids = encode_text(llm, text, tokens)
             if not llm.engine.can_trace:
                 raise ConfigError("recall needs sparse attention; add --attention-backend hsa")
-            places = query_places(tokens, rows)
-            layers = of_rows(llm, ids, places, _after(progress, len(results) * rows, total))
-        whole = _Sums()
-        for sums in layers.values():
-            whole.rows += sums.rows
-            for name, value in sums.values.items():
-                whole.values[name] += value
+            watcher = attach(llm)
+            for done, place in enumerate(places):
+                progress(len(results) * len(places) + done, total)
+                for layer, kept in _compare_at(llm, watcher, ids[:place]).items():
+                    layers.setdefault(layer, []).append(kept)
         results.append(
             {
                 **setting.as_dict(),
                 "tokens": tokens,
                 "rows": len(places),
-                **whole.means(),
-                "layers": [{"layer": n, **sums.means()} for n, sums in sorted(layers.items())],
+                **_means([kept for some in layers.values() for kept in some]),
+                "layers": [{"layer": n, **_means(some)} for n, some in sorted(layers.items())],
                 "seconds": round(time.perf_counter() - begin, 2),
             }
         )
+    progress(total, total)
     return results
 
 
-def _after(progress: Callable[[int, int], None], before: int, total: int) -> Callable[[int], None]:
-    return lambda done: progress(before + done, total)
+def _means(kept: list[Kept]) -> dict[str, float]:
+    return dict(zip(Kept._fields, np.mean(kept, 0).round(4).tolist(), strict=True))
 
 
-def of_rows(
-    llm: LLM, ids: Sequence[int], places: Sequence[int], progress: Callable[[int], None]
-) -> dict[int, _Sums]:
-    """Texts that end at each place, one after the other: each adds a piece to the last, and the
-    prefix cache has the rest. Where prompts are read densely the first generated token asks."""
-    watcher = attach(llm)
-    layers: dict[int, _Sums] = {}
+def _compare_at(llm: LLM, watcher: DensePages, ids: list[int]) -> dict[int, Kept]:
+    """What each layer keeps for the last row of a prompt. Where prompts are read densely it is the
+    first generated token. Prompts that extend each other share the prefix cache."""
     sparse = llm.engine.sparse
     assert sparse is not None
     most = 2 if sparse.dense_prompt_below else 1
-    for done, place in enumerate(places):
-        progress(done)
-        result = llm.generate(list(ids[:place]), max_tokens=most, ignore_eos=True, trace=True)
-        trace = result.trace
-        assert trace is not None
-        records = watcher.take()[-len(trace.tokens) :]
-        pairs = zip(trace.tokens, records, strict=True)
-        token, record = list(pairs)[-1]
-        start = sparse.window_start(record.cache_row, llm.engine.scheduler.cache.geometry.page_size)
-        for read in token.layers:
-            kept = compare(record.shares[read.layer], read, start)
-            layers.setdefault(read.layer, _Sums()).add(kept)
-    progress(len(places))
-    return layers
+    trace = llm.generate(ids, max_tokens=most, ignore_eos=True, trace=True).trace
+    assert trace is not None
+    record = watcher.take()[-1]
+    start = sparse.window_start(record.cache_row, llm.engine.scheduler.cache.geometry.page_size)
+    reads = trace.tokens[-1].layers
+    return {read.layer: compare(record.shares[read.layer], read, start) for read in reads}

@@ -1,86 +1,60 @@
-"""Results as a table on the screen, one JSON line, and a file."""
+"""Results of `cairn eval` as tables, plots and one JSON line."""
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-from collections.abc import Sequence
-from datetime import date
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cairn import __version__
-from cairn.errors import ConfigError
+from cairn.bench import report
 
-
-def check_files(**paths: str | None) -> None:
-    """Before the work is done whose result would be lost."""
-    for name, path in paths.items():
-        if path is None:
-            continue
-        folder = Path(path).absolute().parent
-        if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise ConfigError(
-                f"--{name} {path} cannot be written; name a file in a folder that exists"
-            )
-    if paths.get("plot") is not None:
-        from cairn.eval.plots import need_matplotlib
-
-        need_matplotlib()
+Cells = dict[tuple[int, float | None], dict[str, Any]]
+"""Results of a task by length and depth; the depth is None for all depths together."""
 
 
 def make_record(
     kind: str, options: dict[str, Any], asked: dict[str, Any], results: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    cuda = torch.cuda.is_available()
-    return {
-        "eval": kind,
-        "date": date.today().isoformat(),
-        "cairn": __version__,
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if cuda else platform.machine(),
-        "options": options,
-        "asked": asked,
-        "results": list(results),
-    }
+    own = {"options": options, "asked": asked, "results": list(results)}
+    return {"eval": kind, **report.stamp(), **own}
 
 
-def finish(record: dict[str, Any], output: str | None) -> None:
-    """The JSON line, last."""
-    line = json.dumps(record)
-    if output is not None:
-        Path(output).write_text(line + "\n", encoding="utf-8")
-    print(line)
+def finish(record: dict[str, Any], output: str | None, plot: str | None) -> None:
+    """Draw the plot if one is asked for, then print and write the JSON line."""
+    if plot is not None:
+        _PLOTS[record["eval"]](record, plot)
+    report.finish(record, output)
+
+
+# -- tables -----------------------------------------------------------------------------------
 
 
 def show_needle(record: dict[str, Any]) -> None:
     """A map of each task: depths down, lengths across."""
-    console = Console()
-    for task, cells in by_task(record["results"]).items():
-        lengths = sorted({length for length, _ in cells})
-        depths = sorted({depth for _, depth in cells if depth is not None})
+    for task, cells in _by_task(record).items():
+        lengths, depths = _axes(cells)
         table = Table("depth", *(f"{length:,}" for length in lengths), title=f"needle: {task}")
         for depth in depths:
             table.add_row(f"{depth:.0%}", *(_cell(cells.get((n, depth))) for n in lengths))
         table.add_section()
         table.add_row("all", *(_cell(cells[n, None], interval=True) for n in lengths))
-        console.print(table)
+        Console().print(table)
 
 
-def by_task(
-    results: Sequence[dict[str, Any]],
-) -> dict[str, dict[tuple[int, float | None], dict[str, Any]]]:
-    """task -> (length, depth) -> cell"""
-    tasks: dict[str, dict[tuple[int, float | None], dict[str, Any]]] = {}
-    for row in results:
+def _by_task(record: dict[str, Any]) -> dict[str, Cells]:
+    tasks: dict[str, Cells] = {}
+    for row in record["results"]:
         tasks.setdefault(row["task"], {})[row["length"], row["depth"]] = row
     return tasks
+
+
+def _axes(cells: Cells) -> tuple[list[int], list[float]]:
+    depths = {depth for _, depth in cells if depth is not None}
+    return sorted({length for length, _ in cells}), sorted(depths)
 
 
 def _cell(row: dict[str, Any] | None, *, interval: bool = False) -> Text:
@@ -94,23 +68,96 @@ def _cell(row: dict[str, Any] | None, *, interval: bool = False) -> Text:
 
 
 def show_rows(record: dict[str, Any], columns: Sequence[str]) -> None:
-    table = Table(*(name.replace("_", " ") for name in columns), title=record["eval"])
-    for row in record["results"]:
-        table.add_row(*(_value(row.get(column)) for column in columns))
-    Console().print(table)
+    report.print_rows(record["eval"], record["results"], columns, _value)
 
 
 def show_layers(record: dict[str, Any]) -> None:
     """Share of the attention before the window that each setting keeps, layer by layer."""
     results = record["results"]
-    layers = [entry["layer"] for entry in results[0]["layers"]]
-    table = Table("layer", *(row["setting"] for row in results), title="far, by layer")
-    for i, layer in enumerate(layers):
-        table.add_row(str(layer), *(_value(row["layers"][i]["far"]) for row in results))
-    Console().print(table)
+    rows = [
+        {"layer": layers[0]["layer"]}
+        | {row["setting"]: layer["far"] for row, layer in zip(results, layers, strict=True)}
+        for layers in zip(*(row["layers"] for row in results), strict=True)
+    ]
+    report.print_rows("far, by layer", rows, list(rows[0]), _value)
 
 
 def _value(value: object) -> str:
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+# -- plots ------------------------------------------------------------------------------------
+
+
+def _plot_needle(record: dict[str, Any], path: str) -> None:
+    """A heat map of each task: lengths across, depths down, right answers of those asked."""
+    tasks = _by_task(record)
+    width = max(len(_axes(cells)[0]) for cells in tasks.values())
+    size = (len(tasks) * (1.6 + 0.9 * width), 4.2)
+    figure, axes = report.need_matplotlib().subplots(1, len(tasks), figsize=size, squeeze=False)
+    for axis, (task, cells) in zip(axes[0], tasks.items(), strict=True):
+        lengths, depths = _axes(cells)
+        shares = [[cells[n, depth]["share"] for n in lengths] for depth in depths]
+        axis.imshow(shares, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+        for row, depth in enumerate(depths):
+            for column, length in enumerate(lengths):
+                cell = cells[length, depth]
+                text = f"{cell['right']}/{cell['asked']}"
+                color = "black" if 0.15 < cell["share"] < 0.85 else "white"
+                axis.text(column, row, text, ha="center", va="center", fontsize=9, color=color)
+        axis.set_xticks(range(len(lengths)), [_short(n) for n in lengths])
+        axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+        axis.set_xlabel("tokens")
+        axis.set_title(task, fontsize=10)
+    axes[0][0].set_ylabel("depth of the fact")
+    report.save_plot(figure, f"{_model(record)}: right answers", path)
+
+
+def _plot_ppl(record: dict[str, Any], path: str) -> None:
+    """Perplexity of the text's second half against the budget of pages."""
+    figure, axis = report.need_matplotlib().subplots(figsize=(5.4, 3.8))
+    results = record["results"]
+    for policy in dict.fromkeys(row["policy"] for row in results):
+        rows = [row for row in results if row["policy"] == policy and row["budget"] is not None]
+        budgets = [100 * row["budget"] for row in rows]
+        if rows:
+            axis.plot(budgets, [row["ppl_tail"] for row in rows], marker="o", label=policy)
+    for row in results:
+        if row["budget"] is None:
+            axis.axhline(row["ppl_tail"], color="#808080", ls="--", label=row["setting"])
+    _save_lines(record, figure, axis, "% of pages read", "perplexity of the second half", path)
+
+
+def _plot_recall(record: dict[str, Any], path: str) -> None:
+    """What each setting keeps of the attention before the window, layer by layer."""
+    figure, axis = report.need_matplotlib().subplots(figsize=(6.4, 3.8))
+    for row in record["results"]:
+        layers = [entry["layer"] for entry in row["layers"]]
+        kept = [entry["far"] for entry in row["layers"]]
+        axis.plot(layers, kept, marker=".", label=row["setting"])
+    axis.set_ylim(0, 1.02)
+    _save_lines(record, figure, axis, "layer", "share of far attention kept", path)
+
+
+def _save_lines(
+    record: dict[str, Any], figure: Any, axis: Any, across: str, up: str, path: str
+) -> None:
+    axis.set_xlabel(across)
+    axis.set_ylabel(up)
+    axis.legend(fontsize=8)
+    report.save_plot(figure, f"{_model(record)}: {record['results'][0]['tokens']:,} tokens", path)
+
+
+def _model(record: dict[str, Any]) -> str:
+    return Path(record["asked"]["model"]).name
+
+
+def _short(tokens: int) -> str:
+    if tokens % 1_000_000 == 0:
+        return f"{tokens // 1_000_000}M"
+    return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
+
+
+_PLOTS: Mapping[str, Any] = {"needle": _plot_needle, "ppl": _plot_ppl, "recall": _plot_recall}

@@ -1,4 +1,4 @@
-"""The ways of attending that are compared: dense, and each policy with each budget of pages."""
+"""The kinds of attention that are compared: dense, and each policy with each budget of pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cairn.models.registry import read_spec
 from cairn.models.spec import NativeSparsity
 
 _PAGE_SIZE = 64
-_WINDOW_PAGES = 2  # unless a window is asked for: the usual one is all of a small budget
+_WINDOW_PAGES = 2  # unless given: the default window would use up a small budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,8 @@ class Setting:
     topk: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "setting": self.name,
-            "policy": self.policy,
-            "budget": self.budget,
-            "topk": self.topk,
-        }
+        rest = {"policy": self.policy, "budget": self.budget, "topk": self.topk}
+        return {"setting": self.name, **rest}
 
 
 def make_settings(
@@ -44,12 +40,22 @@ def make_settings(
 ) -> list[Setting]:
     """`given` are the engine's options as the user gave them; `dense` asks for the baseline.
 
-    A model trained with sparse attention has no dense form: as it was trained comes first there.
+    A model trained with sparse attention has no dense form: its first setting is "as trained".
     """
     config = EngineConfig.from_kwargs(given)
     native = native_sparsity(config)
     if native is not None:
-        return _native(given, native, tokens, policies, budgets)
+        if policies not in (None, [native.policy]):
+            raise ConfigError(
+                f"--policies is {','.join(policies or ())}, but the model was trained with "
+                f"{native.policy!r}; leave it out"
+            )
+        own = {name: value for name, value in given.items() if name != "hsa_topk"}
+        first = Setting("as trained", own, native.policy, None, native.topk)
+        size = native.chunk_size
+        rows = -(-tokens // (size - 1)) * size  # a row of each page is its landmark
+        choices = _budgets(config.hsa_topk, rows, size, native.window, budgets)
+        return [first, *(_setting(native.policy, *choice, own) for choice in choices)]
     backend = config.attention_backend or "hsa"
     page_size = config.page_size or _PAGE_SIZE
     window = config.hsa_window or _WINDOW_PAGES * page_size
@@ -64,17 +70,15 @@ def make_settings(
         **common,
         "attention_backend": backend if "hsa" in backend else "hsa",
         "hsa_window": window,
-        # What is measured is the policy: nothing is read densely unasked.
+        # The policy is what is measured: read nothing densely unless asked to.
         "hsa_dense_below": config.hsa_dense_below or 0,
     }
     if "," not in backend:
         sparse["hsa_prefill"] = config.hsa_prefill or "sparse"
-    names = policies or [config.hsa_policy or "quest"]
-    for policy in names:
-        for budget, topk in _budgets(config.hsa_topk, tokens, page_size, window, budgets):
-            name = f"{policy} top-{topk}" if budget is None else f"{policy} {budget:.0%}"
-            options = {**sparse, "hsa_policy": policy, "hsa_topk": topk}
-            settings.append(Setting(name, options, policy, budget, topk))
+    choices = _budgets(config.hsa_topk, tokens, page_size, window, budgets)
+    for policy in policies or [config.hsa_policy or "quest"]:
+        own = {**sparse, "hsa_policy": policy}
+        settings += [_setting(policy, *choice, own) for choice in choices]
     return settings
 
 
@@ -85,36 +89,19 @@ def native_sparsity(config: EngineConfig) -> NativeSparsity | None:
     return read_spec(locate(config).config).sparsity
 
 
-def _native(
-    given: dict[str, Any],
-    native: NativeSparsity,
-    tokens: int,
-    policies: Sequence[str] | None,
-    budgets: Sequence[float],
-) -> list[Setting]:
-    if policies not in (None, [native.policy]):
-        raise ConfigError(
-            f"--policies is {','.join(policies or ())}, but the model was trained with "
-            f"{native.policy!r}; leave it out"
-        )
-    own = {name: value for name, value in given.items() if name != "hsa_topk"}
-    settings = [Setting("as trained", own, native.policy, None, native.topk)]
-    size = native.chunk_size
-    pages = -(-tokens // (size - 1))  # a row of each is the landmark's
-    for budget, topk in _budgets(given.get("hsa_topk"), pages * size, size, native.window, budgets):
-        name = f"{native.policy} top-{topk}" if budget is None else f"{native.policy} {budget:.0%}"
-        settings.append(Setting(name, {**own, "hsa_topk": topk}, native.policy, budget, topk))
-    return settings
+def _setting(policy: str, budget: float | None, topk: int, options: dict[str, Any]) -> Setting:
+    name = f"{policy} top-{topk}" if budget is None else f"{policy} {budget:.0%}"
+    return Setting(name, {**options, "hsa_topk": topk}, policy, budget, topk)
 
 
 def _budgets(
     topk: int | None, rows: int, page_size: int, window: int, budgets: Sequence[float]
 ) -> list[tuple[float | None, int]]:
-    """Pages to select for each budget; or the one number that was given."""
+    """The number of pages to select for each budget; or the one number that was given."""
     if topk is not None:
         return [(None, topk)]
     pages = -(-rows // page_size)
-    in_window = -(-window // page_size) + 1  # where it straddles one more than it fills
+    in_window = -(-window // page_size) + 1  # a window that straddles pages touches one more
     found: list[tuple[float | None, int]] = []
     for budget in budgets:
         left = pages if budget >= 1 else round(budget * pages) - in_window
