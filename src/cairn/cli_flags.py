@@ -6,6 +6,7 @@ import argparse
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
+from functools import partial
 from importlib import import_module
 from types import UnionType
 from typing import Any, NamedTuple
@@ -74,28 +75,21 @@ def add_command(
     run: str | Callable[[argparse.Namespace], int],
     groups: Mapping[str, Sequence[Flag]],
     **options: Any,
-) -> argparse.ArgumentParser:
-    """Add a subcommand with groups of flags by their titles. It calls `run`, which may be
-    "module:function": the module is then imported when the command runs."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=text, allow_abbrev=False, **options
-    )
+) -> Any:
+    """Add a subcommand with groups of flags by their titles; returns its parser. It calls `run`,
+    which may be "module:function": the module is then imported when the command runs."""
+    parser: Any = commands.add_parser(name, help=text, allow_abbrev=False, **options)
     for title, flags in groups.items():
         group = parser.add_argument_group(title)
         for flag_name, flag_options in flags:
             group.add_argument(flag_name, **flag_options)
-    parser.set_defaults(run=_imported(run) if isinstance(run, str) else run)
+    parser.set_defaults(run=partial(_import_and_run, run) if isinstance(run, str) else run)
     return parser
 
 
-def _imported(path: str) -> Callable[[argparse.Namespace], int]:
+def _import_and_run(path: str, arguments: argparse.Namespace) -> Any:
     module, _, function = path.partition(":")
-
-    def run(arguments: argparse.Namespace) -> int:
-        code: int = getattr(import_module(module), function)(arguments)
-        return code
-
-    return run
+    return getattr(import_module(module), function)(arguments)
 
 
 def collect(

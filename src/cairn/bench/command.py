@@ -47,6 +47,11 @@ _HSA = (
     flag("profile", False, "Show the kernels of each step.", action="store_true"),
     OUTPUT,
 )
+_SERVE_HELP = (
+    f"Send workloads to servers, and show how they fare. {SYNTAX} A preset that is started gets a "
+    "tokenizer of made-up words, since servers stream text. A server at a URL is cold only if "
+    "nothing was sent to it before, and has a prefix cached if the same --seed was."
+)
 _SERVE_EXAMPLE = (
     "cairn bench serve --workload 64x1024-6144:100-300 --workload 16x30000:256 "
     '--workload 20,100,500,2000:2+concurrency=1 --workload "4x120000:256 32x512:256" '
@@ -61,18 +66,8 @@ def _repeated(name: str, metavar: str, text: str) -> Flag:
 
 _SERVE = (
     _repeated("workload", "SPEC", "What to send; several are sent one after the other."),
-    _repeated(
-        "spawn",
-        "[LABEL=]FLAGS",
-        "Start `cairn serve` with these flags on a free port. A preset gets a tokenizer of "
-        "made-up words, since servers stream text.",
-    ),
-    _repeated(
-        "url",
-        "[LABEL=]URL",
-        "A running server, such as http://127.0.0.1:8000/v1. It is cold only if nothing was sent "
-        "to it before, and has a prefix cached if the same --seed was.",
-    ),
+    _repeated("spawn", "[LABEL=]FLAGS", "Start `cairn serve` with these flags on a free port."),
+    _repeated("url", "[LABEL=]URL", "A running server, such as http://127.0.0.1:8000/v1."),
     flag("api-key", None, "Sent as a bearer token.", metavar="KEY"),
     flag("model", None, "Of servers at a --url; by default each server's first.", metavar="NAME"),
     flag("temperature", 0.0),
@@ -80,12 +75,7 @@ _SERVE = (
     flag("seed", 0, "Of lengths and tokens."),
     flag("timeout", 600.0, "Seconds for each request."),
     flag("json", None, "Write everything, each request included.", metavar="FILE"),
-    flag(
-        "client-speed",
-        False,
-        "Measure this client instead, on canned events of a local server.",
-        action="store_true",
-    ),
+    flag("client-speed", False, "Measure this client itself instead.", action="store_true"),
 )
 
 
@@ -108,7 +98,7 @@ def add_bench(commands: Any) -> None:
         "load for servers with OpenAI's API: ones it starts, or at any URL",
         "cairn.bench.serve:command",
         {"workload": _SERVE},
-        description=f"Send workloads to servers, and show how they fare. {SYNTAX}",
+        description=_SERVE_HELP,
         epilog=_SERVE_EXAMPLE,
     )
     add_tier_bench(kinds)

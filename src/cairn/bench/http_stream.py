@@ -21,8 +21,6 @@ try:
 except ImportError as missing:
     raise ConfigError("bench serve needs httptools; pip install 'cairn[server]'") from missing
 
-_BUFFER = 1 << 18
-
 
 class HttpError(CairnError):
     """The server's answer is an error, not HTTP, or incomplete."""
@@ -113,7 +111,6 @@ class Target:
         self._head = f"Host: {parts.netloc}\r\nConnection: close\r\nAccept-Encoding: identity\r\n"
         if api_key is not None:
             self._head += f"Authorization: Bearer {api_key}\r\n"
-        self._buffer = memoryview(bytearray(_BUFFER))
 
     async def read(self, path: str) -> bytes:
         """GET a path of the server, such as /metrics, or one below the API: ./models."""
@@ -138,10 +135,7 @@ class Target:
         try:
             async with asyncio.timeout(self._timeout):
                 transport, _ = await loop.create_connection(
-                    lambda: _Keeper(reply, self._buffer, ended),
-                    self.host,
-                    self.port,
-                    ssl=self._ssl or None,
+                    lambda: _Keeper(reply, ended), self.host, self.port, ssl=self._ssl or None
                 )
                 try:
                     transport.write(request)
@@ -155,26 +149,20 @@ class Target:
         return reply
 
 
-class _Keeper(asyncio.BufferedProtocol):
-    """Stores what arrives. All connections share one buffer, which each empties at once."""
+class _Keeper(asyncio.Protocol):
+    """Stores what arrives."""
 
-    def __init__(self, reply: Reply, buffer: memoryview, ended: asyncio.Future[None]) -> None:
-        self._pieces = reply.pieces
-        self._moments = reply.moments
-        self._buffer = buffer
+    def __init__(self, reply: Reply, ended: asyncio.Future[None]) -> None:
+        self._reply = reply
         self._ended = ended
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._buffer
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self._moments.append(time.perf_counter())
-        self._pieces.append(bytes(self._buffer[:nbytes]))
+    def data_received(self, data: bytes) -> None:
+        self._reply.moments.append(time.perf_counter())
+        self._reply.pieces.append(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._ended.done():
-            return
-        if exc is None:
-            self._ended.set_result(None)
-        else:
-            self._ended.set_exception(exc)
+        if not self._ended.done():
+            if exc is None:
+                self._ended.set_result(None)
+            else:
+                self._ended.set_exception(exc)

@@ -30,13 +30,13 @@ Range = tuple[int, int]  # both ends included
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Requests that are alike."""
+    """Requests of the same kind."""
 
     inputs: tuple[Range, ...]
-    """One for each request."""
+    """Range of the prompt length of each request."""
     output: Range
     listed: bool = False
-    """The lengths were listed one by one, and are reported so."""
+    """The lengths were given as a list; each is reported on its own."""
     prefix: int = 0
     concurrency: int | None = None
     rate: float | None = None

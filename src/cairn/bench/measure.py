@@ -11,16 +11,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from cairn.bench import report
 from cairn.bench.collector import settled
-from cairn.bench.report import (
-    check_files,
-    finish,
-    need_matplotlib,
-    percentiles,
-    print_rows,
-    save_plot,
-    stamp,
-)
 from cairn.bench.workloads import Workload, make_workload, settle_lengths
 from cairn.cli_flags import check_at_least, collect
 from cairn.config import EngineConfig
@@ -52,7 +44,7 @@ class Measurement:
 def command(arguments: argparse.Namespace) -> int:
     settle_lengths(arguments)
     check_at_least(arguments, 1, "requests", "input_len", "output_len", "repeat")
-    check_files(output=arguments.output, plot=arguments.plot)
+    report.check_files(output=arguments.output, plot=arguments.plot)
     options = collect(arguments, EngineConfig)
     with LLM(**options) as llm:
         workload = make_workload(arguments, llm.tokenizer, llm.engine.spec.vocab_size)
@@ -74,7 +66,7 @@ def command(arguments: argparse.Namespace) -> int:
     record = {
         "workload": workload.name,
         "description": workload.description,
-        **stamp(cuda=device.type == "cuda"),
+        **report.stamp(cuda=device.type == "cuda"),
         "threads": torch.get_num_threads(),
         "options": options,
         "results": [_summary(some) for some in runs if some],
@@ -82,7 +74,7 @@ def command(arguments: argparse.Namespace) -> int:
     _show(record)
     if arguments.plot is not None:
         _plot(record, arguments.plot)
-    finish(record, arguments.output)
+    report.finish(record, arguments.output)
     return 0
 
 
@@ -242,7 +234,7 @@ def _spread(seconds: list[float]) -> dict[str, float] | None:
     if not seconds:
         return None
     mean = round(1e3 * sum(seconds) / len(seconds), 3)
-    return {"mean": mean, **percentiles(seconds, 50, 99)}
+    return {"mean": mean, **report.percentiles(seconds, 50, 99)}
 
 
 def _show(record: dict[str, Any]) -> None:
@@ -262,7 +254,7 @@ def _show(record: dict[str, Any]) -> None:
         cells = {name: "-" if ms is None else f"{ms:.1f}" for name, ms in times.items()}
         hits = f"{100 * row['prefix_hit_rate']:.0f} %"
         rows.append({"engine": row["engine"], **cells, "hits": hits})
-    print_rows("", rows, list(rows[0]))
+    report.print_rows("", rows, list(rows[0]))
     if len(rows) == 2:
         ours, theirs = (row["tokens_per_second"] for row in record["results"])
         console.print(f"cairn / transformers: {ours / theirs:.2f}x tokens/s")
@@ -277,11 +269,11 @@ def _plot(record: dict[str, Any], path: str) -> None:
         "first token, first request, ms": [row["first_request_ttft_ms"] or 0 for row in rows],
         "first token, later requests, ms": later,
     }
-    figure, axes = need_matplotlib().subplots(1, len(panels), figsize=(4 * len(panels), 3.6))
+    figure, axes = report.need_matplotlib().subplots(1, len(panels), figsize=(4 * len(panels), 3.6))
     for axis, (title, values) in zip(axes, panels.items(), strict=True):
         bars = axis.bar(names, values, color=["#2a6f97", "#b8b8b8"][: len(names)])
         axis.bar_label(bars, fmt="%.4g", padding=2)
         axis.set_title(title, fontsize=9)
         axis.margins(y=0.15)
         axis.spines[["top", "right"]].set_visible(False)
-    save_plot(figure, f"{record['workload']}: {record['description']}", path)
+    report.save_plot(figure, f"{record['workload']}: {record['description']}", path)

@@ -6,12 +6,10 @@ import argparse
 import itertools
 import random
 import time
+from functools import partial
 from typing import Any
 
-from cairn.bench.collector import settled
-from cairn.bench.report import percentiles, show_rows
-from cairn.cli_flags import collect
-from cairn.config import EngineConfig
+from cairn.bench.report import measure_engine, percentiles
 from cairn.engine.sampling_params import SamplingParams
 from cairn.llm import LLM
 from cairn.outputs import Chunk
@@ -20,14 +18,12 @@ _WARM_TOKENS = 64  # tokens of each stream before the long prompt arrives
 
 
 def command(arguments: argparse.Namespace) -> int:
-    options = collect(arguments, EngineConfig)
-    with LLM(**options) as llm, settled():
-        result = _run(llm, arguments.long_tokens, arguments.streams, arguments.stream_tokens)
-    show_rows("mix", [{**result, **options}], arguments.output)
-    return 0
+    return measure_engine("mix", arguments, partial(_run, arguments))
 
 
-def _run(llm: LLM, long_tokens: int, streams: int, stream_tokens: int) -> dict[str, Any]:
+def _run(arguments: argparse.Namespace, llm: LLM) -> dict[str, Any]:
+    long_tokens, streams = arguments.long_tokens, arguments.streams
+    stream_tokens = arguments.stream_tokens
     draw = random.Random(0)
     vocab = llm.engine.spec.vocab_size
 

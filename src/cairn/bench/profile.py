@@ -11,11 +11,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from cairn.bench.collector import settled
-from cairn.bench.report import show_rows
+from cairn.bench.report import measure_engine
 from cairn.bench.workloads import seeded
-from cairn.cli_flags import collect
-from cairn.config import EngineConfig
 from cairn.engine.build import resolve_device
 from cairn.engine.sampling_params import SamplingParams
 from cairn.errors import ConfigError
@@ -39,10 +36,10 @@ _WIDTH = 48  # of their names
 
 
 def command(arguments: argparse.Namespace) -> int:
-    options = collect(arguments, EngineConfig)
-    if resolve_device(EngineConfig(**options).device).type != "cuda":
+    if resolve_device(getattr(arguments, "device", "auto")).type != "cuda":
         raise ConfigError("bench profile shows CUDA kernels; it needs a CUDA device")
-    with LLM(**options) as llm, settled():
+
+    def measure(llm: LLM) -> dict[str, Any]:
         frontend = llm.frontend
         params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=1000)
         for prompt in seeded(arguments.requests, llm.engine.spec.vocab_size).prompts:
@@ -51,9 +48,9 @@ def command(arguments: argparse.Namespace) -> int:
             frontend.step()
         for _ in range(20):
             frontend.step()
-        result = profile_steps(llm, arguments.steps)
-    show_rows("profile", [{"requests": arguments.requests, **result, **options}], arguments.output)
-    return 0
+        return {"requests": arguments.requests, **profile_steps(llm, arguments.steps)}
+
+    return measure_engine("profile", arguments, measure)
 
 
 def kind_of(kernel: str) -> str:
@@ -85,7 +82,7 @@ def share_out(
 
 
 def profile_steps(llm: LLM, steps: int) -> dict[str, Any]:
-    """Milliseconds per step by kind, over the next steps of what is running."""
+    """Where the time of the next steps goes; requests must be running."""
     frontend = llm.frontend
 
     def run() -> None:
@@ -96,7 +93,7 @@ def profile_steps(llm: LLM, steps: int) -> dict[str, Any]:
 
 
 def profile_call(call: Callable[[], object], steps: int = 1) -> dict[str, Any]:
-    """Where the time of a call goes, divided by `steps`."""
+    """Where the time of a call of `steps` steps goes, per step."""
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         torch.cuda.synchronize()
         begin = time.perf_counter()

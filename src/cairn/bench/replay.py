@@ -19,10 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from cairn.bench.collector import settled
-from cairn.bench.report import percentiles, show_rows
-from cairn.cli_flags import check_at_least, collect
-from cairn.config import EngineConfig
+from cairn.bench.report import measure_engine, percentiles
+from cairn.cli_flags import check_at_least
 from cairn.engine.sampling_params import SamplingParams
 from cairn.errors import ConfigError
 from cairn.llm import LLM
@@ -45,13 +43,12 @@ def command(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.time_scale < float("inf"):
         raise ConfigError("--time-scale must be 0 or more")
     trace = read_trace(Path(arguments.trace), arguments.requests)
-    options = collect(arguments, EngineConfig)
-    with LLM(**options) as llm:
+
+    def measure(llm: LLM) -> dict[str, Any]:
         llm.generate([1, 2, 3], max_tokens=8, ignore_eos=True)  # warm up
-        with settled():
-            result = run(llm, trace, time_scale=arguments.time_scale)
-    show_rows("replay", [{**result, **options}], arguments.output)
-    return 0
+        return run(llm, trace, time_scale=arguments.time_scale)
+
+    return measure_engine("replay", arguments, measure)
 
 
 def read_trace(path: Path, count: int) -> list[TracedRequest]:

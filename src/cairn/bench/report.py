@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -16,22 +17,30 @@ from rich.console import Console
 from rich.table import Table
 
 from cairn import __version__
+from cairn.bench.collector import settled
+from cairn.cli_flags import collect
+from cairn.config import EngineConfig
 from cairn.errors import ConfigError
+from cairn.llm import LLM
 
 
 def check_files(**paths: str | None) -> None:
     """Refuse output files that cannot be written, before there is a result to lose."""
-    for name, path in paths.items():
-        if path is None:
+    for name, given in paths.items():
+        if given is None:
             continue
-        folder = Path(path).absolute().parent
-        reason = None if os.access(folder, os.W_OK) else "its folder is read-only"
-        reason = reason if folder.is_dir() else "there is no such folder"
-        if Path(path).is_dir() or reason is not None:
-            raise ConfigError(
-                f"--{name} {path} cannot be written: {reason or 'it is a folder'}; name a file in "
-                "a folder that exists"
-            )
+        path = Path(given).absolute()
+        if path.is_dir():
+            reason = "it is a folder"
+        elif not path.parent.is_dir():
+            reason = "there is no such folder"
+        elif not os.access(path if path.exists() else path.parent, os.W_OK):
+            reason = "there is no permission"
+        else:
+            continue
+        raise ConfigError(
+            f"--{name} {given} cannot be written: {reason}; name a file in a folder that exists"
+        )
     if paths.get("plot") is not None:
         need_matplotlib()
 
@@ -93,6 +102,17 @@ def show_rows(name: str, rows: list[dict[str, Any]], output: str | None) -> None
     columns = list(dict.fromkeys(field for row in rows for field in row))
     print_rows(f"{name}: {record['device']}, torch {record['torch']}", rows, columns)
     finish(record, output)
+
+
+def measure_engine(
+    name: str, arguments: argparse.Namespace, measure: Callable[[LLM], dict[str, Any]]
+) -> int:
+    """Build an engine with the given flags, measure it, and show the result beside the flags."""
+    options = collect(arguments, EngineConfig)
+    with LLM(**options) as llm, settled():
+        result = measure(llm)
+    show_rows(name, [{**result, **options}], arguments.output)
+    return 0
 
 
 def percentiles(seconds: Sequence[float], *percents: int) -> dict[str, float]:

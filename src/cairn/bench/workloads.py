@@ -94,7 +94,7 @@ def seeded(requests: int, vocab_size: int) -> Workload:
 
 
 def _mixed(requests: int, input_len: int, output_len: int, vocab_size: int) -> Workload:
-    """Lengths from an eighth of the given ones up to them, as a batch of strangers has."""
+    """Lengths from an eighth of the given ones up to them, like requests of different users."""
     draw = random.Random(2)
     lengths, outputs = (
         [draw.randint(max(1, most // 8), most) for _ in range(requests)]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _MODEL = "cairn-nano"
 _ANSWER_TOKENS = 48
 _SHADES = "░▒▓█"
-_LEVELS = (0.1, 0.3, 0.6)  # shares from which on a page is darker
+_LEVELS = (0.1, 0.3, 0.6)  # shares of attention at which the shade gets darker
 _SECRET = (
     flag("secret", None, "By default a random number.", metavar="NUMBER"),
     flag("name", "Mira Kolvane", "Whose secret it is."),
@@ -122,15 +122,15 @@ def _show(console: Console, result: Generation, secret: str, held: range, second
     console.print(f"secret  in page {' and '.join(map(str, held))}: {what}\n")
     console.print(page_map(count, shares, held, console.width))
     console.print(
-        f"[dim]a sign is a page: · not selected, {_SHADES} selected, by the most attention that a "
-        "head gave it; [/dim][green]green[/green][dim] holds the secret and was selected, [/dim]"
-        "[red]red[/red][dim] holds it and was not[/dim]",
+        f"[dim]each character is a page: · not selected, {_SHADES} selected, by the most attention "
+        "that a head gave it; [/dim][green]green[/green][dim] holds the secret and was selected, "
+        "[/dim][red]red[/red][dim] holds it and was not[/dim]",
         soft_wrap=True,
     )
 
 
 def spelling(tokens: Sequence[TracedToken], secret: str) -> Sequence[TracedToken]:
-    """The tokens that say the secret, or the first number; all of them if there is none."""
+    """The tokens that spell the secret, or else the first number, or else all of them."""
     said = "".join(token.text or "" for token in tokens)
     found = re.search(re.escape(secret), said) or re.search(r"\d+", said)
     if found is None:
@@ -160,7 +160,7 @@ def said_secret(said: str, secret: str) -> bool:
 
 
 def page_map(count: int, shares: Mapping[int, float], held: Collection[int], width: int) -> Text:
-    """All pages in reading order, a sign each."""
+    """One character for each page, in reading order."""
     text = Text()
     for page in range(count):
         if page and page % width == 0:

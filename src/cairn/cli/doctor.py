@@ -9,9 +9,13 @@ import os
 import platform
 from typing import Any
 
-from rich.console import Console
+import torch
 from rich.markup import escape
-from rich.table import Table
+
+from cairn import __version__
+from cairn.attention.backend import backend_class, backend_names
+from cairn.bench.report import print_rows
+from cairn.engine.build import resolve_device
 
 _PACKAGES = (
     "torch numpy safetensors tokenizers jinja2 rich gguf huggingface_hub triton transformers"
@@ -20,58 +24,35 @@ _PACKAGES = (
 
 def doctor(arguments: argparse.Namespace) -> int:
     """The command. With --sglang it returns 1 if a part of the plug-in is broken."""
-    if arguments.sglang:
-        from cairn.sglang.check import examine as examine_sglang
-
-        found = examine_sglang()
-        parts = {part.what: {"problem": part.problem, "detail": part.detail} for part in found}
+    report = _examine_sglang() if arguments.sglang else _examine()
+    if arguments.json:
+        print(json.dumps(report, indent=2))
+    elif arguments.sglang:
         states = {
-            part.what: f"broken: {part.problem}" if part.problem else part.detail or "there"
-            for part in found
+            name: f"broken: {part['problem']}" if part["problem"] else part["detail"] or "there"
+            for name, part in report.items()
         }
-        _print(arguments, parts, {("part", "state", "Plug-in for SGLang"): states})
-        return int(any(part.problem for part in found))
-    report = examine()
-    if not arguments.json:
-        print(f"cairn {report['cairn']}, Python {report['python']}, {report['platform']}")
-    packages = {name: version or "not installed" for name, version in report["packages"].items()}
-    devices = {}
-    for device in report["devices"]:
-        chosen = " (default)" if device["name"].startswith(report["default_device"]) else ""
-        facts = (f"{key} {value}" for key, value in device.items() if key != "name")
-        devices[device["name"] + chosen] = ", ".join(facts)
-    backends = {
-        name: "available" if state["available"] else f"off: {state['reason']}"
-        for name, state in report["attention_backends"].items()
-    }
-    tables = {
-        ("package", "version", "Packages"): packages,
-        ("device", "what it is", "Devices"): devices,
-        ("attention backend", "state", "Backends"): backends,
-    }
-    _print(arguments, report, tables)
-    return 0
+        _show("Plug-in for SGLang", ("part", "state"), states)
+    else:
+        _show_machine(report)
+    return int(arguments.sglang and any(part["problem"] for part in report.values()))
 
 
-def examine() -> dict[str, Any]:
-    import torch
-
-    from cairn import __version__
-    from cairn.attention.backend import backend_class, backend_names
-    from cairn.engine.build import resolve_device
-
-    devices: list[dict[str, Any]] = [{"name": "cpu", "model": platform.machine()}]
-    devices[0] |= {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
+def _examine() -> dict[str, Any]:
+    cores = {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    devices: list[dict[str, Any]] = [{"name": "cpu", "model": platform.machine(), **cores}]
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
-        facts = {"memory_gib": round(found.total_memory / 2**30, 1)}
-        capability = f"{found.major}.{found.minor}"
-        device = {"name": f"cuda:{index}", "model": found.name, **facts, "capability": capability}
-        devices.append(device)
+        memory = round(found.total_memory / 2**30, 1)
+        facts = {"memory_gib": memory, "capability": f"{found.major}.{found.minor}"}
+        devices.append({"name": f"cuda:{index}", "model": found.name, **facts})
     if torch.backends.mps.is_available():
         devices.append({"name": "mps", "model": "Apple GPU"})
     default = resolve_device("auto")
-    reasons = {name: backend_class(name).unavailable_reason(default) for name in backend_names()}
+    backends = {}
+    for name in backend_names():
+        reason = backend_class(name).unavailable_reason(default)
+        backends[name] = {"available": reason is None, "reason": reason}
     return {
         "cairn": __version__,
         "python": platform.python_version(),
@@ -79,10 +60,7 @@ def examine() -> dict[str, Any]:
         "packages": {name: _version(name) for name in _PACKAGES.split()},
         "devices": devices,
         "default_device": default.type,
-        "attention_backends": {
-            name: {"available": reason is None, "reason": reason}
-            for name, reason in reasons.items()
-        },
+        "attention_backends": backends,
     }
 
 
@@ -93,17 +71,30 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _print(
-    arguments: argparse.Namespace,
-    report: dict[str, Any],
-    tables: dict[tuple[str, str, str], dict[str, str]],
-) -> None:
-    """The report as JSON, or tables of (key column, value column, title)."""
-    if arguments.json:
-        print(json.dumps(report, indent=2))
-        return
-    for (key, value, title), rows in tables.items():
-        table = Table(key, value, title=title, title_justify="left")
-        for row in rows.items():
-            table.add_row(*map(escape, row))
-        Console().print(table)
+def _examine_sglang() -> dict[str, Any]:
+    from cairn.sglang.check import examine
+
+    return {part.what: {"problem": part.problem, "detail": part.detail} for part in examine()}
+
+
+def _show_machine(report: dict[str, Any]) -> None:
+    print(f"cairn {report['cairn']}, Python {report['python']}, {report['platform']}")
+    packages = {name: version or "not installed" for name, version in report["packages"].items()}
+    _show("Packages", ("package", "version"), packages)
+    devices = {}
+    for device in report["devices"]:
+        name = device.pop("name")
+        chosen = " (default)" if name.startswith(report["default_device"]) else ""
+        devices[name + chosen] = ", ".join(f"{key} {value}" for key, value in device.items())
+    _show("Devices", ("device", "what it is"), devices)
+    backends = {
+        name: "available" if state["available"] else f"off: {state['reason']}"
+        for name, state in report["attention_backends"].items()
+    }
+    _show("Backends", ("attention backend", "state"), backends)
+
+
+def _show(title: str, columns: tuple[str, str], rows: dict[str, str]) -> None:
+    print_rows(
+        title, (dict(zip(columns, row, strict=True)) for row in rows.items()), columns, escape
+    )

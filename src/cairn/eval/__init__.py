@@ -1,1 +1,1 @@
-"""How good answers are: facts found in long texts, perplexity, and what page selection keeps."""
+"""Quality of answers: facts found in long texts, perplexity, and what page selection keeps."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from cairn.cli_flags import OUTPUT, PLOT, Flag, add_command, check_at_least, collect, flag, flags_of
+from cairn.cli_flags import OUTPUT, PLOT, add_command, check_at_least, collect, flag, flags_of
 from cairn.config import EngineConfig
 from cairn.errors import ConfigError
 
@@ -22,24 +22,16 @@ _TASKS = ("single", "multikey", "multiquery", "variables", "absent")
 _RECALL_COLUMNS = ("setting", "topk", "read", "mass", "far", "best", "top", "seconds")
 _PPL_COLUMNS = ("setting", "topk", "ppl", "ppl_tail", "ratio", "seconds")
 _TEXT = flag("text", None, "Text to use; public-domain prose otherwise.", metavar="FILE")
+_PROMPTS = ("auto", "plain", "chat")
+_BUDGET = "%% of the pages that the last token reads, its window (by default two pages) included"
 _NEEDLE = (
     flag("task", "single", f"Of: {', '.join(_TASKS)}; or all.", metavar="A,B"),
     flag("lengths", "2048,8192", "Tokens of the whole prompt, exactly.", metavar="N,M"),
     flag("depths", "0,25,50,75,100", "Depth of the fact, in %% of the text.", metavar="N,M"),
     flag("samples", 4, "Texts for each length."),
     flag("keys", 8, "Facts or chains in a text of multikey and variables."),
-    flag(
-        "prompt",
-        "auto",
-        "Plain completion, or the model's chat format, which auto takes if it has one.",
-        choices=("auto", "plain", "chat"),
-    ),
-    flag(
-        "answer-start",
-        "",
-        "Words that begin the answer; {name} is what is asked about.",
-        metavar="TEXT",
-    ),
+    flag("prompt", "auto", "auto takes the model's chat format if it has one.", choices=_PROMPTS),
+    flag("answer-start", "", "First words of the answer; {name} is the one asked about."),
     flag("max-tokens", 48, "Of an answer."),
     _TEXT,
     flag("answers", None, "Write every question and answer, a JSON line each.", metavar="FILE"),
@@ -47,20 +39,8 @@ _NEEDLE = (
 _BUDGETS = (
     _TEXT,
     flag("tokens", 4096, "Of the text."),
-    flag(
-        "budgets",
-        "12,25,50",
-        "Share of the pages that the last token reads, its window included, in %%; --hsa-topk "
-        "gives a number of pages instead.",
-        metavar="N,M",
-    ),
-    flag(
-        "policies",
-        None,
-        "Ways to score pages; by default --hsa-policy, or quest. --hsa-window is two pages unless "
-        "given.",
-        metavar="A,B",
-    ),
+    flag("budgets", "12,25,50", f"{_BUDGET}; or give --hsa-topk.", metavar="N,M"),
+    flag("policies", None, "Ways to score pages; by default --hsa-policy, or quest."),
 )
 _ROWS = flag("rows", 16, "Queries, over the text's second half.")
 
@@ -70,13 +50,12 @@ def add_eval(commands: Any) -> None:
     kinds = parser.add_subparsers(required=True, metavar="WHAT")
     rest: dict[str, Any] = {"results": [OUTPUT, PLOT], "engine": flags_of(EngineConfig)}
 
-    def add(name: str, run: Callable[[argparse.Namespace], int], text: str, *flags: Flag) -> None:
-        add_command(kinds, name, text, run, {name: flags, **rest})
-
-    add("needle", _needle, "facts hidden in long texts, by length and depth", *_NEEDLE)
-    add("ppl", _ppl, "perplexity of a text, sparse against dense, by budget", *_BUDGETS)
+    text = "facts hidden in long texts, by length and depth"
+    add_command(kinds, "needle", text, _needle, {"needle": _NEEDLE, **rest})
+    text = "perplexity of a text, sparse against dense, by budget"
+    add_command(kinds, "ppl", text, _ppl, {"text and budgets": _BUDGETS, **rest})
     text = "how much of dense attention a policy's pages hold"
-    add("recall", _recall, text, *_BUDGETS, _ROWS)
+    add_command(kinds, "recall", text, _recall, {"text and budgets": [*_BUDGETS, _ROWS], **rest})
 
 
 def _needle(arguments: argparse.Namespace) -> int:

@@ -56,7 +56,7 @@ class Excerpt:
 
 
 class Prose:
-    """A text as sentences of tokens, repeated as long as is asked for."""
+    """A text as sentences of tokens, repeated as often as needed."""
 
     def __init__(self, text: str, encode: Callable[[str], list[int]]) -> None:
         self.words = set(re.findall(r"\w+", text))

@@ -55,8 +55,8 @@ def need_tokenizer(llm: LLM) -> Tokenizer:
 def ask(
     llm: LLM, text: str, options: NeedleOptions, progress: Callable[[int, int], None]
 ) -> Iterator[Answer]:
-    """All questions of a sample are asked over one text at once, the deepest facts first: pages
-    up to where two texts differ are computed once, which changes no answer."""
+    """Ask all questions of a sample at once, the deepest facts first: pages before the point where
+    two texts differ are computed once. This changes no answer."""
     tokenizer = need_tokenizer(llm)
     frame = Frame(tokenizer, choose_style(tokenizer, options.prompt), options.answer_start)
     most = llm.engine.max_tokens - options.max_tokens

@@ -26,8 +26,8 @@ def encode_text(llm: LLM, text: str, tokens: int) -> list[int]:
 def measure(
     settings: Sequence[Setting], text: str, tokens: int, progress: Callable[[int, int], None]
 ) -> list[dict[str, Any]]:
-    """Every token is scored with the setting's attention. The tail is the second half of the
-    text: there a budget is scarce, while a token in front reads everything."""
+    """Score every token with each setting's attention. The tail is the second half of the text,
+    where a budget matters: early tokens read everything."""
     rows: list[dict[str, Any]] = []
     for done, setting in enumerate(settings):
         progress(done, len(settings))

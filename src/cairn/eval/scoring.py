@@ -1,4 +1,4 @@
-"""When an answer is right, and how sure a share of right answers is."""
+"""Whether an answer is right, and the confidence interval of a share of right answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _Z95 = 1.959963984540054
 
 
 def is_right(said: str, answer: str) -> bool:
-    """The first number said is the value, digit for digit; or nothing but `unknown` is known."""
+    """Whether the first number in the answer is the value, digit for digit. If the right answer is
+    `unknown`, the answer must say so and have no number."""
     number = _NUMBER.search(said)
     if answer == UNKNOWN:
         return number is None and UNKNOWN in said.lower()
@@ -20,14 +21,14 @@ def is_right(said: str, answer: str) -> bool:
 
 
 def wilson(right: int, asked: int, z: float = _Z95) -> tuple[float, float]:
-    """The 95 % interval of a share, Wilson's: it holds for few questions and near 0 and 1."""
+    """Wilson's 95 % interval of a share, which also holds for few questions and near 0 and 1."""
     if asked == 0:
         return 0.0, 1.0
     share = right / asked
     spread = z * z / asked
     middle = share + spread / 2
     half = z * math.sqrt(share * (1 - share) / asked + spread / (4 * asked))
-    # At the ends the bound is exact; rounding must not take it past the share.
+    # At 0 and 1 the bound is exact; rounding must not move it.
     low = 0.0 if right == 0 else (middle - half) / (1 + spread)
     high = 1.0 if right == asked else (middle + half) / (1 + spread)
     return low, high

@@ -34,12 +34,12 @@ Task = Callable[[Random, NameMaker, Sequence[float], int], list[Case]]
 
 
 def single(rng: Random, names: NameMaker, depths: Sequence[float], keys: int) -> list[Case]:
-    """One fact, asked for."""
+    """One fact in a text of its own, and a question for it."""
     return [_with_others(rng, names, depth, 0) for depth in depths]
 
 
 def multikey(rng: Random, names: NameMaker, depths: Sequence[float], keys: int) -> list[Case]:
-    """One fact at the depth, asked for, and others anywhere: `keys` in all."""
+    """`keys` facts: one at the depth, which is asked for, and others anywhere."""
     return [_with_others(rng, names, depth, keys - 1) for depth in depths]
 
 
@@ -51,8 +51,8 @@ def multiquery(rng: Random, names: NameMaker, depths: Sequence[float], keys: int
 
 
 def variables(rng: Random, names: NameMaker, depths: Sequence[float], keys: int) -> list[Case]:
-    """A variable gets a number at the depth, others get its value further on; the last one is
-    asked for. `keys` chains in all."""
+    """`keys` chains of variables: the first gets a number at the depth, each later one the value of
+    the one before. The question is for the last one."""
 
     def chain(depth: float) -> tuple[list[str], str, list[tuple[float, str]]]:
         links = [names.word() for _ in range(_LINKS)]
@@ -72,8 +72,8 @@ def variables(rng: Random, names: NameMaker, depths: Sequence[float], keys: int)
 
 
 def absent(rng: Random, names: NameMaker, depths: Sequence[float], keys: int) -> list[Case]:
-    """A fact at every depth of one text, and questions for names that are not there: each shares
-    a word with the name at its depth."""
+    """A fact at every depth of one text, and questions for names that are not in it. Each shares a
+    word with the name at its depth."""
     cases = []
     for case in multiquery(rng, names, depths, keys):
         given, _, surname = case.query.name.partition(" ")

@@ -38,7 +38,7 @@ def draw_value(rng: random.Random) -> str:
 
 
 class NameMaker:
-    """Names nobody can have learnt: random syllables, no word twice, none that the text has."""
+    """Makes names that no model knows: random syllables, no word twice, none from the text."""
 
     def __init__(
         self, rng: random.Random, text_words: set[str], count_tokens: Callable[[str], int]
@@ -51,7 +51,7 @@ class NameMaker:
         return f"{self.word()} {self.word()}"
 
     def word(self) -> str:
-        """Of few tokens, if one is found soon."""
+        """A new word, with few tokens if one is found within some attempts."""
         best = min((self._new_word() for _ in range(_ATTEMPTS)), key=self._excess)
         self._taken.add(best)
         return best

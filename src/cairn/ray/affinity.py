@@ -1,7 +1,7 @@
-"""Which replica has seen the beginning of a prompt.
+"""Which replica has the prefix of a prompt in its cache.
 
-A prompt is a chain of blocks, each hashed together with all before it, so that equal hashes mean
-equal prefixes. Every block has an owner: the replica that was sent the first prompt with it.
+A prompt is a chain of blocks. Each hash covers a block and all blocks before it, so equal hashes
+mean equal prefixes. The owner of a block is the replica that got the first prompt with it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Affinity:
         self._last_turn: dict[str, int] = {}
 
     def choose(self, blocks: Sequence[bytes], loads: Mapping[str, int]) -> str:
-        """A replica for the prompt, of those in `loads`, which has their open requests."""
+        """Choose one of the replicas in `loads`, which has the open requests of each."""
         known, owner = self._match(blocks, loads)
-        # Equally busy ones take turns; a load counts only when its request has been sent.
+        # Equally busy replicas take turns: loads lag behind, they count requests that were sent.
         calm = min(loads, key=lambda name: (loads[name], self._last_turn.get(name, 0), name))
         chosen = calm
         if owner is not None and known >= _WORTH * len(blocks):
@@ -48,7 +48,7 @@ class Affinity:
         return chosen
 
     def _match(self, blocks: Sequence[bytes], alive: Mapping[str, int]) -> tuple[int, str | None]:
-        """How many blocks from the start are known, and who owns the last of them."""
+        """Number of known blocks from the start, and the owner of the last of them."""
         known, owner = 0, None
         for block in blocks:
             found = self._owners.get(block)
@@ -60,7 +60,7 @@ class Affinity:
     def _claim(self, blocks: Sequence[bytes], known: int, chosen: str) -> None:
         for block in blocks[known:]:
             self._owners[block] = chosen
-        for block in reversed(blocks):  # a prefix is forgotten from its end
+        for block in reversed(blocks):  # so that a prefix is forgotten from its end
             self._owners.move_to_end(block)
         while len(self._owners) > self._remembered:
             self._owners.popitem(last=False)

@@ -15,13 +15,13 @@ from cairn.ray.replica import Replica
 from cairn.ray.router import PrefixRouter
 
 _AFTER_DRAIN = 5  # seconds to stop the engine
-_OTHERS = 64  # short requests, for /health and the like, beside those that generate
+_OTHERS = 64  # short requests such as /health, beside those that generate
 
 
 def build(given: Mapping[str, Any]) -> serve.Application:
-    """Any option of `cairn serve` but host and port, and those of `cairn.ray.options`."""
+    """Takes the options of `cairn serve` except host and port, and those of `cairn.ray.options`."""
     replicas, options, engine = read_options(given)
-    # Ray's own limits are out of the way: the replica queues, batches and refuses by itself.
+    # Ray's own limits never apply: the replica queues, batches and refuses by itself.
     at_once = options.max_concurrent_requests + _OTHERS
     quiet = LoggingConfig(enable_access_log=False)  # the replica logs its requests
     replica = serve.deployment(
@@ -39,7 +39,7 @@ def build(given: Mapping[str, Any]) -> serve.Application:
         ),
         logging_config=quiet,
     )(Replica)
-    # One ingress: it alone knows who owns which prefix.
+    # A single ingress: it holds the table of prefix owners.
     ingress = serve.deployment(
         name="Ingress",
         num_replicas=1,

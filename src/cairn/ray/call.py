@@ -19,7 +19,7 @@ class Call:
     headers: Headers
     body: bytes
     blocks: tuple[bytes, ...]
-    """Of the prompt, to be routed by."""
+    """Hashes of the prompt's blocks, for routing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Head:
 
 
 async def answer(app: ASGIApp, call: Call) -> AsyncIterator[Head | bytes]:
-    """The head, then the body as it comes. Leaving early is the client's leaving."""
+    """The head, then the body as it comes. Closing the iterator early disconnects the client."""
     messages: asyncio.Queue[Message | None] = asyncio.Queue()
     left = asyncio.Event()
     asked = False
@@ -53,7 +53,7 @@ async def answer(app: ASGIApp, call: Call) -> AsyncIterator[Head | bytes]:
                 yield Head(message["status"], list(message["headers"]))
                 continue
             body = [message.get("body", b"")]
-            while not messages.empty():  # what came meanwhile goes along
+            while not messages.empty():  # send together what has come meanwhile
                 more = messages.get_nowait()
                 if more is None:
                     messages.put_nowait(None)
@@ -62,23 +62,12 @@ async def answer(app: ASGIApp, call: Call) -> AsyncIterator[Head | bytes]:
             if any(body):
                 yield b"".join(body)
     finally:
-        left.set()  # whoever generates stops at that; the rest is quick
+        left.set()  # the app stops generating, and ends soon
         await working
 
 
 def _scope(call: Call) -> Scope:
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": call.method,
-        "scheme": "http",
-        "path": call.path,
-        "raw_path": call.path.encode(),
-        "query_string": call.query,
-        "root_path": "",
-        "headers": call.headers,
-        "client": None,
-        "server": None,
-        "state": {},
-    }
+    fixed = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http"}
+    empty: Scope = {"root_path": "", "client": None, "server": None, "state": {}}
+    path = {"path": call.path, "raw_path": call.path.encode(), "query_string": call.query}
+    return {**fixed, **empty, **path, "method": call.method, "headers": call.headers}

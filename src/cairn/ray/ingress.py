@@ -1,4 +1,4 @@
-"""What Ray's proxy calls: hands each request to a replica, and tells clients of one that died."""
+"""The deployment that Ray's proxy calls: it forwards each request to a replica."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Ingress:
 
 
 def _call(request: Request, body: bytes) -> Call:
-    # The application may be at a prefix of Ray's, which a replica knows nothing of.
+    # Ray may mount the application under a path prefix, which replicas do not know.
     path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
     return Call(
         method=request.method,
@@ -64,11 +64,11 @@ def _call(request: Request, body: bytes) -> Call:
 
 
 class _Relayed(Response):
-    """A replica's answer, part by part. If the client leaves, Ray cancels the task this runs in."""
+    """Forwards a replica's answer part by part. Ray cancels its task if the client disconnects."""
 
     def __init__(self, head: Head, parts: Any) -> None:
         super().__init__(status_code=head.status)
-        # Ray's proxy adds the request's id by itself.
+        # Ray's proxy adds the request id itself.
         self.raw_headers = [(name, value) for name, value in head.headers if name != _ID_HEADER]
         self._parts = parts
 
@@ -81,7 +81,7 @@ class _Relayed(Response):
             last = b""
         except RayActorError:
             if not self._is_events():
-                raise  # the connection breaks off
+                raise  # closes the connection
             last = b"data: " + _lost().encoded() + b"\n\n"
         finally:
             self._parts.cancel()

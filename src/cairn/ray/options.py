@@ -13,7 +13,7 @@ from cairn.config import EngineConfig
 from cairn.errors import ConfigError
 from cairn.server.options import ServeConfig
 
-_RAYS = ("host", "port")  # Ray's proxy listens
+_RAYS = ("host", "port")  # Ray's proxy listens on these
 
 
 def _option(default: Any, text: str) -> Any:
@@ -64,10 +64,8 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def read_options(
-    given: Mapping[str, Any],
-) -> tuple[ReplicaConfig, ServeConfig, EngineConfig]:
-    """From names and values, where a value may be text: `serve run` passes nothing else."""
+def read_options(given: Mapping[str, Any]) -> tuple[ReplicaConfig, ServeConfig, EngineConfig]:
+    """Options from names and values. Values may be text: `serve run` passes nothing else."""
     parser = _Parser(allow_abbrev=False, add_help=False)
     add_flags(parser, ReplicaConfig)
     add_flags(parser, ServeConfig, skip=_RAYS)

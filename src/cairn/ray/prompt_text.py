@@ -1,4 +1,4 @@
-"""The text a request is routed by: what its prompt begins with, as far as the ingress can tell."""
+"""The text by which a request is routed: its prompt, as far as the ingress can tell."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _GENERATING = ("/v1/chat/completions", "/v1/completions")
 
 
 class _Body(msgspec.Struct):
-    """The fields that matter here; the replica checks them all."""
+    """The fields that matter here; the replica checks all of them."""
 
     messages: Any = None
     prompt: Any = None
@@ -18,9 +18,9 @@ class _Body(msgspec.Struct):
 
 
 def routing_text(path: str, body: bytes) -> str:
-    """Empty where there is nothing to go by; what is wrong with such a body the replica says.
+    """The text of the prompt, or "" if there is none. The replica reports bodies that are wrong.
 
-    A longer conversation begins with the text of a shorter one, and prompts under different salts,
+    The text of a conversation begins with that of its earlier turns. Prompts with different salts,
     which share no cache, begin differently.
     """
     if path not in _GENERATING:
@@ -44,7 +44,7 @@ def _message(message: Any) -> str:
 
 
 def _prompt(prompt: Any) -> str:
-    """A text, token ids, or the first of several of either."""
+    """A prompt may be text, token ids, or a list of either; the first one counts."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     return " ".join(map(str, prompt)) if isinstance(prompt, list) else str(prompt or "")

@@ -1,4 +1,4 @@
-"""One server: the API in this actor, the engine in a child process, no port."""
+"""A replica: the API in this actor, the engine in a child process, no port."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAME_HEADER = b"x-cairn-replica"
 
 
 class Replica:
-    async def __init__(  # type: ignore[misc]  # Ray Serve awaits it: ready when the model is
+    async def __init__(  # type: ignore[misc]  # Ray Serve awaits it; returns when the model is ready
         self, engine: EngineConfig, options: ServeConfig
     ) -> None:
         logging.getLogger("cairn").setLevel(logging.INFO)

@@ -1,7 +1,7 @@
-"""Where Cairn's affinity meets Ray Serve's router: the only module that knows the latter.
+"""Prefix routing inside Ray Serve: the only module that uses Ray's router interface.
 
-Ray brings a prefix router of its own, but for its LLM package only; the base class used here is
-part of `ray.serve`'s public interface.
+Ray's own prefix router works in its LLM package only. The base class used here is part of
+`ray.serve`'s public interface.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cairn.ray.call import Call
 
 
 class PrefixRouter(RequestRouter):
-    """Sends a prompt to the replica that has its beginning, unless that one is too busy."""
+    """Sends a prompt to the replica that has its prefix, unless that one is too busy."""
 
     def initialize_state(self, **options: Any) -> None:
         self._affinity = Affinity(options["imbalance"])
