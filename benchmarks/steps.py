@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-0.6b-long")
     parser.add_argument("--engine", action="append", required=True, metavar="LABEL=FLAGS")
     parser.add_argument("--prompts", default="20,100,256,1000,2000,4000,8192,32768,131072")
-    parser.add_argument("--contexts", default="2048,8192,16384", help="Tokens of context in decode steps.")
+    parser.add_argument("--contexts", default="2048,8192,16384", help="For decode steps.")
     parser.add_argument("--batches", default="1,16", help="Sequences in decode steps.")
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--profile", type=int, action="append", default=[])

@@ -44,7 +44,7 @@ def test_seeded_requests_are_the_published_ones() -> None:
     workload = seeded(256, 151_936)
     lengths = [len(prompt) for prompt in workload.prompts]
     assert (sum(lengths), min(lengths), max(lengths)) == (142_827, 107, 1024)
-    assert workload.total_output == 133_966
+    assert sum(workload.output_lens) == 133_966
     assert lengths[:5] == [964, 724, 484, 508, 316]
     assert workload.output_lens[:5] == [845, 312, 607, 843, 500]
     assert workload.prompts[0][:5] == [6311, 6890, 663, 4242, 8376]

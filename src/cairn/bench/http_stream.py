@@ -121,11 +121,8 @@ class Target:
     def post(self, path: str, body: dict[str, Any]) -> bytes:
         """The bytes of a POST request, to be made before the clock starts."""
         data = json.dumps(body, separators=(",", ":")).encode()
-        head = (
-            f"POST {self._path}{path} HTTP/1.1\r\n{self._head}"
-            f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-        )
-        return head.encode() + data
+        own = f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+        return f"POST {self._path}{path} HTTP/1.1\r\n{self._head}{own}\r\n".encode() + data
 
     async def exchange(self, request: bytes) -> Reply:
         """Send a request and store the answer until the server closes the connection."""

@@ -27,10 +27,6 @@ class Workload:
     """Each request is sent when the one before it has ended."""
     temperature: float = 0.0
 
-    @property
-    def total_output(self) -> int:
-        return sum(self.output_lens)
-
 
 def settle_lengths(arguments: argparse.Namespace) -> None:
     """Fill in lengths that were not given; refuse them where the requests have their own."""
@@ -50,18 +46,15 @@ def make_workload(
 ) -> Workload:
     kind, length, output = arguments.kind, arguments.input_len, arguments.output_len
     count = getattr(arguments, "requests", 1)
-    if kind == "latency":
+    if kind == "offline" and arguments.lengths == "seeded":
+        return seeded(count, vocab_size)
+    if kind == "offline" and arguments.lengths == "mixed":
+        return _mixed(count, length, output, vocab_size)
+    if kind in ("latency", "offline"):
+        how = "one by one" if kind == "latency" else "at once"
+        text = f"{count} requests {how}, in {length}, out {output}"
         prompts = _random_prompts([length] * count, vocab_size, random.Random(1))
-        text = f"{count} requests one by one, in {length}, out {output}"
-        return Workload(kind, text, prompts, [output] * count, one_by_one=True)
-    if kind == "offline":
-        if arguments.lengths == "seeded":
-            return seeded(count, vocab_size)
-        if arguments.lengths == "mixed":
-            return _mixed(count, length, output, vocab_size)
-        prompts = _random_prompts([length] * count, vocab_size, random.Random(1))
-        text = f"{count} requests at once, in {length}, out {output}"
-        return Workload(kind, text, prompts, [output] * count)
+        return Workload(kind, text, prompts, [output] * count, one_by_one=kind == "latency")
     if tokenizer is None:
         raise ConfigError(f"bench {kind} needs a model with a tokenizer")
     source = read_text(arguments.text)
