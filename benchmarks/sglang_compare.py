@@ -246,7 +246,7 @@ def cairn_engine(name: str, folder: Path, sizes: Sizes) -> Iterator[Generate]:
             (request,) = frontend.prepare(ids, params)
             requests[request.id] = []
             frontend.submit([request], take)
-        while any(map(frontend.is_live, requests)):
+        while any(map(frontend.is_open, requests)):
             frontend.step()
         return list(requests.values())
 

@@ -98,7 +98,7 @@ def test_cancelled_callers_leave_nothing_behind(folder: Path) -> None:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await llm.generate("another", max_tokens=2, ignore_eos=True)
-        while llm._frontend.engine.has_work or llm._frontend._live:
+        while llm._frontend.engine.has_work or llm._frontend._open:
             await asyncio.sleep(0)  # ends, or runs into the time limit
 
     run(folder, body)

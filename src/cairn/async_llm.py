@@ -160,17 +160,17 @@ class AsyncLLM:
     def _gone(self) -> CairnError:
         return CairnError(f"the engine is not running: {self._failure or 'it was closed'}")
 
+    def _receive(self) -> bool:
+        """Carry out the calls that are queued; wait for one while there is no other work."""
+        if not self._frontend.engine.has_work:
+            self._calls.get()()
+        while not self._calls.empty():
+            self._calls.get()()
+        return not self._closing
+
     def _loop(self) -> None:
         try:
-            while not self._closing:
-                # Wait while idle; between steps only take what is there.
-                if not self._frontend.engine.has_work:
-                    self._calls.get()()
-                while not self._calls.empty():
-                    self._calls.get()()
-                if self._frontend.engine.has_work and not self._closing:
-                    self._frontend.step()
-            self._frontend.close()
+            self._frontend.run(self._receive)
         except BaseException as error:
             self._failure = error
             for sink in list(self._sinks):

@@ -1,16 +1,13 @@
-"""Text on one side, the engine on the other. `LLM` and `AsyncLLM` are two ways to drive it."""
+"""Drives an engine. `Frontend` adds text: prompts to tokens, and tokens to chunks of text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
-
-import torch
+from typing import Any, Generic, TypeVar, cast
 
 from cairn.config import EngineConfig
 from cairn.engine.build import build_engine
-from cairn.engine.engine import Engine
-from cairn.engine.engine import Progress as StepProgress
+from cairn.engine.engine import Engine, Progress
 from cairn.engine.locate import locate
 from cairn.engine.request import FinishReason, Request
 from cairn.engine.sampling_params import SamplingParams
@@ -21,73 +18,15 @@ from cairn.progress import loading_bar
 from cairn.text.detokenizer import Detokenizer
 from cairn.text.load import load_tokenizer
 from cairn.text.tokenizer import Message, Tokenizer
-from cairn.trace import Trace, make_trace
+from cairn.trace import make_trace
 
+T = TypeVar("T")
 Prompt = str | Sequence[int]
 Sink = Callable[[Chunk], None]
 
 
-class Live:
-    """A submitted request whose tokens become chunks of text."""
-
-    def __init__(
-        self,
-        request: Request,
-        choice: int,
-        detokenizer: Detokenizer | None,
-        sink: Sink | None,
-        tracer: Callable[[Request], Trace],
-    ) -> None:
-        self.request = request
-        self.result: Generation | None = None
-        self._tracer = tracer
-        self._choice = choice
-        self._detokenizer = detokenizer
-        self._sink = sink
-
-    def take(self, progress: StepProgress) -> bool:
-        """New tokens. True if they complete a stop string, so that the request has to end."""
-        shown = () if self.request.stopped_by_token else progress.new_tokens
-        text = self._detokenizer.push(shown) if self._detokenizer else ""
-        stopped = self._detokenizer is not None and self._detokenizer.stopped
-        reason = self.request.finish_reason
-        if reason is None and not stopped:
-            self._emit(text, progress, None)
-            return False
-        if self._detokenizer is not None:
-            text += self._detokenizer.finish()
-            stopped = self._detokenizer.stopped
-        self._finish("stop" if stopped or reason is None else reason)
-        self._emit(text, progress, self.result)
-        return stopped
-
-    def abort(self) -> None:
-        text = self._detokenizer.finish() if self._detokenizer else ""
-        self._finish("abort")
-        self._emit(text, StepProgress(self.request), self.result)
-
-    def _finish(self, reason: FinishReason) -> None:
-        text = self._detokenizer.text if self._detokenizer else None
-        trace = self._tracer(self.request) if self.request.traced else None
-        self.result = summarize(self.request, text, reason, trace)
-
-    def _emit(self, text: str, progress: StepProgress, result: Generation | None) -> None:
-        if self._sink is not None:
-            self._sink(
-                Chunk(
-                    request_id=self.request.id,
-                    choice=self._choice,
-                    text=text,
-                    token_ids=list(progress.new_tokens),
-                    logprobs=progress.logprobs,
-                    finish_reason=None if result is None else result.finish_reason,
-                    result=result,
-                )
-            )
-
-
 def load(config: EngineConfig, confirm: Confirm | None = None) -> tuple[Engine, Tokenizer | None]:
-    """An engine, and its model's tokenizer if it has one."""
+    """The engine, and the model's tokenizer if it has one."""
     with loading_bar("Fetching") as progress:
         source = locate(config, confirm, progress)
     tokenizer = load_tokenizer(source)
@@ -98,11 +37,114 @@ def load(config: EngineConfig, confirm: Confirm | None = None) -> tuple[Engine, 
         return build_engine(config, source, progress, compiling), tokenizer
 
 
-class Frontend:
+class Driver(Generic[T]):
+    """Submits requests to an engine, steps it, delivers what a step brings, and ends requests.
+
+    For each open request a subclass keeps an object of type T: `Frontend` the output under
+    construction, the server's engine process the number of the choice.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._open: dict[str, T] = {}  # by request id
+
+    def add(self, requests: Sequence[Request], owners: Sequence[T]) -> None:
+        """Queue all of these requests, or none. Raises QueueFullError."""
+        self.engine.submit_all(requests)
+        self._open.update(zip((request.id for request in requests), owners, strict=True))
+
+    def is_open(self, request_id: str) -> bool:
+        return request_id in self._open
+
+    def end(self, request_id: str, reason: FinishReason) -> T | None:
+        """End a request now. Returns the object kept for it, None if it has ended already."""
+        owner = self._open.pop(request_id, None)
+        if owner is not None:
+            self.engine.scheduler.finish(request_id, reason)
+        return owner
+
+    def step(self) -> None:
+        self.deliver(self.engine.step())
+
+    def deliver(self, progress: Sequence[Progress]) -> None:
+        """Pass on what a step brought; called with nothing, now and then, while idle."""
+        raise NotImplementedError
+
+    def run(self, receive: Callable[[], bool]) -> None:
+        """Step until `receive` returns False.
+
+        `receive` takes in what callers ask for. While the engine has no work, it may wait.
+        """
+        while receive():
+            if self.engine.has_work:
+                self.step()
+            else:
+                self.engine.watch()
+                self.deliver([])
+        self.close()
+
+    def close(self) -> None:
+        """Free what the engine holds besides its tensors."""
+        self.engine.close()
+
+
+class Output:
+    """Turns the tokens of one request into chunks of text, and at last into a result."""
+
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        sink: Sink | None,
+        summary: Callable[[Request, str | None, FinishReason], Generation],
+    ) -> None:
+        self.request = request
+        self.result: Generation | None = None
+        self._sink = sink
+        self._summary = summary
+        self._detokenizer = None
+        if tokenizer is not None:
+            stop, prompt = request.params.stop_strings, request.token_ids
+            self._detokenizer = Detokenizer(tokenizer, stop, prompt)
+
+    def take(self, progress: Progress) -> None:
+        """Add new tokens. Sets the result if they end the request or complete a stop string."""
+        shown = () if self.request.stopped_by_token else progress.new_tokens
+        text, stopped = "", False
+        reason = self.request.finish_reason
+        if self._detokenizer is not None:
+            text = self._detokenizer.push(shown)
+            if reason is not None or self._detokenizer.stopped:
+                text += self._detokenizer.finish()
+            stopped = self._detokenizer.stopped
+        self._emit(text, progress, "stop" if stopped else reason)
+
+    def abort(self) -> None:
+        text = "" if self._detokenizer is None else self._detokenizer.finish()
+        self._emit(text, Progress(self.request), "abort")
+
+    def _emit(self, text: str, progress: Progress, reason: FinishReason | None) -> None:
+        if reason is not None:
+            whole = None if self._detokenizer is None else self._detokenizer.text
+            self.result = self._summary(self.request, whole, reason)
+        if self._sink is not None:
+            chunk = Chunk(
+                request_id=self.request.id,
+                choice=self.request.choice,
+                text=text,
+                token_ids=list(progress.new_tokens),
+                logprobs=progress.logprobs,
+                finish_reason=reason,
+                result=self.result,
+            )
+            self._sink(chunk)
+
+
+class Frontend(Driver[Output]):
     def __init__(self, config: EngineConfig, confirm: Confirm | None = None) -> None:
         self.config = config
-        self.engine, self.tokenizer = load(config, confirm)
-        self._live: dict[str, Live] = {}
+        engine, self.tokenizer = load(config, confirm)
+        super().__init__(engine)
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -122,68 +164,53 @@ class Frontend:
         ids = self.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         return self.engine.make_requests(ids, params, cache_salt=cache_salt, traced=trace)
 
-    def submit(self, requests: Sequence[Request], sink: Sink | None = None) -> list[Live]:
-        """Queue all choices of a prompt, or none; `sink` gets their chunks as they come."""
-        self.engine.submit_all(requests)
-        return [self._follow(request, i, sink) for i, request in enumerate(requests)]
+    def submit(self, requests: Sequence[Request], sink: Sink | None = None) -> list[Output]:
+        """Queue all of these requests, or none. `sink` gets their chunks as they come."""
+        outputs = [Output(request, self.tokenizer, sink, self._summarize) for request in requests]
+        self.add(requests, outputs)
+        return outputs
 
-    def submit_one(self, request: Request, choice: int = 0) -> Live:
-        self.engine.submit(request)
-        return self._follow(request, choice, None)
-
-    def _follow(self, request: Request, choice: int, sink: Sink | None) -> Live:
-        detokenizer = None
-        if self.tokenizer is not None:
-            stop, prompt = request.params.stop_strings, request.token_ids
-            detokenizer = Detokenizer(self.tokenizer, stop, prompt)
-        self._live[request.id] = live = Live(request, choice, detokenizer, sink, self._trace)
-        return live
-
-    def _trace(self, request: Request) -> Trace:
-        decode = None if self.tokenizer is None else self.tokenizer.decode
-        geometry = self.engine.scheduler.cache.geometry
-        selections = request.selections
-        return make_trace(request.token_ids, request.prompt_len, selections, geometry, decode)
-
-    def is_live(self, request_id: str) -> bool:
-        return request_id in self._live
+    def _summarize(self, request: Request, text: str | None, reason: FinishReason) -> Generation:
+        trace = None
+        if request.traced:
+            trace = make_trace(
+                request.token_ids,
+                request.prompt_len,
+                request.selections,
+                self.engine.scheduler.cache.geometry,
+                None if self.tokenizer is None else self.tokenizer.decode,
+            )
+        return summarize(request, text, reason, trace)
 
     def abort(self, request_id: str) -> bool:
-        """End a request now. False if it had ended."""
-        live = self._live.pop(request_id, None)
-        if live is None:
-            return False
-        self.engine.abort(request_id)
-        live.abort()
-        return True
+        """End a request now. False if it has ended already."""
+        output = self.end(request_id, "abort")
+        if output is not None:
+            output.abort()
+        return output is not None
 
     def abort_all(self) -> None:
-        for request_id in list(self._live):
+        for request_id in list(self._open):
             self.abort(request_id)
 
     def close(self) -> None:
-        """Abort what runs and free what the engine holds beside its tensors."""
         self.abort_all()
-        self.engine.close()
+        super().close()
 
-    def step(self) -> None:
-        """One engine step, and the text that comes of it.
-
-        Should one request's text fail, it is aborted, the others go on, and the error is raised.
-        """
+    def deliver(self, progress: Sequence[Progress]) -> None:
+        """Make text. A request whose text fails is aborted; others go on, then the error is
+        raised."""
         failure: Exception | None = None
-        for progress in self.engine.step():
-            live = self._live[progress.request.id]
+        for each in progress:
+            request_id = each.request.id
+            output = self._open[request_id]
             try:
-                if live.take(progress) and not progress.finished:
-                    self.engine.stop(progress.request.id)
+                output.take(each)
             except Exception as error:
                 failure = failure or error
-                self.engine.abort(progress.request.id)
-                del self._live[progress.request.id]
-                continue
-            if live.result is not None:
-                del self._live[progress.request.id]
+                self.end(request_id, "abort")
+            if output.result is not None:
+                self.end(request_id, "stop")  # if a stop string ended it, the engine goes on
         if failure is not None:
             raise failure
 
@@ -218,8 +245,8 @@ def make_params(given: SamplingParams | None, fields: dict[str, Any]) -> Samplin
 
 
 def _token_ids(prompt: object) -> list[int]:
-    """Ids from a list, or anything that turns into one (a tensor, an array)."""
-    if isinstance(prompt, torch.Tensor) or hasattr(prompt, "tolist"):
+    """Token ids from a list, or from a tensor or an array."""
+    if hasattr(prompt, "tolist"):
         prompt = cast(Any, prompt).tolist()
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
         raise RequestError(f"a prompt is a {type(prompt).__name__}; give text or token ids")

@@ -20,7 +20,7 @@ from cairn.engine.engine import Engine
 from cairn.engine.request import Request
 from cairn.engine.sampling_params import SamplingParams
 from cairn.errors import CairnError, RequestError
-from cairn.frontend import Frontend, Live, Prompt, make_params
+from cairn.frontend import Frontend, Output, Prompt, make_params
 from cairn.outputs import Chunk, Generation
 from cairn.text.tokenizer import Message, Tokenizer
 
@@ -46,7 +46,7 @@ class Stream(Iterator[Chunk]):
         try:
             while not self._chunks:
                 frontend = self._llm.frontend
-                if not any(frontend.is_live(request_id) for request_id in self._ids):
+                if not any(frontend.is_open(request_id) for request_id in self._ids):
                     raise CairnError("this stream's request was lost in an engine failure")
                 frontend.step()
         except BaseException:
@@ -91,7 +91,7 @@ class LLM:
 
     @property
     def frontend(self) -> Frontend:
-        """For who submits requests and makes steps himself."""
+        """For callers that drive the engine step by step."""
         if self._frontend is None:
             raise CairnError("this LLM is closed")
         return self._frontend
@@ -195,8 +195,8 @@ class LLM:
         """float32 [len(token_ids), vocab_size]; row i is the log-softmax after token i."""
         params = SamplingParams()
         requests = self.engine.make_requests(list(token_ids), params, whole_scores=True)
-        (live,) = self._run([requests])
-        return torch.cat(live[0].request.distributions)
+        (outputs,) = self._run([requests])
+        return torch.cat(outputs[0].request.distributions)
 
     def abort(self, request_id: str) -> bool:
         """End a request now; its stream closes with reason "abort". False if it had ended."""
@@ -241,32 +241,32 @@ class LLM:
             except RequestError as error:
                 where = f"prompts[{index}]: " if len(prompts) > 1 else ""
                 raise RequestError(f"{where}{error}") from error
-        return [_merge(lives) for lives in self._run(prepared)]
+        return [_merge(outputs) for outputs in self._run(prepared)]
 
-    def _run(self, prepared: Sequence[list[Request]]) -> list[list[Live]]:
-        """Submit, as fast as the queue takes them, and step until all have ended."""
+    def _run(self, prepared: Sequence[list[Request]]) -> list[list[Output]]:
+        """Submit requests as the queue has room for them, and step until all have ended."""
         frontend = self.frontend
-        lives: list[list[Live]] = []
+        outputs: list[list[Output]] = []
         try:
             for requests in prepared:
-                lives.append([])
-                for choice, request in enumerate(requests):
+                outputs.append([])
+                for request in requests:
                     while not frontend.engine.free_places:
                         frontend.step()
-                    lives[-1].append(frontend.submit_one(request, choice))
-            while any(live.result is None for choices in lives for live in choices):
+                    outputs[-1] += frontend.submit([request])
+            while any(output.result is None for choices in outputs for output in choices):
                 frontend.step()
         except BaseException:  # Ctrl-C too: leave nothing behind, then let it pass
             for requests in prepared:
                 for request in requests:
                     frontend.abort(request.id)
             raise
-        return lives
+        return outputs
 
 
-def _merge(choices: list[Live]) -> Generation:
+def _merge(choices: list[Output]) -> Generation:
     """The first choice, with the others as its alternatives."""
-    first, *others = (cast(Generation, live.result) for live in choices)
+    first, *others = (cast(Generation, output.result) for output in choices)
     return first.with_alternatives(others)
 
 

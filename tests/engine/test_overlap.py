@@ -43,7 +43,7 @@ def start(llm: LLM, prompts: list[list[int]], params: SamplingParams = PARAMS) -
     frontend = llm.frontend
     requests = [frontend.prepare(prompt, params)[0] for prompt in prompts]
     for request in requests:
-        frontend.submit_one(request)
+        frontend.submit([request])
     while any(request.num_output < 3 for request in requests):
         frontend.step()
     assert llm.engine._in_flight is not None
@@ -76,7 +76,7 @@ def test_abort_in_flight_frees_pages_and_spares_the_others(folder: Path) -> None
         # Its pages and its slot go to a newcomer while the step that writes them is in flight.
         frontend = llm.frontend
         (newcomer,) = frontend.prepare(tokens_of(25, seed=2), PARAMS)
-        frontend.submit_one(newcomer)
+        frontend.submit([newcomer])
         drain(llm)
         assert gone.output_ids == before
         assert stays.output_ids == alone(folder, prompts[1], PARAMS)
@@ -141,7 +141,7 @@ def test_requests_that_need_their_token_on_the_host_take_turns(folder: Path) -> 
         slow, fast = (frontend.prepare(prompt, PARAMS)[0] for prompt in prompts)
         slow.host_tokens = True
         for request in (slow, fast):
-            frontend.submit_one(request)
+            frontend.submit([request])
         while fast.num_output < 30:
             frontend.step()
         assert 13 <= slow.num_output <= 17  # every other step

@@ -79,7 +79,7 @@ def bound_by_grammar(llm: LLM) -> None:
         bound.allowed_tokens = lambda output: bytes([0xFF] * 8)
         bound.host_tokens = True
         for request in (free, bound):
-            frontend.submit_one(request)
+            frontend.submit([request])
         while llm.engine.has_work:
             frontend.step()
         assert all(token < 64 for token in bound.output_ids)

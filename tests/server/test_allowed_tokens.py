@@ -42,11 +42,11 @@ def test_only_allowed_tokens_are_taken(
         others = [frontend.prepare("free", params)[0] for _ in range(3)]
         bound[0].allowed_tokens = rule
         bound[0].host_tokens = True
-        lives = [frontend.submit_one(request) for request in (*others, *bound)]
+        outputs = frontend.submit([*others, *bound])
         while llm.engine.has_work:
             frontend.step()
         llm.engine.step()
-        results = [live.result for live in lives]
+        results = [output.result for output in outputs]
         retractions = llm.engine.scheduler.stats.retractions
     assert all(result is not None and result.token_ids == free for result in results[:3])
     assert results[3] is not None

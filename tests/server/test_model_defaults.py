@@ -13,6 +13,8 @@ from cairn.cli.main import chat_params as chat
 from cairn.engine.locate import sampling_defaults
 from cairn.errors import ConfigError
 from cairn.models.source import find_model
+from cairn.server import wire
+from cairn.server.api_error import ApiError
 from cairn.server.sampling import chat_params, completion_params
 from cairn.server.schema import ChatRequest, CompletionRequest
 from tests.server.process import ServerProcess, write_chat_model
@@ -60,13 +62,26 @@ def test_a_request_has_the_last_word() -> None:
     message = [{"role": "user", "content": "?"}]
     defaults = {"temperature": 0.6, "top_k": 20}
     chat = chat_params(ChatRequest.model_validate({"messages": message}), 9, defaults)
-    assert (chat["temperature"], chat["top_k"]) == (0.6, 20)
+    assert (chat.temperature, chat.top_k) == (0.6, 20)
     asked = {"messages": message, "temperature": 0, "top_k": -1}
     chat = chat_params(ChatRequest.model_validate(asked), 9, defaults)
-    assert (chat["temperature"], chat["top_k"]) == (0, -1)
+    assert (chat.temperature, chat.top_k) == (0, -1)
     body = CompletionRequest.model_validate({"prompt": "?"})
-    assert completion_params(body, 9, defaults)["top_k"] == 20
-    assert completion_params(body, 9, {})["temperature"] == 1.0
+    assert completion_params(body, 9, defaults).top_k == 20
+    assert completion_params(body, 9, {}).temperature == 1.0
+
+
+def test_the_engine_gets_the_parameters_that_were_checked() -> None:
+    fields = {"prompt": "?", "stop": ["a", "b"], "logit_bias": {"7": -1.5}, "seed": 2**63 - 1}
+    body = CompletionRequest.model_validate({**fields, "stop_token_ids": [3], "logprobs": 2})
+    params = completion_params(body, 9, {"top_k": 20})
+    message = wire.Submit(number=0, token_ids=[1], params=params)
+    decoded = wire.decode_to_engine(wire.encode(message))
+    assert isinstance(decoded, wire.Submit) and decoded.params == params
+    assert decoded.params.bias == ((7, -1.5),) and decoded.params.stop_strings == ("a", "b")
+    with pytest.raises(ApiError, match="top_k is 0") as refused:
+        completion_params(body.model_copy(update={"top_k": 0}), 9, {})
+    assert refused.value.param == "top_k"
 
 
 def test_so_has_the_user_of_a_chat() -> None:

@@ -126,10 +126,12 @@ class Engine:
         cache_salt: str | None = None,
         whole_scores: bool = False,
         traced: bool = False,
+        first_id: int | None = None,
     ) -> list[Request]:
-        """Check a prompt and wrap it, once for each of the `n` choices it asks for.
+        """Check a prompt and make a request for each of its `n` choices.
 
-        Raises RequestError; nothing is queued yet.
+        Raises RequestError; nothing is queued yet. With `first_id` the choices get this and the
+        following numbers as their ids.
         """
         tokens = self._check_prompt(prompt_ids, scored=whole_scores)
         for name, named in (
@@ -145,9 +147,10 @@ class Engine:
         eos = frozenset() if params.ignore_eos else self.eos_token_ids
         seed = self._random.randint(0, MAX_SEED) if params.seed is None else params.seed
         scores: PromptScores = "none" if params.prompt_logprobs is None else "top"
+        ids = self._ids if first_id is None else itertools.count(first_id)
         return [
             Request(
-                id=str(next(self._ids)),
+                id=str(next(ids)),
                 token_ids=tokens[:],
                 params=params,
                 seed=derived_seed(seed, choice),
@@ -156,6 +159,7 @@ class Engine:
                 namespace=(cache_salt, self._rope_length(len(prompt_ids))),
                 prompt_scores="whole" if whole_scores else scores,
                 traced=traced,
+                choice=choice,
             )
             for choice in range(params.n)
         ]
@@ -181,10 +185,6 @@ class Engine:
     def abort(self, request_id: str) -> Request | None:
         """End a request at once; its tokens so far remain. None if it is not there any more."""
         return self.scheduler.finish(request_id, "abort")
-
-    def stop(self, request_id: str) -> Request | None:
-        """End a request whose text is complete."""
-        return self.scheduler.finish(request_id, "stop")
 
     @property
     def has_work(self) -> bool:

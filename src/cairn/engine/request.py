@@ -54,6 +54,8 @@ class Request:
     """From the output so far to the tokens that may follow, a bit each; needs `host_tokens`."""
     traced: bool = False
     """Keep which pages each generated token was read from."""
+    choice: int = 0
+    """Its index among the choices of its prompt."""
 
     # set by the scheduler
     state: State = State.WAITING

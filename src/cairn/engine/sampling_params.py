@@ -1,4 +1,8 @@
-"""What a request may ask of the sampler. Checked on construction: a bad value never queues."""
+"""What a request may ask of the sampler.
+
+Values are checked when the object is made. The same object then goes through the server's messages,
+the request and the plan.
+"""
 
 from __future__ import annotations
 
@@ -62,19 +66,19 @@ class SamplingParams:
     )
 
     def __post_init__(self) -> None:
-        stop: tuple[object, ...] = (
-            (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
-        )
-        object.__setattr__(self, "stop", stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
         stop_ids = _tuple("stop_token_ids", self.stop_token_ids)
-        object.__setattr__(self, "stop_token_ids", stop_ids)
-        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+        bias = _bias(self.logit_bias)
+        for name, value in (("stop", stop), ("stop_token_ids", stop_ids), ("logit_bias", bias)):
+            object.__setattr__(self, name, value)
         _check_int("max_tokens", self.max_tokens, 1)
         _check_int("min_tokens", self.min_tokens, 0)
         if self.min_tokens > self.max_tokens:
             _refuse("min_tokens", self.min_tokens, f"at most max_tokens, {self.max_tokens}")
         _check_range("temperature", self.temperature, 0, math.inf)
-        _check_range("top_p", self.top_p, 0, 1, above=True)
+        if self.top_p == 0:
+            _refuse("top_p", 0, "above 0 and at most 1; temperature 0 takes the most likely token")
+        _check_range("top_p", self.top_p, 0, 1)
         _check_range("min_p", self.min_p, 0, 1)
         _check_range("repetition_penalty", self.repetition_penalty, 0, math.inf, above=True)
         _check_range("presence_penalty", self.presence_penalty, -2, 2)
@@ -90,7 +94,8 @@ class SamplingParams:
                 _refuse("stop", text, "a non-empty string or a list of them")
         for token in stop_ids:
             _check_int("stop_token_ids", token, 0)
-        _check_bool("ignore_eos", self.ignore_eos)
+        if not isinstance(self.ignore_eos, bool):
+            _refuse("ignore_eos", self.ignore_eos, "true or false")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
@@ -154,11 +159,6 @@ def _check_range(name: str, value: object, low: float, high: float, *, above: bo
     if not low <= value <= high or (above and value == low):
         least = f"above {low}" if above else f"at least {low}"
         _refuse(name, value, least if high == math.inf else f"{least} and at most {high}")
-
-
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        _refuse(name, value, "true or false")
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:

@@ -15,8 +15,9 @@ from typing import Literal, Protocol
 from cairn.engine.logprobs import TokenLogprob
 from cairn.server.api_error import ApiError
 from cairn.server.outlet import Outlet
-from cairn.server.wire import Detail, Start, TokenReads
+from cairn.server.wire import Detail, Start
 from cairn.text.detokenizer import Detokenizer
+from cairn.trace import TokenReads
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from cairn.server.schema import (
     AssistantMessage,
     ChatMessage,
     Content,
-    SystemMessage,
     Tool,
     ToolMessage,
 )
@@ -37,11 +36,12 @@ def template_messages(
 
 def _message(message: ChatMessage, *, knows_calls: bool) -> dict[str, Any]:
     content = _text(message.content)
-    if isinstance(message, SystemMessage):
-        return _named({"role": "system", "content": content}, message.name)
     if isinstance(message, ToolMessage):
         return {"role": "tool", "content": content, "tool_call_id": message.tool_call_id}
-    result = _named({"role": message.role, "content": content}, message.name)
+    role = "system" if message.role == "developer" else message.role
+    result: dict[str, Any] = {"role": role, "content": content}
+    if message.name is not None:
+        result["name"] = message.name
     if isinstance(message, AssistantMessage) and message.tool_calls:
         calls = [
             {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
@@ -56,10 +56,6 @@ def _message(message: ChatMessage, *, knows_calls: bool) -> dict[str, Any]:
             written = [f"{tool_text.BEGIN}\n{json.dumps(c)}\n{tool_text.END}" for c in calls]
             result["content"] = "\n".join(filter(None, [content, *written]))
     return result
-
-
-def _named(message: dict[str, Any], name: str | None) -> dict[str, Any]:
-    return message if name is None else {**message, "name": name}
 
 
 def _text(content: Content | None) -> str:

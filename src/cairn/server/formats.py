@@ -17,7 +17,8 @@ from cairn.engine.logprobs import TokenLogprob
 from cairn.server.answer import Ended, Piece
 from cairn.server.token_text import TokenTexts
 from cairn.server.tools import ToolParser
-from cairn.server.wire import Ready, TokenReads
+from cairn.server.wire import Ready
+from cairn.trace import TokenReads
 
 _encode = msgspec.json.Encoder().encode
 _TEXT = "\0"  # stands for the text in an event that is written in advance
@@ -358,13 +359,5 @@ def _read(token: str, reads: TokenReads) -> dict[str, Any]:
     return {
         "token": token,
         "window_page": reads.window_page,
-        "layers": [
-            {
-                "layer": layer.layer,
-                "pages": layer.pages,
-                "weights": layer.weights,
-                "window": layer.window,
-            }
-            for layer in reads.layers
-        ],
+        "layers": reads.layers,
     }

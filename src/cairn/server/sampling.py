@@ -1,9 +1,10 @@
-"""From a request's fields to SamplingParams."""
+"""From the fields of a request's body to SamplingParams."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from cairn.engine.sampling_params import SamplingParams
@@ -11,28 +12,16 @@ from cairn.errors import RequestError
 from cairn.server.api_error import ApiError, refusal
 from cairn.server.schema import ChatRequest, CompletionRequest, Sampling
 
-_COPIED = (
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "n",
-    "seed",
-    "stop_token_ids",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "min_tokens",
-    "ignore_eos",
-)
+# Fields that have the same meaning in a body and in SamplingParams.
+_COPIED = {field.name for field in fields(SamplingParams)} & set(Sampling.model_fields)
 _COMPLETION_TOKENS = 16  # OpenAI's default
 
 
 def completion_params(
     body: CompletionRequest, room: int, defaults: Mapping[str, Any]
-) -> dict[str, Any]:
-    """`room` is what the context has left for the answer to the longest prompt; `defaults` are
-    the model's own."""
+) -> SamplingParams:
+    """`room` is the number of tokens that the context has left for the answer to the longest
+    prompt. `defaults` are the model's own."""
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise ApiError(
             400,
@@ -40,16 +29,12 @@ def completion_params(
             "so that they must be equal: leave best_of out",
             param="best_of",
         )
-    fields = _common(body, defaults)
-    fields["max_tokens"] = body.max_tokens or min(_COMPLETION_TOKENS, room)
-    if body.logprobs is not None:
-        fields["logprobs"] = body.logprobs
-        if body.echo:
-            fields["prompt_logprobs"] = body.logprobs
-    return _checked(fields)
+    prompt_logprobs = body.logprobs if body.echo else None
+    length = body.max_tokens or min(_COMPLETION_TOKENS, room)
+    return _make(body, defaults, length, body.logprobs, prompt_logprobs=prompt_logprobs)
 
 
-def chat_params(body: ChatRequest, room: int, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def chat_params(body: ChatRequest, room: int, defaults: Mapping[str, Any]) -> SamplingParams:
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise ApiError(
             400,
@@ -58,23 +43,31 @@ def chat_params(body: ChatRequest, room: int, defaults: Mapping[str, Any]) -> di
         )
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
-    fields = _common(body, defaults)
-    fields["max_tokens"] = body.max_completion_tokens or body.max_tokens or room
-    if body.logprobs:
-        fields["logprobs"] = body.top_logprobs or 0
-    return _checked(fields)
+    length = body.max_completion_tokens or body.max_tokens or room
+    return _make(body, defaults, length, (body.top_logprobs or 0) if body.logprobs else None)
 
 
-def _common(body: Sampling, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _make(
+    body: Sampling,
+    defaults: Mapping[str, Any],
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+) -> SamplingParams:
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
-    given = {name: value for name in _COPIED if (value := getattr(body, name)) is not None}
-    fields: dict[str, Any] = {"temperature": 1.0, **defaults, **given}
-    if body.stop:
-        fields["stop"] = [body.stop] if isinstance(body.stop, str) else list(body.stop)
+    given = {name: value for name in _COPIED if (value := getattr(body, name)) not in (None, "")}
     if body.logit_bias:
-        fields["logit_bias"] = {_token(key): value for key, value in body.logit_bias.items()}
-    return fields
+        given["logit_bias"] = {_token(key): value for key, value in body.logit_bias.items()}
+    try:
+        return SamplingParams(
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            **{"temperature": 1.0, **defaults, **given},
+        )
+    except RequestError as error:
+        raise refusal(str(error)) from error
 
 
 def _token(key: str) -> int:
@@ -83,12 +76,3 @@ def _token(key: str) -> int:
             400, f"logit_bias has the key {key!a}; keys are token ids", param="logit_bias"
         )
     return int(key)
-
-
-def _checked(fields: dict[str, Any]) -> dict[str, Any]:
-    """Refused here rather than by the engine, which has other things to do."""
-    try:
-        SamplingParams.from_kwargs(fields)
-    except RequestError as error:
-        raise refusal(str(error)) from error
-    return fields

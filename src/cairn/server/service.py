@@ -15,6 +15,7 @@ import msgspec
 
 from cairn.config import EngineConfig
 from cairn.engine.locate import locate, sampling_defaults
+from cairn.engine.sampling_params import SamplingParams
 from cairn.server import wire
 from cairn.server.answer import Answer, Choice
 from cairn.server.api_error import ApiError
@@ -252,7 +253,7 @@ class Service:
         body: Sampling,
         record: Record,
         prompts: Sequence[list[int]],
-        params: dict[str, Any],
+        params: SamplingParams,
         form: CompletionFormat | ChatFormat,
         grammar: str | None,
     ) -> AsyncIterator[Answer]:
@@ -286,8 +287,8 @@ class Service:
             record.finish = [c.ended.reason for c in choices if c.ended is not None]
             self.metrics.answered(answer)
 
-    def _choice(self, index: int, prompt: list[int], params: dict[str, Any]) -> Choice:
-        tokenizer, stop = self.text().tokenizer, params.get("stop", ())
+    def _choice(self, index: int, prompt: list[int], params: SamplingParams) -> Choice:
+        tokenizer, stop = self.text().tokenizer, params.stop_strings
         if tokenizer is None and stop:
             raise ApiError(
                 400,

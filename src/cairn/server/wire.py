@@ -7,17 +7,19 @@ dead one said reaches its successor.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from cairn.engine.logprobs import TokenLogprob
+from cairn.engine.sampling_params import SamplingParams
+from cairn.trace import TokenReads
 
 
 class Submit(msgspec.Struct, tag="submit", frozen=True):
     number: int  # of its first choice; the others have the next ones
     token_ids: list[int]
-    params: dict[str, Any]  # fields of SamplingParams
+    params: SamplingParams
     cache_salt: str | None = None
     trace: bool = False
     grammar: str | None = None  # as `server/grammar.py` writes it
@@ -48,22 +50,6 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     can_trace: bool
     sparse_layers: list[int]
     notes: list[str]
-
-
-class LayerPages(msgspec.Struct, array_like=True, frozen=True):
-    """Pages one token read in one layer; shares are means over heads, and with the window's 1."""
-
-    layer: int
-    pages: list[int]
-    weights: list[float]
-    window: float
-
-
-class TokenReads(msgspec.Struct, array_like=True, frozen=True):
-    """What one token was read from: pages by layer, and the window, which every layer sees."""
-
-    window_page: int  # pages from this one on are the window
-    layers: list[LayerPages]
 
 
 class Start(msgspec.Struct, array_like=True, frozen=True):
