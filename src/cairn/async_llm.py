@@ -1,4 +1,4 @@
-"""The engine for asyncio: a thread of its own steps it, callers await chunks.
+"""The offline API for asyncio: a thread steps the engine, callers await chunks.
 
 async with AsyncLLM("path/to/model") as llm:
     async for chunk in llm.stream("Once upon a time", max_tokens=32):
@@ -36,7 +36,7 @@ class AsyncLLM:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = False
         self._failure: BaseException | None = None
-        # Guards the end: a call is either queued before it, and answered, or refused.
+        # A call is either queued before the thread ends, and carried out, or refused.
         self._lock = threading.Lock()
         self._ended = False
         self._sinks: set[Callable[[Chunk | None], None]] = set()
@@ -64,7 +64,7 @@ class AsyncLLM:
         def sink(chunk: Chunk | None) -> None:
             try:
                 loop.call_soon_threadsafe(chunks.put_nowait, chunk)
-            except RuntimeError:  # the caller's event loop is closed: nobody listens any more
+            except RuntimeError:  # the caller's event loop is closed
                 self._post(partial(self._abort_each, ids))
 
         def submit() -> None:
@@ -84,7 +84,7 @@ class AsyncLLM:
         finally:
             self._sinks.discard(sink)
             if open_choices:
-                # Queued behind the submission, so that it is undone even if that is yet to come.
+                # Queued behind the submission, which may not have been carried out yet.
                 self._post(partial(self._abort_each, ids))
 
     async def stream_chat(
@@ -132,7 +132,7 @@ class AsyncLLM:
     # -- the engine's thread ------------------------------------------------------------------
 
     def _post(self, call: Callable[[], None]) -> bool:
-        """Queue a call for the engine's thread; False if that has ended."""
+        """Queue a call for the engine's thread; False if the thread has ended."""
         with self._lock:
             if not self._ended:
                 self._calls.put(call)

@@ -109,15 +109,15 @@ class Output:
 
     def take(self, progress: Progress) -> None:
         """Add new tokens. Sets the result if they end the request or complete a stop string."""
-        shown = () if self.request.stopped_by_token else progress.new_tokens
-        text, stopped = "", False
-        reason = self.request.finish_reason
+        text, reason = "", self.request.finish_reason
         if self._detokenizer is not None:
+            shown = () if self.request.stopped_by_token else progress.new_tokens
             text = self._detokenizer.push(shown)
-            if reason is not None or self._detokenizer.stopped:
+            if reason is not None:
                 text += self._detokenizer.finish()
-            stopped = self._detokenizer.stopped
-        self._emit(text, progress, "stop" if stopped else reason)
+            if self._detokenizer.stopped:
+                reason = "stop"
+        self._emit(text, progress, reason)
 
     def abort(self) -> None:
         text = "" if self._detokenizer is None else self._detokenizer.finish()

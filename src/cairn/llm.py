@@ -145,12 +145,26 @@ class LLM:
         any prompt is refused, none is run. With `trace`, and sparse attention, each result says
         which pages its tokens were read from.
         """
-        if _is_one(prompts):
-            return self._generate(
-                [cast(Prompt, prompts)], sampling_params, cache_salt, trace, sampling
-            )[0]
-        many = cast(Sequence[Prompt], prompts)
-        return self._generate(many, sampling_params, cache_salt, trace, sampling)
+        one = _is_one(prompts)
+        many = [cast(Prompt, prompts)] if one else cast(Sequence[Prompt], prompts)
+        if isinstance(sampling_params, Sequence):
+            params = [make_params(each, sampling) for each in sampling_params]
+        else:
+            params = [make_params(sampling_params, sampling)] * len(many)
+        if len(params) != len(many):
+            raise RequestError(f"sampling_params has {len(params)} entries for {len(many)} prompts")
+        prepared = []
+        for index, (prompt, each) in enumerate(zip(many, params, strict=True)):
+            try:
+                prepared.append(self.frontend.prepare(prompt, each, cache_salt, trace=trace))
+            except RequestError as error:
+                where = f"prompts[{index}]: " if len(many) > 1 else ""
+                raise RequestError(f"{where}{error}") from error
+        results = []
+        for outputs in self._run(prepared):
+            first, *others = (cast(Generation, output.result) for output in outputs)
+            results.append(first.with_alternatives(others))
+        return results[0] if one else results
 
     def stream(
         self,
@@ -218,31 +232,6 @@ class LLM:
 
     # -- inside -------------------------------------------------------------------------------
 
-    def _generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        cache_salt: str | None,
-        trace: bool,
-        sampling: dict[str, Any],
-    ) -> list[Generation]:
-        if isinstance(sampling_params, Sequence):
-            params = [make_params(each, sampling) for each in sampling_params]
-            if len(params) != len(prompts):
-                raise RequestError(
-                    f"sampling_params has {len(params)} entries for {len(prompts)} prompts"
-                )
-        else:
-            params = [make_params(sampling_params, sampling)] * len(prompts)
-        prepared = []
-        for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
-            try:
-                prepared.append(self.frontend.prepare(prompt, each, cache_salt, trace=trace))
-            except RequestError as error:
-                where = f"prompts[{index}]: " if len(prompts) > 1 else ""
-                raise RequestError(f"{where}{error}") from error
-        return [_merge(outputs) for outputs in self._run(prepared)]
-
     def _run(self, prepared: Sequence[list[Request]]) -> list[list[Output]]:
         """Submit requests as the queue has room for them, and step until all have ended."""
         frontend = self.frontend
@@ -256,18 +245,12 @@ class LLM:
                     outputs[-1] += frontend.submit([request])
             while any(output.result is None for choices in outputs for output in choices):
                 frontend.step()
-        except BaseException:  # Ctrl-C too: leave nothing behind, then let it pass
+        except BaseException:  # Ctrl-C too: end the requests, then raise it again
             for requests in prepared:
                 for request in requests:
                     frontend.abort(request.id)
             raise
         return outputs
-
-
-def _merge(choices: list[Output]) -> Generation:
-    """The first choice, with the others as its alternatives."""
-    first, *others = (cast(Generation, output.result) for output in choices)
-    return first.with_alternatives(others)
 
 
 def _is_one(prompts: object) -> bool:

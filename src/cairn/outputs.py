@@ -1,4 +1,4 @@
-"""What callers get back."""
+"""What `LLM` and `AsyncLLM` return."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Generation:
 
     request_id: str
     text: str | None
-    """None without a tokenizer. A stop string or stop token is not part of it."""
+    """None without a tokenizer. Stop strings and stop tokens are not part of it."""
     token_ids: list[int]
     """All generated ids, the one that ended the text included."""
     finish_reason: FinishReason
@@ -46,7 +46,7 @@ class Generation:
     logprobs: list[TokenLogprob] | None = None
     """One entry per generated token, if asked for."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    """One entry per prompt token, if asked for; None for the first, which nothing precedes."""
+    """One entry per prompt token, if asked for; None for the first one."""
     trace: Trace | None = None
     """Which pages each generated token was read from, if asked for."""
     alternatives: tuple[Generation, ...] = ()

@@ -91,11 +91,11 @@ def test_two_hundred_streams_lose_and_repeat_nothing(model_folder: Path, tmp_pat
 
 
 def _spelling() -> dict[str, int]:
-    from cairn.server.token_text import _byte_alphabet
+    from cairn.server.formats import byte_alphabet
     from cairn.text.tokenizer import Tokenizer
     from tests.helpers import byte_tokenizer
 
-    alphabet = _byte_alphabet(Tokenizer(byte_tokenizer(), None))
+    alphabet = byte_alphabet(Tokenizer(byte_tokenizer(), None))
     assert alphabet is not None
     return alphabet
 

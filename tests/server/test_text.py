@@ -23,9 +23,9 @@ from cairn.server import engine_client
 from cairn.server import service as service_module
 from cairn.server.app import build_app
 from cairn.server.engine_process import run_engine
+from cairn.server.middleware import RequestLog
 from cairn.server.options import ServeConfig
 from cairn.server.service import Service
-from cairn.server.shell import RequestLog
 from cairn.text.detokenizer import Detokenizer
 from tests.server.conftest import SPARSE
 from tests.server.process import ServerProcess

@@ -44,8 +44,8 @@ def test_tokens_decoded_apart_give_the_text_of_tokens_decoded_together(
     assert end is not None
     ids = [end if token == 7 else token for token in ids]
     apart, together = Tokenizer(fast, None), Tokenizer(fast, None)
-    assert apart.decodes_apart
-    together.decodes_apart = False
+    assert apart.is_byte_level
+    together.is_byte_level = False
     one, other = (Detokenizer(each, stops, prompt) for each in (apart, together))
     for begin in range(0, len(ids), step):
         new = ids[begin : begin + step]

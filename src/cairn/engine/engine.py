@@ -68,10 +68,6 @@ class Progress(NamedTuple):
     new_tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()  # of the new tokens, if asked for
 
-    @property
-    def finished(self) -> bool:
-        return self.request.finish_reason is not None
-
 
 class Engine:
     def __init__(
@@ -93,7 +89,7 @@ class Engine:
         self.sparse = sparse
         """How sparse layers attend; None if there are none."""
         self.notes = notes
-        """What a user should know about the loaded model."""
+        """Messages for the user about the loaded model."""
         self.context_length = context_length
         self.max_tokens = min(context_length, scheduler.cache.max_tokens)
         """Tokens of the longest request, prompt and output."""
@@ -113,7 +109,7 @@ class Engine:
 
     @property
     def can_trace(self) -> bool:
-        """Attention is sparse, so that there is something to see."""
+        """Attention is sparse, so that pages are selected."""
         return self.sparse is not None
 
     # -- requests -----------------------------------------------------------------------------
@@ -179,11 +175,11 @@ class Engine:
 
     @property
     def free_places(self) -> int:
-        """Requests the queue would still take."""
+        """Number of requests that the queue has room for."""
         return self.scheduler.limits.max_queued_requests - self.scheduler.num_waiting
 
     def abort(self, request_id: str) -> Request | None:
-        """End a request at once; its tokens so far remain. None if it is not there any more."""
+        """End a request now. It keeps its tokens so far. None if it has ended already."""
         return self.scheduler.finish(request_id, "abort")
 
     @property
@@ -195,7 +191,7 @@ class Engine:
         return self.scheduler.cache.usage()
 
     def tier(self) -> TierReport | None:
-        """Where pages are and what moved, with a host tier."""
+        """Where pages are and what was copied; None without a host tier."""
         totals = self.runner.tier_stats()
         if totals is None:
             return None
@@ -206,11 +202,11 @@ class Engine:
         )
 
     def watch(self) -> None:
-        """Raise if a part of the engine that runs in another process has gone."""
+        """Raise if one of the engine's processes has ended."""
         self.runner.watch()
 
     def close(self) -> None:
-        """Wait for what is under way, let go of host memory and end other processes."""
+        """Wait for the step in flight, free host memory and end the engine's processes."""
         step, self._in_flight = self._in_flight, None
         try:
             if step is not None:
@@ -219,15 +215,15 @@ class Engine:
             self.runner.close()
 
     def wrap_attention(self, wrap: Callable[[AttentionBackend, KVPool], AttentionBackend]) -> None:
-        """Put a backend in front of the engine's own, for who wants to watch it."""
+        """Replace the attention backend by one that wraps it."""
         self.runner.wrap_attention(wrap)
 
     # -- a step -------------------------------------------------------------------------------
 
     def step(self) -> list[Progress]:
-        """Plan and launch a step, and take in the one before it, or this one without overlap.
+        """Plan and launch a step, and finish the one before it, or this one without overlap.
 
-        Empty when nothing came of it yet, or there is nothing to do.
+        The result is empty if no step was finished.
         """
         begin = time.perf_counter()
         plan = self._plan()
@@ -271,7 +267,7 @@ class Engine:
     def _launch(self, plan: StepPlan) -> InFlight:
         try:
             launched = self.runner.launch(plan)
-        except BaseException:  # Ctrl-C too: the books must balance whatever happens
+        except BaseException:  # Ctrl-C too: pages and slots must not be lost
             self.scheduler.undo(plan)
             raise
         try:
@@ -286,15 +282,15 @@ class Engine:
             return self.runner.finish(step)
         except BaseException:
             self.scheduler.undo(step.plan, launched=True)
-            if self._in_flight is not None:  # built on what failed
+            if self._in_flight is not None:  # it builds on the step that failed
                 self.scheduler.undo(self._in_flight.plan, launched=True)
                 self._in_flight = None
             raise
 
     def _observe(self, plan: StepPlan, seconds: float) -> None:
-        """Teach the step-time model, which only a time limit asks, and only about prefill.
+        """Give the step-time model a measurement. Only needed with a time limit, for prefill.
 
-        Steps that only decode may take another way through the runner, with a cost of its own.
+        Steps that only decode may take another path through the runner, with other costs.
         """
         if all(advance.stop - advance.start == 1 for advance in plan.advances):
             return
@@ -307,16 +303,13 @@ class Engine:
         self.scheduler.step_time.observe(rows, pairs, seconds)
 
     def _take_scores(self, plan: StepPlan, result: StepResult) -> None:
-        if result.prompt_logprobs or result.distributions:
-            attempts = {advance.request_id: advance.attempt for advance in plan.advances}
-            for request_id, scores in result.prompt_logprobs.items():
-                request = self.scheduler.get(request_id)
-                if request is not None and request.retractions == attempts[request_id]:
-                    request.prompt_logprobs += scores
-            for request_id, distributions in result.distributions.items():
-                request = self.scheduler.get(request_id)
-                if request is not None and request.retractions == attempts[request_id]:
-                    request.distributions.append(distributions)
+        for advance in plan.advances if result.prompt_logprobs or result.distributions else ():
+            request = self.scheduler.get(advance.request_id)
+            if request is None or request.retractions != advance.attempt:
+                continue
+            request.prompt_logprobs += result.prompt_logprobs.get(request.id, ())
+            if request.id in result.distributions:
+                request.distributions.append(result.distributions[request.id])
         for request_id, selections in result.selections.items():
             if (request := self.scheduler.get(request_id)) is not None:
                 request.selections.append(selections)
@@ -337,7 +330,7 @@ class Engine:
             raise RequestError("the prompt is empty; give at least one token")
         rows = self.spec.embedding_rows if scored else None
         tokens = self._check_tokens("prompt", prompt_ids, rows or self.spec.vocab_size)
-        # A prompt that is only scored needs no room for an answer.
+        # A prompt that is only scored needs no room for output.
         most = self.max_tokens if scored else self.max_tokens - 1
         if len(prompt_ids) > most:
             raise RequestError(
@@ -356,16 +349,17 @@ class Engine:
             whole = set(map(type, tokens)) <= {int}
             if whole and (not len(ids) or (ids.min() >= 0 and ids.max() <= last)):
                 return found
-        for token in tokens:  # a prompt may be long, and only a bad one is gone through here
+        for token in tokens:  # find the bad one, for the message
             if type(token) is not int:
                 raise RequestError(f"{name} holds {token!r}; token ids are whole numbers")
             if not 0 <= token <= last:
                 raise RequestError(
                     f"{name} holds token id {token}; ids of this model run from 0 to {last}"
                 )
-        raise AssertionError("all of them are good")
+        raise AssertionError("unreachable: all tokens are valid")
 
     def _rope_length(self, prompt_len: int) -> int:
-        """With dynamic rope a long prompt's length enters its keys: it shares only with equals."""
+        """With dynamic rope keys depend on a long prompt's length, so only prompts of the same
+        length share pages. 0 where that does not apply."""
         limit = self.spec.dynamic_rope_context
         return 0 if limit is None or prompt_len <= limit else prompt_len

@@ -1,7 +1,7 @@
 """What one step does, as a value: the scheduler makes it, the runner carries it out.
 
-A plan holds everything the runner needs (tokens, table edits, sampling parameters of those who
-join), so it can be compared in a test, logged, or sent to another process.
+A plan holds everything the runner needs: tokens, table edits, sampling parameters of new requests.
+It can be compared in a test, logged, or sent to another process.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class TableEdit(NamedTuple):
     slot: int
     first: int
     page_ids: tuple[int, ...]
-    generations: tuple[int, ...]  # the life each page is in
+    generations: tuple[int, ...]  # of each page
 
 
 class Admission(NamedTuple):
-    """A request takes a slot: how it is sampled from now on."""
+    """A request takes a slot: its sampling parameters."""
 
     slot: int
     params: SamplingParams
@@ -46,19 +46,19 @@ class Advance(NamedTuple):
     start: int
     stop: int
     token_ids: array[int]
-    """Tokens start..stop, but for the last where the step before this one is still sampling it."""
+    """Tokens start..stop, without the last one if the step before this one is still sampling it."""
     prompt_len: int
     samples: bool
-    """The last token is the newest known one: sample what follows it."""
+    """The last token is the newest one: sample the token after it."""
     prompt_scores: PromptScores = "none"
     next_ids: tuple[int, ...] = ()
     """The prompt tokens that follow each row, for scores of the "top" kind."""
     traced: bool = False
     """Report which pages the sampled token was read from."""
     allowed: bytes | None = None
-    """Tokens that may be sampled, a bit each, the lowest first; None for all."""
+    """Bit mask of the tokens that may be sampled, lowest bit first; None for all."""
     attempt: int = 0
-    """How often the request had been retracted before."""
+    """Number of times the request was retracted before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class StepPlan:
     """Applied before the step's first row is computed."""
     retracted: tuple[str, ...] = ()
     copies: CopyEdits = field(default_factory=CopyEdits)
-    """Where pages are on the device, from the head of this step on."""
+    """Changes of where pages are on the device, from the start of this step on."""
 
     @property
     def num_tokens(self) -> int:

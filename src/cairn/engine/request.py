@@ -1,4 +1,4 @@
-"""A request: tokens computed catch up with tokens known."""
+"""A request: its tokens, its parameters, and how far it has come."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ class Request:
     params: SamplingParams
     seed: int
     max_total_tokens: int
-    """Prompt and output together; reaching it ends the request with "length"."""
+    """Limit of prompt and output together; reaching it ends the request with "length"."""
     stop_token_ids: frozenset[int] = frozenset()
     namespace: Hashable = None
     """Requests share cached prefixes only within a namespace."""
     prompt_scores: PromptScores = "none"
-    """With scores the prompt is computed anew, cached pages or not; "whole" generates nothing."""
+    """With scores the whole prompt is computed, even if it is cached; "whole" generates nothing."""
     host_tokens: bool = False
-    """Each step needs the token of the last one on the host; such requests do not overlap."""
+    """Each step needs the previous token on the host, so steps of this request do not overlap."""
     allowed_tokens: Callable[[Sequence[int]], bytes] | None = None
-    """From the output so far to the tokens that may follow, a bit each; needs `host_tokens`."""
+    """Maps the output so far to a bit mask of the tokens that may follow; needs `host_tokens`."""
     traced: bool = False
     """Keep which pages each generated token was read from."""
     choice: int = 0
@@ -61,11 +61,11 @@ class Request:
     state: State = State.WAITING
     computed: int = 0
     pending: int = 0
-    """Tokens sampled by a step under way, that the host does not know yet: 0 or 1."""
+    """Number of tokens that the step in flight samples: 0 or 1."""
     pages: SequencePages | None = None
     slot: int = -1
-    planned_pages: int = 0  # length of the page tables as the last plan left them
-    planned_live: list[int] = field(default_factory=list)  # likewise SequencePages.live_from
+    planned_pages: int = 0  # length of the page tables in the last plan
+    planned_live: list[int] = field(default_factory=list)  # SequencePages.live_from in it
     cached_tokens: int = 0
     retractions: int = 0
     finish_reason: FinishReason | None = None
@@ -80,7 +80,7 @@ class Request:
     # fixed at creation
     prompt_len: int = field(init=False)
     end_len: int = field(init=False)
-    """Prompt and output at most: the request ends with "length" there."""
+    """Length of prompt and output at which the request ends with "length"."""
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.token_ids)
@@ -88,20 +88,20 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens the host knows, and those it is about to."""
+        """Number of tokens, including one that is being sampled."""
         return len(self.token_ids) + self.pending
 
     @property
     def remaining(self) -> int:
-        """Tokens whose KV is not computed yet."""
+        """Number of tokens whose KV is not computed yet."""
         return len(self.token_ids) + self.pending - self.computed
 
     @property
     def can_advance(self) -> bool:
-        """There is something to compute that does not depend on what is under way.
+        """There are tokens to compute that do not depend on the step in flight.
 
-        The last token it may generate is never computed; and one that needs to see its newest
-        token, as a grammar does, waits for it.
+        The KV of the last token is never computed. A request with `host_tokens` waits for its
+        newest token.
         """
         known = len(self.token_ids)
         if not self.pending:

@@ -1,13 +1,12 @@
-"""From logits to tokens, all rows at once.
+"""Samples tokens from logits, all rows at once.
 
 Parameters are kept on the host, one entry per slot, written when a request takes its slot; a step
-sends those of the rows it samples. Token counts, biases and the like are tables [slots, vocab] on
-the device that exist once somebody asks for them.
+sends those of the rows it samples. Token counts and biases are tables [slots, vocab] on the device,
+allocated when a request first needs them.
 
-Randomness is made from the request's seed and the token's index alone, so a request draws the same
-tokens whatever else is in its batch; for the same reason the way a row is sampled depends on its
-own parameters only. On CUDA, where rows without filters go through a kernel, other tokens are drawn
-than on a CPU. Ties go to the lower id.
+Random numbers depend only on the request's seed and the token's position, and the way a row is
+sampled only on its own parameters. A request therefore draws the same tokens in any batch. CUDA,
+where a kernel samples rows without filters, draws other tokens than a CPU. Ties go to the lower id.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from cairn.engine.inputs import HostDraws
 from cairn.engine.plan import Admission
 
 _MASK = 2**64 - 1
-_LEAST_TEMPERATURE = 1e-5  # below, only the most likely token is left
+_LEAST_TEMPERATURE = 1e-5  # below it the most likely token is taken
 
 # Columns of the parameter table.
-_TEMPERATURE, _TOP_P, _MIN_P, _REPETITION, _PRESENCE, _FREQUENCY = range(6)
+_TOP_P, _MIN_P, _REPETITION, _PRESENCE, _FREQUENCY = range(5)
 
 
 class Draw(NamedTuple):
-    """One row to sample: its slot, the position of the new token, and how many came before it."""
+    """One row to sample: slot, position of the new token, number of output tokens before it."""
 
     slot: int
     position: int
     num_output: int
-    allowed: bytes | None = None  # a bit per token; None allows all
+    allowed: bytes | None = None  # bit mask of tokens; None allows all
 
 
 class Sampler:
@@ -45,10 +44,9 @@ class Sampler:
         self._device = device
         self._fused = device.type == "cuda" and find_spec("triton") is not None
         self._shape = (num_slots, vocab_size)
-        self._numbers = np.zeros((num_slots, 6), dtype=np.float32)
+        self._numbers = np.zeros((num_slots, 5), dtype=np.float32)
         self._top_k = np.full(num_slots, vocab_size, dtype=np.int64)
         self._seeds = np.zeros(num_slots, dtype=np.uint64)
-        self._random = np.zeros(num_slots, dtype=bool)
         self._temperatures = np.zeros(num_slots, dtype=np.float32)  # 0 for the most likely token
         self._filtered = np.zeros(num_slots, dtype=bool)
         self._penalized = np.zeros(num_slots, dtype=bool)
@@ -58,14 +56,13 @@ class Sampler:
         self._counts: torch.Tensor | None = None  # [slots, vocab] times in the output
         self._in_prompt: torch.Tensor | None = None  # [slots, vocab] bool
         self._bias: torch.Tensor | None = None  # [slots, vocab]
-        self._ends: torch.Tensor | None = None  # [slots, vocab] tokens that min_tokens holds back
+        self._ends: torch.Tensor | None = None  # [slots, vocab] tokens that min_tokens forbids
 
     # -- when a request takes a slot ----------------------------------------------------------
 
     def admit(self, admission: Admission) -> None:
         slot, params = admission.slot, admission.params
         self._numbers[slot] = (
-            params.temperature,
             params.top_p,
             params.min_p,
             params.repetition_penalty,
@@ -75,10 +72,10 @@ class Sampler:
         top_k = params.top_k if params.top_k > 0 else self._vocab
         self._top_k[slot] = min(top_k, self._vocab)
         self._seeds[slot] = admission.seed
-        self._random[slot] = params.temperature >= _LEAST_TEMPERATURE
-        self._temperatures[slot] = params.temperature if self._random[slot] else 0.0
+        random = params.temperature >= _LEAST_TEMPERATURE
+        self._temperatures[slot] = params.temperature if random else 0.0
         filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-        self._filtered[slot] = filtered and self._random[slot]  # they keep the most likely token
+        self._filtered[slot] = filtered and random  # filters keep the most likely token
         self._penalized[slot] = params.has_penalties
         self._biased[slot] = bool(params.bias)
         self._min_tokens[slot] = params.min_tokens if admission.stop_token_ids else 0
@@ -125,7 +122,7 @@ class Sampler:
         """logits [rows, vocab] -> token ids [rows]"""
         slots = np.array([draw.slot for draw in draws])
         logits = self._adjusted(logits, draws, slots)
-        random, filtered = self._random[slots], self._filtered[slots]
+        random, filtered = self._temperatures[slots] > 0, self._filtered[slots]
         if self._fused:
             tokens = self._draw(logits, draws, slots)
             plain = np.zeros(0, dtype=np.int64)
@@ -134,7 +131,7 @@ class Sampler:
             plain = np.flatnonzero(random & ~filtered)
         for rows, method in (
             (plain, self._sample_plain),
-            (np.flatnonzero(random & filtered), self._sample_filtered),
+            (np.flatnonzero(filtered), self._sample_filtered),
         ):
             if len(rows):
                 index = self._to_device(rows)
@@ -148,7 +145,7 @@ class Sampler:
         return tokens
 
     def plain_draws(self, slots: np.ndarray, positions: np.ndarray) -> HostDraws | None:
-        """Temperatures and seeds, if all the slots draw without filters, penalties and the like."""
+        """Temperatures and seeds, if no slot has filters, penalties, biases or min_tokens."""
         if self._special[slots].any():
             return None
         return HostDraws(slots, _seeds(self._seeds[slots], positions), self._temperatures[slots])
@@ -164,10 +161,7 @@ class Sampler:
     def _adjusted(
         self, logits: torch.Tensor, draws: Sequence[Draw], slots: np.ndarray
     ) -> torch.Tensor:
-        """Logits after bias, penalties, min_tokens and what a grammar forbids.
-
-        The argument itself where none applies.
-        """
+        """Logits after bias, penalties, min_tokens and grammar; the argument if none applies."""
         early = np.array([draw.num_output for draw in draws]) < self._min_tokens[slots]
         penalized, biased = self._penalized[slots], self._biased[slots]
         bound = np.array([draw.allowed is not None for draw in draws])
@@ -192,7 +186,7 @@ class Sampler:
         return wide
 
     def _forbidden(self, draws: Sequence[Draw]) -> torch.Tensor:
-        """[rows, vocab], of draws that are bound by what is allowed."""
+        """bool [rows, vocab], of draws with a mask of allowed tokens."""
         bits = np.zeros((len(draws), -(-self._vocab // 8)), dtype=np.uint8)
         for row, draw in enumerate(draws):
             given = np.frombuffer(draw.allowed or b"", dtype=np.uint8)[: bits.shape[1]]
@@ -224,14 +218,14 @@ class Sampler:
         return self._invert(self._tempered(logits, draws).softmax(-1), draws)
 
     def _sample_filtered(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-        """Within the top_k most likely tokens, of those within top_p, of those above min_p."""
+        """Apply top_k, then top_p, then min_p, and draw from the tokens left."""
         slots = np.array([draw.slot for draw in draws])
         tempered, order = self._tempered(logits, draws).sort(dim=-1, descending=True, stable=True)
         numbers = self._to_device(self._numbers[slots]).to(tempered.dtype)
         ranks = torch.arange(self._vocab, device=self._device)[None, :]
         beyond = ranks >= self._to_device(self._top_k[slots])[:, None]
         probabilities = tempered.masked_fill(beyond, float("-inf")).softmax(-1)
-        # A token stays while what is more likely has not reached top_p.
+        # A token stays if the more likely ones together do not reach top_p.
         before = probabilities.cumsum(-1) - probabilities
         outside = (before >= numbers[:, _TOP_P, None]) & (ranks > 0)
         outside |= probabilities < numbers[:, _MIN_P, None] * probabilities[:, :1]
@@ -241,22 +235,20 @@ class Sampler:
     def _tempered(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         slots = np.array([draw.slot for draw in draws])
-        temperatures = self._to_device(self._numbers[slots, _TEMPERATURE]).to(wide.dtype)
+        temperatures = self._to_device(self._temperatures[slots]).to(wide.dtype)
         # Subtracting the maximum first keeps tiny temperatures finite.
         shifted = wide - wide.amax(-1, keepdim=True)
         return shifted / temperatures[:, None]
 
     def _invert(self, weights: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-        """First index whose cumulative weight exceeds a uniform share of the total.
-
-        Never one of weight zero.
-        """
+        """Draw an index by its weight: the first whose cumulative weight exceeds a uniform share
+        of the total. Never one of weight zero."""
         numbers = [uniform_number(int(self._seeds[draw.slot]), draw.position) for draw in draws]
         uniform = self._values(numbers).to(weights.dtype)[:, None]
         cumulative = weights.cumsum(-1)
         target = uniform * cumulative[:, -1:]
         index = (cumulative <= target).sum(-1)
-        # Rounding can put the target on the total: fall back to the last index with weight.
+        # If rounding makes the target equal the total, take the last index with weight.
         last = weights.shape[-1] - 1 - (weights.flip(-1) > 0).to(torch.uint8).argmax(-1)
         return torch.minimum(index, last)
 
@@ -265,7 +257,7 @@ class Sampler:
 
 
 def _seeds(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """One seed per draw, of request and position together: splitmix64 over uint64 arrays."""
+    """One seed per draw, from the request's seed and the position: splitmix64 on uint64 arrays."""
     x = seeds + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -280,7 +272,7 @@ def uniform_number(seed: int, index: int) -> float:
 
 
 def derived_seed(seed: int, choice: int) -> int:
-    """The seed of a request's choice number `choice`; the first keeps the seed itself."""
+    """The seed of choice number `choice` of a request; the first keeps the seed itself."""
     return seed if choice == 0 else _mix((_mix(seed & _MASK) + choice) & _MASK) >> 1
 
 

@@ -1,13 +1,13 @@
 """Decides what every step computes.
 
-One rule: tokens computed catch up with tokens known. A request that has one token to catch up is
-decoding, one that has many is prefilling, and both ride in the same step. Running requests go
-first, oldest first; prefill fills what is left of the row budget; when pages run out the youngest
-running request is retracted and later resumes from whatever of its prefix is still cached.
+One rule: the tokens computed catch up with the tokens known. A request with one token to compute is
+decoding, one with many is prefilling, and both share a step. Running requests go first, oldest
+first. Prefill gets what is left of the row budget. When pages run out, the youngest running request
+is retracted; it resumes later from what is still cached of its prefix.
 
-Nobody starves: decoding requests are in every step, prefill always gets at least a page's worth of
-rows, pages go to the oldest first, waiting requests are taken in their order but for those that
-wait for a page about to be published, and the oldest running request can always proceed.
+No request starves: decoding requests are in every step, prefill always gets at least one page of
+rows, pages go to the oldest request first, waiting requests start in order unless they wait for a
+page that is about to be published, and the oldest running request can always proceed.
 """
 
 from __future__ import annotations
@@ -38,22 +38,20 @@ class Limits:
     max_queued_requests: int
     max_step_seconds: float | None = None
     reserved_output: int = 0
-    """Tokens of each request's output that there is room for when it is admitted, if it may
-    generate as many."""
+    """Room for this many output tokens is required to admit a request, or for its max_tokens if
+    that is less."""
     cuts_at_prompt: bool = False
-    """A chunk has rows of a request's prompt or of its answer, never of both."""
+    """A chunk never has rows of both the prompt and the output of a request."""
 
 
 @dataclass(slots=True)
 class SchedulerStats:
-    steps: int = 0
     retractions: int = 0
-    finished: int = 0
     aborted: int = 0
 
 
 class _Step:
-    """The plan under construction: budget spent, work collected. Lives for one `plan()`."""
+    """A plan under construction."""
 
     def __init__(self) -> None:
         self.budget = 0  # rows left for prefill
@@ -74,7 +72,7 @@ class _Step:
 
 
 def attention_pairs(rows: int, context: int) -> int:
-    """(row, key) pairs scored by `rows` new rows after `context` earlier ones."""
+    """Number of (row, key) pairs that `rows` new rows after `context` earlier ones score."""
     return rows * context + rows * (rows + 1) // 2
 
 
@@ -96,7 +94,7 @@ class Scheduler:
         self._running: dict[str, Request] = {}  # oldest admission first
         self._free_slots = list(range(limits.max_running_requests - 1, -1, -1))
 
-    # -- requests come and go -----------------------------------------------------------------
+    # -- adding and ending requests -----------------------------------------------------------
 
     @property
     def num_waiting(self) -> int:
@@ -126,7 +124,7 @@ class Scheduler:
         self._waiting[request.id] = request
 
     def finish(self, request_id: str, reason: FinishReason) -> Request | None:
-        """End a request now, wherever it is. None if it is unknown or has ended."""
+        """End a waiting or running request now. None if it is unknown or has ended."""
         request = self._requests.get(request_id)
         if request is not None:
             self._end(request, reason)
@@ -135,27 +133,26 @@ class Scheduler:
     # -- planning -----------------------------------------------------------------------------
 
     def plan(self) -> StepPlan:
-        """Choose the next step's work and give it its pages.
+        """Choose the work of the next step and allocate its pages.
 
-        Strictly oldest first: whoever is retracted to make room has not been planned yet.
+        Strictly oldest first, so that a request retracted to make room is not yet in the plan.
         """
         step = _Step()
         self.cache.poll()
         ready = [request for request in self._running.values() if request.can_advance]
         decoding = sum([request.remaining == 1 for request in ready])
-        # Prefill must move on however many requests decode.
+        # Prefill must make progress however many requests decode.
         least = min(self.cache.geometry.page_size, self.limits.chunked_prefill_size)
         step.budget = max(self.limits.chunked_prefill_size - decoding, least)
         for request in ready:
             if request.state is not State.RUNNING:
-                continue  # retracted for an older one
+                continue  # retracted to make room for an older one
             if request.remaining == 1:
                 self._plan_decode(step, request)
             else:
                 self._plan_prefill(step, request)
         if not step.retracted:
             self._admit(step)
-        self.stats.steps += bool(step.advances)
         return StepPlan(
             tuple(step.advances),
             tuple(step.admissions),
@@ -165,9 +162,9 @@ class Scheduler:
         )
 
     def undo(self, plan: StepPlan, *, launched: bool = False) -> None:
-        """A plan that was not carried out: its requests start over from what is cached.
+        """Retract the requests of a plan that failed. They resume from what is cached.
 
-        Their tables and sampling state on the runner's side cannot be trusted any more.
+        Their page tables and sampling state in the runner may be wrong.
         """
         planned = {advance.slot for advance in plan.advances}
         planned.update(admission.slot for admission in plan.admissions)
@@ -176,7 +173,7 @@ class Scheduler:
                 self._retract(request)
         self.cache.put_back(plan.copies)
         if launched:
-            self.cache.clear()  # what it published was perhaps never written
+            self.cache.clear()  # pages it published may not have been written
             for advance in plan.advances:
                 if (known := self._requests.get(advance.request_id)) is not None:
                     known.pending -= advance.samples  # a token that will not come
@@ -196,7 +193,7 @@ class Scheduler:
         ):
             self._advance(step, request, 1, prefill=False)
             return
-        # What nearly every request of nearly every step comes by: `_advance` without its questions.
+        # The common case: `_advance` without its conditions.
         self._hold_pages(step, request, pages, start + 1)
         ids = request.token_ids
         step.advances.append(
@@ -223,7 +220,7 @@ class Scheduler:
         return True
 
     def _chunk(self, step: _Step, request: Request) -> int:
-        """Tokens of a prefilling request that the row budget and the time limit allow."""
+        """Number of tokens of a prefilling request that the row budget and time limit allow."""
         rows = step.budget
         if rows <= 0:
             return 0
@@ -232,9 +229,9 @@ class Scheduler:
         limit = self.limits.max_step_seconds
         if limit is not None:
             fit = self.step_time.rows_within(limit, step.rows, step.pairs, context, rows)
-            # A step without any prefill would starve it; a page a step is the least.
+            # At least one page per step, so that prefill does not starve.
             least = 0 if step.prefill_rows else min(rows, geometry.page_size)
-            # Steps of few different sizes: libraries plan for each one when they first meet it.
+            # Few different sizes of steps: libraries prepare for each new size.
             rows = max(round_rows(step.rows + fit) - step.rows, least)
             if rows <= 0:
                 return 0
@@ -245,7 +242,8 @@ class Scheduler:
         return min(request.remaining, tokens)
 
     def _make_room(self, step: _Step, request: Request, tokens: int) -> bool:
-        """Retract younger requests until `request` can grow to `tokens`, or it must go itself."""
+        """Retract younger requests until `request` can grow to `tokens`; False if it had to be
+        retracted itself."""
         while (new := self.cache.new_pages(request.pages, tokens)) and (
             new > self.cache.min_available()
         ):
@@ -259,16 +257,19 @@ class Scheduler:
         return True
 
     def _admit(self, step: _Step) -> None:
-        """Start waiting requests in their order, while slots, rows and pages last.
+        """Start waiting requests in order, while there are slots, rows and pages.
 
-        A request whose next page is about to be published is passed over until then, instead of
-        computing that page a second time.
+        A request whose next page is about to be published waits for it, instead of computing that
+        page a second time.
         """
         if not (self._waiting and self._free_slots and step.budget > 0):
             return
         while not self._running and self.cache.reclaim():
-            pass  # with nothing else to do, wait for what is about to be cached
-        promised = [self._promised_pages(g) for g in range(len(self.cache.groups))]
+            pass  # nothing else to do: wait for pages that are about to be cached
+        promised = [
+            sum(self._outstanding_pages(request, g) for request in self._running.values())
+            for g in range(len(self.cache.groups))
+        ]
         pending = {self._pending_page(request) for request in self._running.values()}
         pending.discard(None)
         pending |= self.cache.arriving()
@@ -276,11 +277,11 @@ class Scheduler:
             if not self._free_slots or step.budget <= 0:
                 return
             if request.pending:
-                return  # retracted a moment ago; its newest token is about to be known
+                return  # just retracted: its newest token is not known yet
             match = self._match(request)
             if self._next_page(request, match) in pending:
                 continue
-            # Alone, a request always fits: its length was checked against the pool.
+            # A request always fits alone: its length was checked against the pool.
             if self._running and not self._fits(request, match, promised):
                 return
             step.admissions.append(self._start(request, match))
@@ -330,10 +331,10 @@ class Scheduler:
         return self.cache.match(request.namespace, request.token_ids)
 
     def _fits(self, request: Request, match: PrefixMatch, promised: list[int]) -> bool:
-        """Room for all the request's known tokens, the next one and what is reserved for more,
-        beside what others will need.
+        """Whether there is room for the request's known tokens, the next one and the reserved
+        output, beside what running requests will need.
 
-        Admitting on less would only lead to retractions.
+        Admitting it with less room would only lead to retractions.
         """
         for g in range(len(self.cache.groups)):
             peak = self._peak_pages(request, g, self.limits.chunked_prefill_size)
@@ -342,15 +343,12 @@ class Scheduler:
                 return False
         return True
 
-    def _promised_pages(self, group: int) -> int:
-        return sum(self._outstanding_pages(request, group) for request in self._running.values())
-
     def _outstanding_pages(self, request: Request, group: int) -> int:
-        """Pages a running request still needs for what it was admitted for."""
+        """Number of pages a running request still needs for what it was admitted with."""
         pages = request.pages
         assert pages is not None
         held = pages.num_pages - pages.live_from[group]
-        # Who only decodes takes a page at a time.
+        # A decoding request takes one page at a time.
         chunk = self.limits.chunked_prefill_size if request.remaining > 1 else 1
         return max(0, self._peak_pages(request, group, chunk) - held)
 
@@ -370,6 +368,9 @@ class Scheduler:
         rows = geometry.rows(stop) - context
         step.spend(rows, context, prefill=prefill)
         samples = stop == request.num_tokens and request.prompt_scores != "whole"
+        next_ids: tuple[int, ...] = ()
+        if request.prompt_scores == "top":
+            next_ids = tuple(request.token_ids[start + 1 : min(stop + 1, request.prompt_len)])
         allowed = None
         if samples and request.allowed_tokens is not None:
             allowed = request.allowed_tokens(request.output_ids)
@@ -383,7 +384,7 @@ class Scheduler:
                 prompt_len=request.prompt_len,
                 samples=samples,
                 prompt_scores=request.prompt_scores,
-                next_ids=self._next_ids(request, start, stop),
+                next_ids=next_ids,
                 traced=request.traced,
                 allowed=allowed,
                 attempt=request.retractions,
@@ -391,20 +392,15 @@ class Scheduler:
         )
 
     def _hold_pages(self, step: _Step, request: Request, pages: SequencePages, tokens: int) -> None:
-        """Give the request pages for so many tokens, and tell the runner what it does not know."""
+        """Allocate pages for `tokens` tokens, and plan the edits of the runner's tables."""
         held = len(pages.tables[0])
         if tokens > held * self.cache.geometry.tokens_per_page:
             held += self.cache.grow(pages, tokens)
         if held > request.planned_pages or pages.live_from != request.planned_live:
             self._collect_edits(step, request, pages)
 
-    def _next_ids(self, request: Request, start: int, stop: int) -> tuple[int, ...]:
-        if request.prompt_scores != "top":
-            return ()
-        return tuple(request.token_ids[start + 1 : min(stop + 1, request.prompt_len)])
-
     def _collect_edits(self, step: _Step, request: Request, pages: SequencePages) -> None:
-        """The difference between the request's tables and what earlier plans said of them."""
+        """Add the difference between the request's tables and those of earlier plans."""
         for g, table in enumerate(pages.tables):
             before, now = request.planned_live[g], pages.live_from[g]
             dropped = min(now, request.planned_pages) - before
@@ -422,10 +418,10 @@ class Scheduler:
     # -- committing ---------------------------------------------------------------------------
 
     def launched(self, plan: StepPlan) -> None:
-        """The plan is under way: the next one may build on it before its tokens are known.
+        """The plan was launched. The next one may build on it before its tokens are known.
 
-        Whatever the step touches may be given to others from now on, even what it still writes
-        to: later steps run behind it on the device.
+        Pages and slots of the step may be given to other requests from now on, even those it still
+        writes to: later steps run after it on the device.
         """
         due: list[tuple[SequencePages, Request]] = []
         for advance in plan.advances:
@@ -441,7 +437,7 @@ class Scheduler:
         self.cache.launched()
 
     def commit(self, plan: StepPlan, sampled: Mapping[str, int]) -> list[Request]:
-        """Take in a finished step. Returns the requests that got a token or came to their end."""
+        """Record a finished step. Returns the requests that got a token or ended."""
         progressed = []
         now = self._clock()
         for advance in plan.advances:
@@ -450,11 +446,11 @@ class Scheduler:
                 continue  # ended after the plan was made
             pages = request.pages
             if pages is not None and advance.stop >= pages.due:
-                # A token that is known now may have completed a page. Retracted and resumed since,
-                # the request may not be as far as it was.
+                # The new token may have completed a page. If the request was retracted and has
+                # resumed, it may have computed fewer tokens than before.
                 computed = min(advance.stop, request.computed)
                 self.cache.commit(pages, request.token_ids, computed)
-            # The prompt is scored anew by who was retracted meanwhile, and its end comes again.
+            # A request that was retracted meanwhile scores its prompt again.
             if request.prompt_scores != "none" and advance.attempt != request.retractions:
                 request.pending -= advance.samples
                 continue
@@ -481,7 +477,7 @@ class Scheduler:
     # -- leaving ------------------------------------------------------------------------------
 
     def _retract(self, request: Request) -> None:
-        """Give up a request's pages; it resumes, ahead of all that wait, by prefix match."""
+        """Free a request's pages. It resumes from the prefix cache, ahead of all waiting ones."""
         self._leave(request)
         request.state = State.WAITING
         request.computed = 0
@@ -489,7 +485,7 @@ class Scheduler:
         self.stats.retractions += 1
         self._waiting[request.id] = request
         self._waiting.move_to_end(request.id, last=False)
-        # Scores come again when the prompt is computed again.
+        # The prompt is computed and scored again.
         request.prompt_logprobs.clear()
         request.distributions.clear()
 
@@ -502,7 +498,6 @@ class Scheduler:
         request.state = State.FINISHED
         request.finish_reason = reason
         request.times.finished = self._clock()
-        self.stats.finished += 1
         self.stats.aborted += reason == "abort"
 
     def _leave(self, request: Request) -> None:
@@ -516,7 +511,7 @@ class Scheduler:
     # -- invariants ---------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise PageError if the books do not balance."""
+        """Raise PageError if pages, slots or queues are inconsistent."""
         self.cache.check()
         slots = [request.slot for request in self._running.values()]
         if sorted(slots + self._free_slots) != list(range(self.limits.max_running_requests)):

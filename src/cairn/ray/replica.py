@@ -13,9 +13,9 @@ from cairn.config import EngineConfig
 from cairn.errors import CairnError
 from cairn.ray.call import Call, Head, answer
 from cairn.server.app import build_app
+from cairn.server.middleware import RequestLog
 from cairn.server.options import ServeConfig
 from cairn.server.service import Service
-from cairn.server.shell import RequestLog
 
 NAME_HEADER = b"x-cairn-replica"
 

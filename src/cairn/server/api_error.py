@@ -1,29 +1,26 @@
-"""Errors as OpenAI's clients expect them."""
+"""Errors in the form that OpenAI's clients expect."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import fields
-from typing import Any
+
+from starlette.responses import Response
 
 from cairn.engine.sampling_params import SamplingParams
 
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-_SAMPLING = {option.name for option in fields(SamplingParams)}
+_FIELDS = {"cache_salt", *(option.name for option in fields(SamplingParams))}
 
 
 class ApiError(Exception):
-    """What a client is told: a status, and a message that names the field and the way out."""
+    """An error for the client: a status, and a message with the field and the way out."""
 
     def __init__(
         self,
@@ -40,20 +37,12 @@ class ApiError(Exception):
         self.code = code
         self.retry_after = retry_after
 
-    def body(self) -> dict[str, Any]:
-        kind = _TYPES.get(self.status, "server_error")
-        return {
-            "error": {
-                "message": str(self),
-                "type": kind,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
-
     def encoded(self) -> bytes:
-        """ASCII: a message may quote half a character pair, which UTF-8 cannot hold."""
-        return json.dumps(self.body()).encode()
+        """The body, in ASCII: a message may quote a lone surrogate, which UTF-8 cannot encode."""
+        other = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = _TYPES.get(self.status, other)
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}).encode()
 
     def headers(self) -> dict[str, str]:
         headers = {"content-type": "application/json"}
@@ -61,14 +50,23 @@ class ApiError(Exception):
             headers["retry-after"] = str(self.retry_after)
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
+        if self.status == 413:
+            headers["connection"] = "close"  # there may be more of the body
         return headers
+
+    def response(self) -> Response:
+        return Response(self.encoded(), self.status, self.headers())
+
+
+def bad_request(param: str | None, message: str, code: str | None = None) -> ApiError:
+    """The error for a field that cannot be honoured."""
+    return ApiError(400, message, param=param, code=code)
 
 
 def refusal(message: str) -> ApiError:
-    """A request the engine's own checks refuse; their messages begin with the field's name."""
-    first = message.split(" ", 1)[0].split("[", 1)[0]
+    """The error for a message of the engine's checks, which begins with the field's name."""
     if message.startswith("the prompt"):
-        long = "tokens, at most" in message
-        code = "context_length_exceeded" if long else None
-        return ApiError(400, message, param="prompt", code=code)
-    return ApiError(400, message, param=first if first in _SAMPLING | {"cache_salt"} else None)
+        code = "context_length_exceeded" if "tokens, at most" in message else None
+        return bad_request("prompt", message, code)
+    first = message.split(" ", 1)[0].split("[", 1)[0]
+    return bad_request(first if first in _FIELDS else None, message)

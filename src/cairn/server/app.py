@@ -14,19 +14,16 @@ from fastapi.responses import FileResponse, JSONResponse
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from cairn import __version__
 from cairn.config import EngineConfig
 from cairn.server.api_error import ApiError
-from cairn.server.events import Generated
+from cairn.server.middleware import RequestLog, RequestMiddleware, record_of
 from cairn.server.options import ServeConfig
 from cairn.server.parse import read_body
-from cairn.server.record import record_of
 from cairn.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from cairn.server.service import Service
-from cairn.server.shell import RequestLog, Shell
-from cairn.server.worker_info import add_worker_routes
 
 _WEB = resources.files("cairn.server") / "web"
 _BODIES: dict[str, type[BaseModel]] = {
@@ -46,22 +43,11 @@ _ERRORS = {
     "503": "The model is loading, or the engine is being started anew.",
     "504": "The answer took longer than request_timeout.",
 }
-# Nothing from elsewhere, and no page of others around ours.
+# The page loads nothing from elsewhere, and no other site may put it into a frame.
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
     "cache-control": "no-cache",
 }
-
-
-class _Run(Response):
-    """Lets a route return something that answers by itself."""
-
-    def __init__(self, generated: Generated) -> None:
-        super().__init__()
-        self._generated = generated
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._generated(scope, receive, send)
 
 
 def build_app(
@@ -85,10 +71,10 @@ def build_app(
     _add_errors(app)
     _add_model_routes(app, service)
     _add_state_routes(app, service)
-    add_worker_routes(app, service, engine)
+    _add_worker_routes(app, service, engine)
     _add_pages(app)
     app.openapi = _schema(app)  # type: ignore[method-assign]
-    outer: ASGIApp = Shell(app, serve, service.metrics, log)
+    outer: ASGIApp = RequestMiddleware(app, serve, service.metrics, log)
     if serve.cors_origin:
         outer = CORSMiddleware(
             outer,
@@ -101,27 +87,31 @@ def build_app(
 
 
 def _add_model_routes(app: FastAPI, service: Service) -> None:
+    def describe() -> dict[str, Any]:
+        described = {"id": service.model, "object": "model", "created": service.created}
+        return {**described, "owned_by": "cairn", "max_model_len": service.max_tokens}
+
     @app.post("/v1/chat/completions", tags=["OpenAI"], summary="Answer a conversation.")
     async def chat(request: Request) -> Response:
-        return _Run(service.chat(await read_body(request, ChatRequest)))
+        return service.chat(await read_body(request, ChatRequest))
 
     @app.post("/v1/completions", tags=["OpenAI"], summary="Complete a prompt.")
     async def complete(request: Request) -> Response:
-        return _Run(service.complete(await read_body(request, CompletionRequest)))
+        return service.complete(await read_body(request, CompletionRequest))
 
     @app.get("/v1/models", tags=["OpenAI"], summary="The model this server has.")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(service)]}
+        return {"object": "list", "data": [describe()]}
 
     @app.get("/v1/models/{name:path}", tags=["OpenAI"], summary="One model.")
     async def model(name: str) -> dict[str, Any]:
         service.check_model(name)
-        return _model(service)
+        return describe()
 
     @app.post("/tokenize", tags=["tokens"], summary="Token ids of a text or a conversation.")
     async def tokenize(request: Request) -> Response:
         answer = await service.tokenize(await read_body(request, TokenizeRequest))
-        # FastAPI would look at each of what may be a hundred thousand ids.
+        # FastAPI would check each id, of which there may be a hundred thousand.
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
     @app.post("/detokenize", tags=["tokens"], summary="The text of token ids.")
@@ -129,17 +119,6 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
         body = await read_body(request, DetokenizeRequest)
         service.check_model(body.model)
         return await service.detokenize(body.tokens)
-
-
-def _model(service: Service) -> dict[str, Any]:
-    ready = service.client.ready
-    return {
-        "id": service.model,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "cairn",
-        "max_model_len": None if ready is None else ready.max_tokens,
-    }
 
 
 def _add_state_routes(app: FastAPI, service: Service) -> None:
@@ -158,6 +137,38 @@ def _add_state_routes(app: FastAPI, service: Service) -> None:
     @app.get("/stats", tags=["state"], summary="The numbers the page at / shows.")
     async def stats() -> dict[str, Any]:
         return service.summary()
+
+
+def _add_worker_routes(app: FastAPI, service: Service, engine: EngineConfig) -> None:
+    """What routers ask before they send anything: the model's name, and the limits.
+
+    sglang-router and smg use one of two paths for each. Without an answer sglang-router calls the
+    model "unknown".
+    """
+    names = {"model_path": engine.model, "served_model_name": service.model}
+
+    @app.get("/get_model_info", tags=["state"], summary="The model, for routers.")
+    @app.get("/model_info", tags=["state"], summary="The model, for routers.")
+    async def model_info() -> dict[str, Any]:
+        limit = {"max_model_len": service.max_tokens}
+        return {**names, "tokenizer_path": engine.model, "is_generation": True, **limit}
+
+    @app.get("/get_server_info", tags=["state"], summary="The limits, for routers.")
+    @app.get("/server_info", tags=["state"], summary="The limits, for routers.")
+    async def server_info() -> dict[str, Any]:
+        ready = service.client.ready
+        return {
+            **names,
+            "version": __version__,
+            "status": service.health.state,
+            "tp_size": engine.tp,
+            "dp_size": 1,
+            "max_model_len": service.max_tokens,
+            "context_length": None if ready is None else ready.context_length,
+            "page_size": None if ready is None else ready.page_size,
+            "max_running_requests": engine.max_running_requests,
+            "max_queued_requests": engine.max_queued_requests,
+        }
 
 
 def _add_pages(app: FastAPI) -> None:
@@ -185,26 +196,25 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def own(request: Request, error: ApiError) -> Response:
         record_of(request.scope).error = str(error)
-        return Response(error.encoded(), error.status, error.headers())
+        return error.response()
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         path = request.url.path[:100]
         what = {404: f"there is nothing at {path!a}", 405: f"{path!a} takes another method"}
-        told = ApiError(error.status_code, what.get(error.status_code, str(error.detail)))
-        return Response(
-            told.encoded(), told.status, {**told.headers(), **dict(error.headers or {})}
-        )
+        status = error.status_code
+        response = ApiError(status, what.get(status, str(error.detail))).response()
+        response.headers.update(error.headers or {})
+        return response
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
         record_of(request.scope).error = f"{type(error).__name__}: {error}"
-        told = ApiError(500, "the server failed on this request; its log says why")
-        return Response(told.encoded(), told.status, told.headers())
+        return ApiError(500, "the server failed on this request; its log says why").response()
 
 
 def _schema(app: FastAPI) -> Callable[[], dict[str, Any]]:
-    """FastAPI's schema with the bodies, which are parsed here, and the errors."""
+    """FastAPI's schema, with the bodies and errors that FastAPI does not know of."""
     own = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Messages as chat templates want them."""
+"""Converts messages to the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cairn.server.schema import (
 def template_messages(
     messages: Sequence[ChatMessage], tools: Sequence[Tool] | None, template: str
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """Messages, and the tools the template is to describe; None where a message does it."""
+    """Messages, and tools for the template; None if a message describes them or there are none."""
     knows_calls = "tool_calls" in template
     rendered = [_message(message, knows_calls=knows_calls) for message in messages]
     if not tools:
@@ -65,7 +65,7 @@ def _text(content: Content | None) -> str:
 
 
 def _arguments(text: str) -> object:
-    """Templates write arguments as JSON themselves; what is no JSON stays as it is."""
+    """Templates write arguments as JSON themselves. Text that is not JSON stays as it is."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,9 +1,7 @@
-"""The API process's side of the engine: starts it, talks to it, notices when it is gone.
+"""The API process's side of the engine: starts its process, exchanges messages, restarts it.
 
-Tokens become text here, not in the engine's process, whose steps would have to wait for it.
-
-An engine that dies, or says nothing for too long, takes its requests with it: every client is told,
-and another engine is started, unless that has happened too often.
+If the engine dies, or is silent for too long, its open requests get an error and another engine is
+started, unless that has happened too often.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import zmq
 import zmq.asyncio
@@ -29,23 +27,16 @@ from cairn.errors import CairnError, ConfigError
 from cairn.server import wire
 from cairn.server.answer import Answer, Choice
 from cairn.server.api_error import ApiError, refusal
+from cairn.server.metrics import Metrics
 from cairn.server.options import ServeConfig
 
 State = Literal["loading", "ok", "restarting", "dead", "draining"]
 
 _RESTART_WINDOW = 600.0
-_STOP_SECONDS = 5.0  # an engine that is told to stop gets, before it is killed
+_STOP_SECONDS = 5.0  # for an engine to stop before it is killed
 _RETRY_AFTER = 5
 
 _log = logging.getLogger("cairn.server")
-
-
-class Observer(Protocol):
-    """What the metrics want to know."""
-
-    def tokens_came(self, choices: Sequence[Choice], now: float) -> None: ...
-    def text_took(self, seconds: float) -> None: ...
-    def engine_lost(self, last: wire.Stats | None) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,54 +46,51 @@ class Health:
 
 
 class EngineClient:
-    def __init__(self, engine: EngineConfig, serve: ServeConfig, observer: Observer) -> None:
+    def __init__(self, engine: EngineConfig, serve: ServeConfig, metrics: Metrics) -> None:
         self._engine_config = engine
         self._serve = serve
-        self._observer = observer
+        self._metrics = metrics
         self._context = zmq.asyncio.Context()
         self._folder = tempfile.TemporaryDirectory(prefix="cairn-")
-        self._lives = itertools.count()
+        self._starts = itertools.count()
         self._process: BaseProcess | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._numbers = itertools.count()
-        self._choices: dict[int, Choice] = {}  # that have not ended, by number
-        self._heard = 0.0
-        self._lost: deque[float] = deque()
-        self._last_words: list[wire.Failed] = []
+        self._choices: dict[int, Choice] = {}  # open ones, by number
+        self._heard = 0.0  # time of the last message
+        self._lost: deque[float] = deque()  # times
+        self._failure: wire.Failed | None = None  # the engine's last message, if it was an error
         self._closing = False
         self._task: asyncio.Task[None] | None = None
+        self._loaded: asyncio.Future[None]
         self.health = Health("loading", "the engine is starting")
         self.ready: wire.Ready | None = None
         self.stats: wire.Stats | None = None
         self.restarts = 0
-        self.became_ready = asyncio.Event()
-        self.failure: CairnError | None = None
-        """The engine never came up; there is nothing to serve."""
-        self.failed = asyncio.Event()
-
-    @property
-    def engine_pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
 
     def start(self) -> None:
+        self._loaded = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._supervise())
+
+    async def loaded(self) -> None:
+        """Returns when the first engine is ready, raises if it cannot be started."""
+        await asyncio.shield(self._loaded)
 
     # -- requests -----------------------------------------------------------------------------
 
     def new_number(self) -> int:
-        """What the engine is to call a choice."""
+        """The number of a new choice in messages to and from the engine."""
         return next(self._numbers)
 
     def submit(self, messages: Sequence[wire.Submit], answer: Answer) -> None:
-        """Requests of one answer. Ends with `release`."""
+        """Send the requests of one answer. `release` must follow."""
         self.check_running()
         self._choices.update((choice.number, choice) for choice in answer.choices)
         for message in messages:
-            answer.expect(message.number)
             self._send(message)
 
     def release(self, answer: Answer) -> None:
-        """Nobody waits for it any more: what has not ended is aborted."""
+        """Abort the choices that have not ended."""
         answer.outlet.close()
         numbers = [choice.number for choice in answer.choices]
         left = [number for number in numbers if self._choices.pop(number, None) is not None]
@@ -126,36 +114,37 @@ class EngineClient:
         return self.ready
 
     def drain(self) -> None:
-        """New requests are refused from now on."""
+        """Refuse new requests from now on."""
         self.health = Health("draining", "the server is stopping")
 
     @property
     def num_open(self) -> int:
-        """Answers that are not complete."""
+        """Number of answers that are not complete."""
         return len({choice.answer for choice in self._choices.values()})
 
     def _send(self, message: wire.ToEngine) -> None:
         assert self._socket is not None
         # Without a high-water mark a send never waits. It fails if the engine is gone, which
-        # `_live` is about to notice: then the answer fails too.
+        # `_run_engine` is about to notice; then the answer fails too.
         sent = asyncio.ensure_future(self._socket.send(wire.encode(message), zmq.DONTWAIT))
         sent.add_done_callback(lambda future: future.exception())
 
-    # -- the engine's life --------------------------------------------------------------------
+    # -- the engine's process -----------------------------------------------------------------
 
     async def _supervise(self) -> None:
         while True:
-            reason = await self._live()
+            self._failure = None
+            reason = await self._run_engine()
             if self._closing:
                 return
-            self._observer.engine_lost(self.stats)
+            self._metrics.engine_lost(self.stats)
             self.ready = self.stats = None
             if not self._lose(reason):
                 return
 
-    async def _live(self) -> str:
-        """Start an engine, listen to it, and return why it ended."""
-        endpoint = f"ipc://{self._folder.name}/engine-{next(self._lives)}"
+    async def _run_engine(self) -> str:
+        """Start an engine, read its messages, and return why it ended."""
+        endpoint = f"ipc://{self._folder.name}/engine-{next(self._starts)}"
         socket = self._context.socket(zmq.PAIR)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             socket.setsockopt(option, 0)
@@ -164,54 +153,47 @@ class EngineClient:
         process = spawn.Process(
             target=run_engine, args=(self._engine_config, endpoint), name="cairn-engine"
         )
-        self._last_words.clear()
         process.start()
         self._process, self._socket = process, socket
         loop = asyncio.get_running_loop()
         died = asyncio.Event()
         loop.add_reader(process.sentinel, died.set)
+        watching = asyncio.create_task(died.wait())
         reader = asyncio.create_task(self._read(socket))
         try:
-            silent = await self._watch(died, reader)
+            reason = await self._watch(watching, reader)
         finally:
             loop.remove_reader(process.sentinel)
-            reader.cancel()
+            for task in (watching, reader):
+                task.cancel()
             await asyncio.wait({reader})
             if process.is_alive():
                 process.kill()
             process.join()
-            while await socket.poll(0):  # last words
+            while await socket.poll(0):  # its last messages
                 self._dispatch(wire.decode_from_engine(await socket.recv()))
             socket.close()
             Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
-        if silent:
-            return f"it said nothing for {self._serve.engine_timeout:g} s and was killed"
-        if self._last_words:
-            return self._last_words[-1].message
-        return f"its process ended with exit code {process.exitcode}"
+        if reason is None and self._failure is not None:
+            reason = self._failure.message
+        return reason or f"its process ended with exit code {process.exitcode}"
 
-    async def _watch(self, died: asyncio.Event, reader: asyncio.Task[None]) -> bool:
-        """Wait for the engine's end; True if it is stuck."""
+    async def _watch(self, died: asyncio.Task[bool], reader: asyncio.Task[None]) -> str | None:
+        """Wait until the engine has to go. Returns why, None if it ended by itself."""
         limit = self._serve.engine_timeout
-        waiting = asyncio.create_task(died.wait())
-        try:
-            while True:
-                await asyncio.wait(
-                    {waiting, reader}, timeout=limit / 4, return_when=asyncio.FIRST_COMPLETED
-                )
-                if reader.done():  # it never ends but by failing
-                    what = f"what it says cannot be understood: {reader.exception()!r}"
-                    self._last_words.append(wire.Failed(what, usage=False))
-                    return False
-                if died.is_set():
-                    return False
-                if self.ready is not None and time.monotonic() - self._heard > limit:
-                    return True
-        finally:
-            waiting.cancel()
+        while True:
+            await asyncio.wait(
+                {died, reader}, timeout=limit / 4, return_when=asyncio.FIRST_COMPLETED
+            )
+            if reader.done():  # it only ends by failing
+                return f"what it says cannot be understood: {reader.exception()!r}"
+            if died.done():
+                return None
+            if self.ready is not None and time.monotonic() - self._heard > limit:
+                return f"it said nothing for {limit:g} s and was killed"
 
     def _lose(self, reason: str) -> bool:
-        """The engine is gone: tell everybody, and decide whether there will be another."""
+        """The engine is gone. Fail all answers, and return whether to start another one."""
         _log.error("the engine is lost: %s", reason)
         error = ApiError(
             503, f"the engine was lost: {reason}", code="engine_lost", retry_after=_RETRY_AFTER
@@ -219,15 +201,14 @@ class EngineClient:
         choices, self._choices = self._choices, {}
         for choice in choices.values():
             choice.answer.fail(error)
-        if not self.became_ready.is_set():
+        if not self._loaded.done():
             self.health = Health("dead", reason)
-            usage = any(words.usage for words in self._last_words)
-            self.failure = (ConfigError if usage else CairnError)(reason)
-            self.failed.set()
+            usage = self._failure is not None and self._failure.usage
+            self._loaded.set_exception((ConfigError if usage else CairnError)(reason))
             return False
         now = time.monotonic()
         self._lost.append(now)
-        while self._lost and self._lost[0] < now - _RESTART_WINDOW:
+        while self._lost[0] < now - _RESTART_WINDOW:
             self._lost.popleft()
         if len(self._lost) > self._serve.max_restarts:
             self.health = Health(
@@ -245,7 +226,7 @@ class EngineClient:
         while True:
             message = await socket.recv()
             self._dispatch(wire.decode_from_engine(message))
-            # While messages wait, `recv` does not; others must have their turn all the same.
+            # `recv` does not yield while messages wait. Other tasks must have their turn.
             await asyncio.sleep(0)
 
     def _dispatch(self, message: wire.FromEngine) -> None:
@@ -257,60 +238,61 @@ class EngineClient:
                 self.ready = message
                 if self.health.state != "draining":
                     self.health = Health("ok")
-                self.became_ready.set()
+                if not self._loaded.done():
+                    self._loaded.set_result(None)
             case wire.Failed():
-                self._last_words.append(message)
+                self._failure = message
 
     def _take(self, report: wire.Report) -> None:
         for number in report.accepted:
             if (choice := self._choices.get(number)) is not None:
-                choice.answer.accept(number)
+                choice.answer.accept()
         for refused in report.refused:
             if (choice := self._choices.get(refused.number)) is not None:
                 choice.answer.fail(_refusal(refused))
         if report.numbers:
             begin = time.perf_counter()
             self._take_tokens(report, begin)
-            self._observer.text_took(time.perf_counter() - begin)
+            self._metrics.text_took(time.perf_counter() - begin)
         if report.stats is not None:
             self.stats = report.stats
 
     def _take_tokens(self, report: wire.Report, now: float) -> None:
         details = {detail.number: detail for detail in report.details}
         came: list[Choice] = []
-        stopped: list[int] = []  # here, which the engine does not know
+        stopped: list[int] = []  # by a stop string, which the engine does not know of
         for number, token in zip(report.numbers, report.tokens, strict=True):
             choice = self._choices.get(number)
             if choice is None:
-                continue  # ended, and the engine had not heard of it
+                continue  # it has ended, and the engine did not know yet
             detail = details.get(number)
             came.append(choice)
             try:
                 events = choice.take(token, detail)
                 if events:
                     choice.answer.outlet.write(events)
-            except Exception as error:  # this answer's trouble, and nobody else's
+            except Exception as error:  # only this answer fails
                 _log.error("an answer failed", exc_info=error)
                 told = f"the server failed on this answer: {type(error).__name__}: {error}"
                 choice.answer.fail(ApiError(500, told))
                 del self._choices[number]
                 self._send(wire.End([number], "abort"))
                 continue
-            if choice.ended is not None:
+            if choice.reason is not None:
                 choice.answer.choice_ended()
                 del self._choices[number]
                 if detail is None or detail.reason is None:
                     stopped.append(number)
         if stopped:
             self._send(wire.End(stopped, "stop"))
-        self._observer.tokens_came(came, now)
+        self._metrics.tokens_came(came, now)
 
     async def close(self) -> None:
         self._closing = True
         self.drain()
         if self._process is not None and self._process.is_alive():
             if self.ready is None:
-                self._process.kill()  # it is loading, and listens to nobody
+                self._process.kill()  # while it loads it reads no messages
             else:
                 self._send(wire.Shutdown())
         if self._task is not None:

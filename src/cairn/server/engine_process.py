@@ -198,7 +198,6 @@ class EngineLoop(Driver[int]):
             scores = request.prompt_logprobs
             start = wire.Start(
                 cached_tokens=request.cached_tokens,
-                queued_seconds=request.times.first_scheduled - request.times.arrival,
                 prompt_logprobs=[None, *scores] if request.prompt_scores == "top" else None,
             )
         if request.traced:

@@ -1,6 +1,6 @@
-"""Grammars that answers must follow: JSON, a JSON schema, calls of tools.
+"""Grammars that answers must follow: JSON, a JSON schema, tool calls.
 
-Written down in the API process, where a bad schema is refused; followed in the engine's. Both need
+The API process writes them and refuses bad schemas; the engine's process follows them. Both need
 llguidance, the `grammar` extra.
 """
 
@@ -10,42 +10,39 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cairn.server.api_error import ApiError
+from cairn.server.api_error import bad_request
 from cairn.server.schema import ChatRequest, Tool, ToolChoice
 from cairn.server.tools import BEGIN, END
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-# One way to write a value: a model that may add blanks can add them for ever.
+# No optional white space: a model could add it without end.
 _COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _LARGEST = 256 * 1024  # characters
 
 
 def chat_grammar(body: ChatRequest) -> str | None:
-    """What the request binds its answers to; None for free text."""
+    """The grammar that a request's answers must follow; None for free text."""
     written, param = _response_grammar(body), "response_format"
     tools = _tool_grammar(body)
     if tools is not None:
         if written is not None:
-            raise ApiError(
-                400,
+            raise bad_request(
+                "response_format",
                 "response_format and tools bind the answer in two ways; give one, or set "
                 "tool_choice to none",
-                param="response_format",
             )
         written, param = tools, "tools"
     if written is None:
         return None
     for name in ("ignore_eos", "min_tokens"):
         if getattr(body, name):
-            raise ApiError(
-                400, f"{name} does not go with {param}: the grammar says when it ends", param=name
+            raise bad_request(
+                name, f"{name} does not go with {param}: the grammar says when it ends"
             )
     if len(written) > _LARGEST:
-        raise ApiError(
-            400, f"{param} is {len(written)} characters long, at most {_LARGEST}", param=param
-        )
+        raise bad_request(param, f"{param} is {len(written)} characters long, at most {_LARGEST}")
     try:
         problem = _library().validate_grammar(written)
     except BaseException as error:  # a panic of the library is no Exception
@@ -53,7 +50,7 @@ def chat_grammar(body: ChatRequest) -> str | None:
             raise
         problem = str(error)
     if problem:
-        raise ApiError(400, f"{param} cannot be followed: {problem[:500]}", param=param)
+        raise bad_request(param, f"{param} cannot be followed: {problem[:500]}")
     return written
 
 
@@ -64,9 +61,7 @@ def _response_grammar(body: ChatRequest) -> str | None:
     if form.type == "json_object":
         return _json({"type": "object"})
     if form.json_schema.schema_ is None:
-        raise ApiError(
-            400, "response_format.json_schema.schema is missing", param="response_format"
-        )
+        raise bad_request("response_format", "response_format.json_schema.schema is missing")
     return _json(form.json_schema.schema_)
 
 
@@ -75,8 +70,8 @@ def _json(schema: dict[str, Any]) -> str:
         written = json.dumps(schema, allow_nan=False)
         return str(_library().grammar_from_json_schema(written, overrides=_COMPACT))
     except ValueError as error:
-        raise ApiError(
-            400, f"response_format cannot be followed: {error}", param="response_format"
+        raise bad_request(
+            "response_format", f"response_format cannot be followed: {error}"
         ) from error
 
 
@@ -84,33 +79,32 @@ def _tool_grammar(body: ChatRequest) -> str | None:
     choice = body.tool_choice
     if not body.tools:
         if choice not in (None, "none"):
-            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+            raise bad_request("tool_choice", "tool_choice needs tools")
         if body.parallel_tool_calls is not None:
-            raise ApiError(400, "parallel_tool_calls needs tools", param="parallel_tool_calls")
+            raise bad_request("parallel_tool_calls", "parallel_tool_calls needs tools")
         return None
     names = [tool.function.name for tool in body.tools]
     if len(set(names)) < len(names):
-        raise ApiError(400, "tools has two functions of the same name", param="tools")
+        raise bad_request("tools", "tools has two functions of the same name")
     if choice == "none":
         return None
     many = body.parallel_tool_calls is not False
     if isinstance(choice, ToolChoice):
         chosen = [tool for tool in body.tools if tool.function.name == choice.function.name]
         if not chosen:
-            raise ApiError(
-                400,
+            raise bad_request(
+                "tool_choice",
                 f"tool_choice names {choice.function.name!a}; tools has {', '.join(names)}",
-                param="tool_choice",
             )
         return _calls(chosen, "start: call")
     if choice == "required":
         return _calls(body.tools, 'start: call ("\\n" call)*' if many else "start: call")
-    # Free text, in which a call, once begun, is a whole one.
+    # Free text, in which a call that is begun must be completed.
     return _calls(body.tools, "start: said* TEXT" if many else "start: said | TEXT", free=True)
 
 
 def _calls(tools: Sequence[Tool], start: str, *, free: bool = False) -> str:
-    """`call` and `said`, a call with text in front of it, are what `start` is made of."""
+    """A grammar for calls. `start` refers to `call`, or to `said`, a call after free text."""
     lines = [start, "call: OPENING inner"]
     if free:
         lines = [start, "said: opened inner", "TEXT: /(.|\\n)*/"]
@@ -123,7 +117,7 @@ def _calls(tools: Sequence[Tool], start: str, *, free: bool = False) -> str:
 
 
 def _call(tool: Tool) -> str:
-    """After the opening tag."""
+    """The rule for a call of one tool, after the opening tag."""
     function = tool.function
     opening = f'\n{{"name": "{function.name}", "arguments": '
     schema = {**(function.parameters or {"type": "object"}), "x-guidance": _COMPACT}
@@ -131,7 +125,7 @@ def _call(tool: Tool) -> str:
     try:
         inner = json.dumps(schema, allow_nan=False)
     except ValueError as error:
-        raise ApiError(400, f"tools: {function.name}: {error}", param="tools") from error
+        raise bad_request("tools", f"tools: {function.name}: {error}") from error
     return f"{json.dumps(opening)} %json {inner} {json.dumps(closing)}"
 
 
@@ -139,10 +133,9 @@ def _library() -> type[LLMatcher]:
     try:
         from llguidance import LLMatcher
     except ModuleNotFoundError as error:
-        raise ApiError(
-            400,
+        raise bad_request(
+            "response_format",
             "response_format and tools need the package llguidance on the server: "
             "pip install 'cairn[grammar]'",
-            param="response_format",
         ) from error
     return LLMatcher

@@ -11,13 +11,13 @@ from llguidance import LLMatcher, LLTokenizer
 from cairn.errors import RequestError
 from cairn.text.tokenizer import Tokenizer
 
-_KEPT = 64  # grammars: the same schema comes again and again
+_CACHED = 64  # compiled grammars
 
 _log = logging.getLogger("cairn.server.engine")
 
 
 class Matchers:
-    """Makes a follower for each choice. Used from one thread, which may take its time."""
+    """Compiles grammars, and makes a follower for each choice. Used from one thread."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: frozenset[int]) -> None:
         if not ends:
@@ -28,7 +28,7 @@ class Matchers:
         self._tokens = LLTokenizer(
             tokenizer.fast.to_str(), n_vocab=vocab_size, eos_token=self._ends
         )
-        self._fresh = lru_cache(_KEPT)(self._compile)
+        self._fresh = lru_cache(_CACHED)(self._compile)
         only_ends = bytearray(-(-vocab_size // 8))
         for token in self._ends:
             only_ends[token // 8] |= 1 << token % 8
@@ -45,7 +45,7 @@ class Matchers:
 
 
 class Follower:
-    """A choice's place in its grammar. A grammar that becomes too much ends the text."""
+    """Where a choice is in its grammar. If the library fails, the text has to end."""
 
     def __init__(self, matcher: LLMatcher, only_ends: bytes) -> None:
         self._matcher = matcher
@@ -65,7 +65,7 @@ class Follower:
         return mask if any(mask) else self._only_ends
 
     def _advance(self, new: list[int]) -> bytes:
-        """Tokens allowed after the new ones; none if there is no way on."""
+        """Mask of the tokens allowed after the new ones; empty after a failure."""
         if new:
             self._matcher.consume_tokens(new)
         if self._matcher.is_error():

@@ -1,10 +1,10 @@
-"""What Prometheus is told: counted here, or by the engine, whose totals survive its restarts."""
+"""Prometheus metrics: counted here, or by the engine, whose totals survive its restarts."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import (
@@ -16,98 +16,96 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from cairn.server.answer import Answer, Choice
-from cairn.server.wire import Stats, Tier
+from cairn.server.wire import Stats
 
 _TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _TBT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _TOTAL = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
-# Totals of the engine: name, help, field.
-_COUNTED = (
-    ("cairn_engine_steps", "Steps of the engine.", "steps"),
-    ("cairn_computed_tokens", "Tokens whose KV was computed.", "computed_tokens"),
-    ("cairn_prefix_lookup_tokens", "Prompt tokens looked up in the cache.", "prompt_tokens"),
-    ("cairn_prefix_hit_tokens", "Prompt tokens found in the prefix cache.", "hit_tokens"),
-    ("cairn_evicted_pages", "Cached pages given up for others.", "evicted_pages"),
-    ("cairn_retractions", "Running requests sent back to wait for pages.", "retractions"),
-    ("cairn_aborted_requests", "Choices ended before their time.", "aborted"),
-    ("cairn_read_pages", "Pages that sparse layers read for generated tokens.", "read_pages"),
-    ("cairn_held_pages", "Pages that were there to be read.", "held_pages"),
+# Totals of the engine: name, help, label, and the field of Stats for each value of the label.
+_TOTALS = (
+    ("engine_steps", "Steps of the engine.", "", {"": "steps"}),
+    ("computed_tokens", "Tokens whose KV was computed.", "", {"": "computed_tokens"}),
+    ("prefix_lookup_tokens", "Prompt tokens looked up in the cache.", "", {"": "prompt_tokens"}),
+    ("prefix_hit_tokens", "Prompt tokens found in the prefix cache.", "", {"": "hit_tokens"}),
+    ("evicted_pages", "Cached pages evicted to make room.", "", {"": "evicted_pages"}),
+    ("retractions", "Running requests sent back to wait for pages.", "", {"": "retractions"}),
+    ("aborted_requests", "Choices ended before their time.", "", {"": "aborted"}),
+    ("read_pages", "Pages that sparse layers read for generated tokens.", "", {"": "read_pages"}),
+    ("held_pages", "Pages that were there to be read.", "", {"": "held_pages"}),
+    (
+        "step_seconds",
+        "Host time of steps: the engine's, and text, which another process makes.",
+        "part",
+        {
+            "scheduler": "scheduler_seconds",
+            "model": "model_seconds",
+            "messages": "message_seconds",
+            "text": "text_seconds",
+        },
+    ),
+    (
+        "kernel_compilations",
+        "Kernels compiled or loaded from disk, before the engine was ready and since then.",
+        "phase",
+        {"start": "start_compilations", "serving": "serving_compilations"},
+    ),
 )
-# Totals by part: of a step's time that the engine measures (text is measured here), and kernels.
-_SECONDS = {
-    "scheduler": "scheduler_seconds",
-    "model": "model_seconds",
-    "messages": "message_seconds",
-}
-_COMPILATIONS = {"start": "start_compilations", "serving": "serving_compilations"}
-# Totals of the host tier: name, help, label, and the field of each of its values.
+# Likewise of the host tier.
 _TIER = (
     (
-        "cairn_tier_reads",
+        "tier_reads",
         "Slices of pages that were selected, by where they were found.",
         "place",
         {"resident": "resident", "hot": "hits", "host": "misses"},
     ),
     (
-        "cairn_tier_bytes",
+        "tier_bytes",
         "Bytes between host and device.",
         "direction",
         {"in": "bytes_in", "out": "bytes_out"},
     ),
-    ("cairn_tier_stall_seconds", "Time spent waiting for copies.", "", {"": "stall_seconds"}),
+    ("tier_stall_seconds", "Time spent waiting for copies.", "", {"": "stall_seconds"}),
 )
 
 
 class Metrics(Collector):
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        registry = self.registry = CollectorRegistry()
         self.stats: Stats | None = None
         self._before: dict[str, float] = {}  # totals of engines that are gone
-        self.ready = Gauge(
-            "cairn_ready", "1 while the engine takes requests.", registry=self.registry
-        )
-        self._lost = Counter(
-            "cairn_engine_lost", "Engines that died or got stuck.", registry=self.registry
-        )
-        self.http = Counter(
-            "cairn_http_requests",
-            "HTTP requests by route and status.",
-            ("path", "status"),
-            registry=self.registry,
-        )
-        self.prompt_tokens = Counter(
-            "cairn_prompt_tokens", "Prompt tokens of answered choices.", registry=self.registry
-        )
-        self.generated_tokens = Counter(
-            "cairn_generated_tokens", "Tokens given to clients.", registry=self.registry
-        )
-        self.finished = Counter(
-            "cairn_choices", "Choices by how they ended.", ("reason",), registry=self.registry
-        )
-        self.ttft = Histogram(
-            "cairn_time_to_first_token_seconds",
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"cairn_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"cairn_{name}", text, buckets=buckets, registry=registry)
+
+        self.ready = Gauge("cairn_ready", "1 while the engine takes requests.", registry=registry)
+        self.http = counter("http_requests", "HTTP requests by route and status.", "path", "status")
+        self._lost = counter("engine_lost", "Engines that died or got stuck.")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of answered choices.")
+        self._generated_tokens = counter("generated_tokens", "Tokens given to clients.")
+        self._finished = counter("choices", "Choices by how they ended.", "reason")
+        self._ttft = histogram(
+            "time_to_first_token_seconds",
             "From the arrival of a request to its first token.",
-            buckets=_TTFT,
-            registry=self.registry,
+            _TTFT,
         )
-        # Every token comes by here: numbers of our own, which cost a tenth of a Histogram.
+        self._duration = histogram(
+            "answer_seconds", "From the arrival of a request to its last token.", _TOTAL
+        )
+        # Updated for every token, so plain numbers: they cost a tenth of a Histogram.
         self._gaps = [0] * (len(_TBT) + 1)
         self._gap_seconds = 0.0
         self._text_seconds = 0.0
-        self.duration = Histogram(
-            "cairn_answer_seconds",
-            "From the arrival of a request to its last token.",
-            buckets=_TOTAL,
-            registry=self.registry,
-        )
-        self.registry.register(self)
+        registry.register(self)
 
-    # -- told by the engine's client ----------------------------------------------------------
+    # -- called by the engine's client --------------------------------------------------------
 
     def tokens_came(self, choices: Sequence[Choice], now: float) -> None:
-        """One token for each of these choices."""
-        self.generated_tokens.inc(len(choices))
+        """Count one token for each of these choices."""
+        self._generated_tokens.inc(len(choices))
         for choice in choices:
             last = choice.last_token
             choice.last_token = now
@@ -117,7 +115,7 @@ class Metrics(Collector):
                 continue
             if choice.answer.first_token is None:
                 choice.answer.first_token = now
-            self.ttft.observe(now - choice.answer.arrival)
+            self._ttft.observe(now - choice.answer.arrival)
 
     def text_took(self, seconds: float) -> None:
         self._text_seconds += seconds
@@ -125,45 +123,30 @@ class Metrics(Collector):
     def engine_lost(self, last: Stats | None) -> None:
         self.stats = None
         self._lost.inc()
-        if last is not None:
-            for name, value in _totals(last).items():
-                self._before[name] = self._before.get(name, 0) + value
+        for name, value in _totals(last).items():
+            self._before[name] = self._before.get(name, 0) + value
 
     def answered(self, answer: Answer) -> None:
         for choice in answer.choices:
-            reason = "abort" if choice.ended is None else choice.ended.reason
-            self.finished.labels(reason).inc()
-            if choice.ended is not None:
-                self.prompt_tokens.inc(choice.ended.prompt_tokens)
+            self._finished.labels(choice.reason or "abort").inc()
+            if choice.reason is not None:
+                self._prompt_tokens.inc(choice.prompt_tokens)
         if not answer.open:
             last = max(choice.last_token or 0.0 for choice in answer.choices)
-            self.duration.observe(last - answer.arrival)
+            self._duration.observe(last - answer.arrival)
 
-    # -- told to Prometheus -------------------------------------------------------------------
+    # -- called by Prometheus -----------------------------------------------------------------
 
     def collect(self) -> Iterator[Metric]:
         stats = self.stats
-        totals = {} if stats is None else _totals(stats)
-        for name, text, field in _COUNTED:
-            value = totals.get(field, 0) + self._before.get(field, 0)
-            yield CounterMetricFamily(name, text, value)
-        seconds = CounterMetricFamily(
-            "cairn_step_seconds",
-            "Host time of steps: the engine's, and text, which another process makes.",
-            labels=("part",),
-        )
-        for part, field in _SECONDS.items():
-            seconds.add_metric((part,), totals.get(field, 0) + self._before.get(field, 0))
-        seconds.add_metric(("text",), self._text_seconds)
-        yield seconds
-        compiled = CounterMetricFamily(
-            "cairn_kernel_compilations",
-            "Kernels compiled or loaded from disk, before the engine was ready and since then.",
-            labels=("phase",),
-        )
-        for phase, field in _COMPILATIONS.items():
-            compiled.add_metric((phase,), totals.get(field, 0) + self._before.get(field, 0))
-        yield compiled
+        totals = {**_totals(stats), "text_seconds": self._text_seconds}
+        tier = None if stats is None else stats.tier
+        for name, text, label, fields in _TOTALS if tier is None else (*_TOTALS, *_TIER):
+            family = CounterMetricFamily(f"cairn_{name}", text, labels=(label,) if label else ())
+            for value, field in fields.items():
+                total = totals.get(field, 0) + self._before.get(field, 0)
+                family.add_metric((value,) if label else (), total)
+            yield family
         yield self._time_between_tokens()
         running, waiting = (0, 0) if stats is None else (stats.running, stats.waiting)
         yield GaugeMetricFamily("cairn_running_requests", "Choices in the batch.", running)
@@ -173,7 +156,12 @@ class Metrics(Collector):
             for state in ("free", "cached", "owned"):
                 pages.add_metric((group.group, state), getattr(group, state))
         yield pages
-        yield from self._collect_tier(None if stats is None else stats.tier, totals)
+        if tier is not None:
+            text = "Pages of host memory by state."
+            held = GaugeMetricFamily("cairn_tier_pages", text, labels=("state",))
+            for state, count in tier.pages.items():
+                held.add_metric((state,), count)
+            yield held
 
     def _time_between_tokens(self) -> Metric:
         counted, buckets = 0, []
@@ -187,32 +175,14 @@ class Metrics(Collector):
             sum_value=self._gap_seconds,
         )
 
-    def _collect_tier(self, tier: Tier | None, totals: dict[str, float]) -> Iterator[Metric]:
-        if tier is None:
-            return
-        pages = GaugeMetricFamily(
-            "cairn_tier_pages", "Pages of host memory by state.", labels=("state",)
-        )
-        for state, count in tier.pages.items():
-            pages.add_metric((state,), count)
-        yield pages
-        for name, text, label, fields in _TIER:
-            family = CounterMetricFamily(name, text, labels=(label,) if label else ())
-            for value, field in fields.items():
-                key = f"tier.{field}"
-                total = totals.get(key, 0) + self._before.get(key, 0)
-                family.add_metric((value,) if label else (), total)
-            yield family
-
     def write(self) -> bytes:
         return generate_latest(self.registry)
 
 
-def _totals(stats: Stats) -> dict[str, float]:
-    names: Iterable[str] = [field for _, _, field in _COUNTED]
-    split = (*_SECONDS.values(), *_COMPILATIONS.values())
-    totals = {name: getattr(stats, name) for name in (*names, *split)}
-    if stats.tier is not None:
-        moved = [field for *_, fields in _TIER for field in fields.values()]
-        totals |= {f"tier.{field}": getattr(stats.tier, field) for field in moved}
-    return totals
+def _totals(stats: Stats | None) -> dict[str, float]:
+    """The engine's totals by field."""
+    found: dict[str, float] = {}
+    for source, table in ((stats, _TOTALS), (stats and stats.tier, _TIER)):
+        for *_, fields in table if source is not None else ():
+            found |= {field: getattr(source, field, 0) for field in fields.values()}
+    return found

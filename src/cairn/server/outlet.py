@@ -1,4 +1,4 @@
-"""Sends a stream's events as they are made, from whatever makes them."""
+"""Sends a stream's events to its connection without a task for each stream."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from starlette.types import Message, Send
 
 
 class Outlet:
-    """Events go to the ASGI server at once, as long as that does not have to wait.
+    """Sends events at once, as long as the ASGI server does not have to wait.
 
-    A coroutine that sends is run here up to where it would wait, which for a client that reads is
-    its end. For one that does not read, a task waits, and what comes meanwhile is sent in one piece
-    behind it. So a step of many streams costs no wake-up of many tasks.
+    The coroutine that sends is run here until it would wait. For a client that reads, that is its
+    end. For a client that does not read, a task waits; events that come meanwhile are sent together
+    after it. So a step of many streams does not wake many tasks.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Outlet:
         self._task: asyncio.Task[None] | None = None
 
     def open(self, send: Send) -> None:
-        """Send what has been written so far, and from now on at once."""
+        """Send what has been written so far; from now on events are sent at once."""
         self._send = send
         if self._waiting:
             data = b"".join(self._waiting)
@@ -48,7 +48,7 @@ class Outlet:
             await self._task
 
     def close(self) -> None:
-        """Nobody reads any more: send nothing more."""
+        """Drop what is not sent yet."""
         if self._task is not None:
             self._task.cancel()
         self._send = None
@@ -69,7 +69,7 @@ def _body(data: bytes) -> Message:
 
 @coroutine
 def _resume(started: Coroutine[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
-    """Go on with a coroutine that waits for a future, in a task."""
+    """Continue, in a task, a coroutine that waits for a future."""
     try:
         yield awaited
     except BaseException:

@@ -1,4 +1,4 @@
-"""From a request's bytes to its fields; errors name the field."""
+"""Parses request bodies; errors name the field."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from cairn.server.api_error import ApiError
+from cairn.server.api_error import ApiError, bad_request
 
 B = TypeVar("B", bound=BaseModel)
 
-_TOLD = 3  # errors told at once
-_SMALL = 64 * 1024  # bytes; not worth counting
+_REPORTED = 3  # errors in one response
+_SMALL = 64 * 1024  # bytes of a body that need not be checked
 _MOST_STRINGS, _MOST_CONTAINERS, _MOST_VALUES = 50_000, 20_000, 1_000_000
 _LONGEST = 300  # characters of an error
 
@@ -32,9 +32,9 @@ async def read_body(request: Request, kind: type[B]) -> B:
 
 
 def _check_size(body: bytes) -> None:
-    """Many small values take long to check, and meanwhile nobody's tokens are sent.
+    """Refuse bodies of very many small values: validating them would delay all streams.
 
-    Counts them in a few passes at the speed of memory; texts count as one, however long.
+    A few fast passes count them. A string counts as one, however long.
     """
     if len(body) <= _SMALL:
         return
@@ -53,17 +53,17 @@ def _check_count(name: str, count: int, most: int) -> None:
 
 def _refusal(error: ValidationError) -> ApiError:
     problems = error.errors(include_url=False, include_context=False, include_input=False)
-    told = []
-    for problem in problems[:_TOLD]:
-        where = ".".join(str(part) for part in problem["loc"])
+    messages = []
+    for problem in problems[:_REPORTED]:
+        where = ".".join(map(str, problem["loc"])) or "the body"
         what = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "extra_forbidden":
             what = "this field is not known here"
-        told.append(f"{where}: {what}"[:_LONGEST] if where else f"the body: {what}"[:_LONGEST])
-    if len(problems) > _TOLD:
-        told.append(f"and {len(problems) - _TOLD} more")
+        messages.append(f"{where}: {what}"[:_LONGEST])
+    if len(problems) > _REPORTED:
+        messages.append(f"and {len(problems) - _REPORTED} more")
     first = problems[0]["loc"]
-    return ApiError(400, "; ".join(told), param=_path(first) if first else None)
+    return bad_request(_path(first) if first else None, "; ".join(messages))
 
 
 def _path(parts: tuple[int | str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Running the server: uvicorn in this process, until a signal or the engine's failure ends it."""
+"""Runs the server: uvicorn in this process, until a signal or an engine that cannot start."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import uvicorn
 import uvloop
 
 from cairn.config import EngineConfig
-from cairn.errors import CairnError, ConfigError
+from cairn.errors import ConfigError
+from cairn.server.middleware import RequestLog
 from cairn.server.options import ServeConfig
 from cairn.server.service import Service
-from cairn.server.shell import RequestLog
 
 _BACKLOG = 2048
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
-_AFTER_DRAIN = 5  # seconds to tell clients that it was not enough
+_AFTER_DRAIN = 5  # seconds to send errors for what is not complete
 
 _log = logging.getLogger("cairn.server")
 
@@ -40,11 +40,10 @@ async def _serve(
 ) -> None:
     service = Service(engine, serve)
     service.start()
-    await asyncio.sleep(0)  # the engine's process is there now
-    failure: list[CairnError] = []
-    starting = None
+    starting = asyncio.create_task(service.started())
+    await asyncio.sleep(0)  # let the engine's process start
     try:
-        # Not at the top: the engine's process imports meanwhile what takes it seconds.
+        # Imported here because it takes long, and the engine's process now loads meanwhile.
         from cairn.server.app import build_app
 
         config = uvicorn.Config(
@@ -55,29 +54,20 @@ async def _serve(
             timeout_graceful_shutdown=int(serve.drain_timeout) + _AFTER_DRAIN,
         )
         server = _Server(config, service, serve.drain_timeout)
-        starting = asyncio.create_task(_start(service, server, serve, listening, failure))
-        await server.serve([listening])
+        serving = asyncio.create_task(server.serve([listening]))
+        await asyncio.wait({starting, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done() and starting.exception() is None:
+            _announce(service, serve, listening)
+        server.should_exit |= starting.done() and starting.exception() is not None
+        await serving
     finally:
-        if starting is not None:
-            starting.cancel()
+        starting.cancel()
         await service.close()
-    if failure:
-        raise failure[0]
+    if starting.done() and not starting.cancelled():
+        starting.result()  # raises if the engine cannot be started
 
 
-async def _start(
-    service: Service,
-    server: uvicorn.Server,
-    serve: ServeConfig,
-    listening: socket.socket,
-    failure: list[CairnError],
-) -> None:
-    try:
-        await service.started()
-    except CairnError as error:
-        failure.append(error)
-        server.should_exit = True
-        return
+def _announce(service: Service, serve: ServeConfig, listening: socket.socket) -> None:
     assert service.client.ready is not None
     for note in service.client.ready.notes:
         _log.info("%s", note)
@@ -92,7 +82,7 @@ async def _start(
 
 
 class _Server(uvicorn.Server):
-    """Drains on a signal: no new requests, time for those under way, then errors for the rest."""
+    """Drains on a signal: refuses new requests, lets open ones complete, then fails the rest."""
 
     def __init__(self, config: uvicorn.Config, service: Service, drain_timeout: float) -> None:
         super().__init__(config)
@@ -101,7 +91,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn's own raises the signal again at the end, before the engine is stopped."""
+        """uvicorn's own version raises the signal again before the engine is stopped."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._drain, number)
@@ -120,7 +110,7 @@ class _Server(uvicorn.Server):
 
 
 def _listen(serve: ServeConfig) -> socket.socket:
-    """Bound before the model is loaded: a taken port is known at once, /health answers early."""
+    """Listen before the model is loaded: a port in use is an error at once, /health answers."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             serve.host, serve.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -9,7 +9,7 @@ from typing import Any
 
 from cairn.engine.sampling_params import SamplingParams
 from cairn.errors import RequestError
-from cairn.server.api_error import ApiError, refusal
+from cairn.server.api_error import bad_request, refusal
 from cairn.server.schema import ChatRequest, CompletionRequest, Sampling
 
 # Fields that have the same meaning in a body and in SamplingParams.
@@ -23,11 +23,10 @@ def completion_params(
     """`room` is the number of tokens that the context has left for the answer to the longest
     prompt. `defaults` are the model's own."""
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise ApiError(
-            400,
+        raise bad_request(
+            "best_of",
             f"best_of is {body.best_of} and n is {body.n or 1}; this server does not rank answers, "
             "so that they must be equal: leave best_of out",
-            param="best_of",
         )
     prompt_logprobs = body.logprobs if body.echo else None
     length = body.max_tokens or min(_COMPLETION_TOKENS, room)
@@ -36,13 +35,12 @@ def completion_params(
 
 def chat_params(body: ChatRequest, room: int, defaults: Mapping[str, Any]) -> SamplingParams:
     if body.max_tokens is not None and body.max_completion_tokens is not None:
-        raise ApiError(
-            400,
+        raise bad_request(
+            "max_tokens",
             "max_tokens and max_completion_tokens mean the same; give max_completion_tokens only",
-            param="max_tokens",
         )
     if body.top_logprobs is not None and not body.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+        raise bad_request("top_logprobs", "top_logprobs needs logprobs to be true")
     length = body.max_completion_tokens or body.max_tokens or room
     return _make(body, defaults, length, (body.top_logprobs or 0) if body.logprobs else None)
 
@@ -55,7 +53,7 @@ def _make(
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
+        raise bad_request("stream_options", "stream_options needs stream to be true")
     given = {name: value for name in _COPIED if (value := getattr(body, name)) not in (None, "")}
     if body.logit_bias:
         given["logit_bias"] = {_token(key): value for key, value in body.logit_bias.items()}
@@ -72,7 +70,5 @@ def _make(
 
 def _token(key: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", key):
-        raise ApiError(
-            400, f"logit_bias has the key {key!a}; keys are token ids", param="logit_bias"
-        )
+        raise bad_request("logit_bias", f"logit_bias has the key {key!a}; keys are token ids")
     return int(key)

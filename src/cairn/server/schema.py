@@ -6,6 +6,7 @@ fields are refused too. Ranges that `SamplingParams` checks better are left to i
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -26,6 +27,9 @@ Count = Annotated[int, Field(ge=1, le=_MAX_INT)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Label = Annotated[str, Field(max_length=512)]
+OptBool = bool | None
+OptStr = str | None
+OptDict = dict[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class _Only:
     def __get_pydantic_json_schema__(
         self, core: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        values = " or ".join(map(repr, self.allowed))
+        values = " or ".join(map(json.dumps, self.allowed))
         text = f"Only {values}: {self.reason}." if values else f"Refused: {self.reason}."
         return {**handler(core), "description": text}
 
@@ -64,9 +68,9 @@ class _Strict(BaseModel):
 
 class StreamOptions(_Strict):
     include_usage: bool | None = Field(None, description="Send a last chunk with the usage.")
-    include_obfuscation: Annotated[
-        bool | None, _only("this server does not pad its chunks", False)
-    ] = None
+    include_obfuscation: Annotated[OptBool, _only("this server does not pad its chunks", False)] = (
+        None
+    )
 
 
 class CairnOptions(_Strict):
@@ -105,17 +109,13 @@ class Sampling(_Strict):
     )
     cairn: CairnOptions | None = None
     # sglang-router writes these into every request that it forwards.
-    skip_special_tokens: Annotated[bool | None, _only("special tokens have no text here", True)] = (
-        None
-    )
-    no_stop_trim: Annotated[bool | None, _only("an answer ends before its stop string", False)] = (
-        None
-    )
+    skip_special_tokens: Annotated[OptBool, _only("special tokens have no text here", True)] = None
+    no_stop_trim: Annotated[OptBool, _only("an answer ends before its stop string", False)] = None
     return_hidden_states: Annotated[
-        bool | None, _only("this server returns no hidden states", False)
+        OptBool, _only("this server returns no hidden states", False)
     ] = None
     continue_final_message: Annotated[
-        bool | None, _only("an answer is always a new message", False)
+        OptBool, _only("an answer is always a new message", False)
     ] = None
     separate_reasoning: bool | None = Field(None, description="Changes nothing: all is content.")
     stream_reasoning: bool | None = Field(None, description="Changes nothing: all is content.")
@@ -139,7 +139,7 @@ class CompletionRequest(Sampling):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     max_tokens: Count | None = Field(None, description="16 by default.")
     suffix: Annotated[
-        str | None, _only("this server does not insert text between a prompt and a suffix", "")
+        OptStr, _only("this server does not insert text between a prompt and a suffix", "")
     ] = None
 
 
@@ -173,11 +173,9 @@ class AssistantMessage(_Strict):
     content: Content | None = None
     name: str | None = Field(None, max_length=64)
     tool_calls: list[ToolCall] | None = None
-    refusal: Annotated[str | None, _only("refusals are not used", "")] = None
-    audio: Annotated[dict[str, Any] | None, _only("this server has text only")] = None
-    function_call: Annotated[
-        dict[str, Any] | None, _only("function_call is superseded by tool_calls")
-    ] = None
+    refusal: Annotated[OptStr, _only("refusals are not used", "")] = None
+    audio: Annotated[OptDict, _only("this server has text only")] = None
+    function_call: Annotated[OptDict, _only("function_call is superseded by tool_calls")] = None
     annotations: Annotated[list[Any] | None, _only("annotations are not used", [])] = None
 
 
@@ -253,24 +251,16 @@ class ChatRequest(Sampling):
         None, description="Goes to the request log: one cache serves everybody."
     )
     prompt_cache_retention: Annotated[
-        str | None, _only("prefixes are cached in memory, as long as there is room", "in_memory")
+        OptStr, _only("prefixes are cached in memory, as long as there is room", "in_memory")
     ] = None
-    store: Annotated[bool | None, _only("this server stores no completions", False)] = None
-    service_tier: Annotated[str | None, _only("this server has one tier", "auto", "default")] = None
+    store: Annotated[OptBool, _only("this server stores no completions", False)] = None
+    service_tier: Annotated[OptStr, _only("this server has one tier", "auto", "default")] = None
     modalities: Annotated[list[str] | None, _only("this server has text only", ["text"])] = None
-    audio: Annotated[dict[str, Any] | None, _only("this server has text only")] = None
-    prediction: Annotated[dict[str, Any] | None, _only("predicted outputs are not supported")] = (
-        None
-    )
-    reasoning_effort: Annotated[str | None, _only("this server's models have no such switch")] = (
-        None
-    )
-    verbosity: Annotated[
-        str | None, _only("this server's models have no such switch", "medium")
-    ] = None
-    web_search_options: Annotated[dict[str, Any] | None, _only("this server searches nothing")] = (
-        None
-    )
+    audio: Annotated[OptDict, _only("this server has text only")] = None
+    prediction: Annotated[OptDict, _only("predicted outputs are not supported")] = None
+    reasoning_effort: Annotated[OptStr, _only("this server's models have no such switch")] = None
+    verbosity: Annotated[OptStr, _only("this server's models have no such switch", "medium")] = None
+    web_search_options: Annotated[OptDict, _only("this server searches nothing")] = None
     functions: Annotated[list[Any] | None, _only("functions is superseded by tools")] = None
     function_call: Annotated[
         str | dict[str, Any] | None, _only("function_call is superseded by tool_choice")

@@ -1,4 +1,4 @@
-"""Between HTTP and the engine: checks a request, tokenises it, submits it, and cleans up after."""
+"""Checks a request, tokenises it, submits it to the engine, and cleans up after it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import gc
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -18,16 +18,15 @@ from cairn.engine.locate import locate, sampling_defaults
 from cairn.engine.sampling_params import SamplingParams
 from cairn.server import wire
 from cairn.server.answer import Answer, Choice
-from cairn.server.api_error import ApiError
+from cairn.server.api_error import ApiError, bad_request
 from cairn.server.chat_input import template_messages
 from cairn.server.engine_client import EngineClient, Health
-from cairn.server.events import Generated
-from cairn.server.formats import ChatFormat, CompletionFormat, PageTexts
-from cairn.server.gate import Gate
+from cairn.server.formats import ChatFormat, CompletionFormat, Format, TokenTexts
+from cairn.server.generated import GeneratedResponse
 from cairn.server.grammar import chat_grammar
 from cairn.server.metrics import Metrics
+from cairn.server.middleware import Record
 from cairn.server.options import ServeConfig
-from cairn.server.record import Record
 from cairn.server.sampling import chat_params, completion_params
 from cairn.server.schema import (
     ChatMessage,
@@ -37,7 +36,6 @@ from cairn.server.schema import (
     TokenizeRequest,
 )
 from cairn.server.text_threads import TextThreads
-from cairn.server.token_text import TokenTexts
 from cairn.text.detokenizer import Detokenizer
 from cairn.text.load import load_tokenizer
 
@@ -48,11 +46,11 @@ class Service:
     def __init__(self, engine: EngineConfig, serve: ServeConfig) -> None:
         self.metrics = Metrics()
         self.client = EngineClient(engine, serve, self.metrics)
-        self.gate = Gate(serve.max_concurrent_requests)
         self.model = serve.served_model_name or engine.model.rstrip("/").rpartition("/")[2]
         self.created = int(time.time())
         self._engine_config = engine
         self._serve = serve
+        self._held = 0  # choices from when their request is read to when it is answered
         self._text: TextThreads | None = None
         self._defaults: dict[str, Any] = {}
         self._token_texts = TokenTexts(None)
@@ -60,25 +58,17 @@ class Service:
     # -- starting and stopping ----------------------------------------------------------------
 
     def start(self) -> None:
-        """Have the engine's process started."""
+        """Start the engine's process."""
         self.client.start()
 
     async def started(self) -> None:
-        """Returns when there is something to serve, raises if there never will be."""
-        ready = asyncio.create_task(self.client.became_ready.wait())
-        failed = asyncio.create_task(self.client.failed.wait())
-        try:
-            await asyncio.wait({ready, failed}, return_when=asyncio.FIRST_COMPLETED)
-            if self.client.failure is not None:
-                raise self.client.failure
-            # The engine's process has fetched what had to be fetched.
-            source = await asyncio.to_thread(locate, self._engine_config)
-            tokenizer = await asyncio.to_thread(load_tokenizer, source)
-            self._defaults = sampling_defaults(source)
-        finally:
-            ready.cancel()
-            failed.cancel()
-        # What is there now stays: the collector need not go through it again and again.
+        """Returns when the server is ready, raises if the engine cannot be started."""
+        await self.client.loaded()
+        # The engine's process has downloaded the model, if that was needed.
+        source = await asyncio.to_thread(locate, self._engine_config)
+        tokenizer = await asyncio.to_thread(load_tokenizer, source)
+        self._defaults = sampling_defaults(source)
+        # What exists now stays: the garbage collector need not visit it again.
         gc.freeze()
         self._token_texts = TokenTexts(tokenizer)
         self._text = TextThreads(tokenizer, self._serve.tokenizer_threads)
@@ -87,7 +77,7 @@ class Service:
         self.client.drain()
 
     def give_up(self) -> None:
-        """Answers that are not complete when the time to drain is over."""
+        """End the answers that are not complete when the time to drain is over."""
         self.client.fail_all(
             ApiError(503, "the server is stopping; send it again later", code="stopping")
         )
@@ -104,8 +94,13 @@ class Service:
             return Health("loading", "the tokenizer is being read")
         return health
 
+    @property
+    def max_tokens(self) -> int | None:
+        """Of a request, prompt and output. None until the model is loaded."""
+        return None if self.client.ready is None else self.client.ready.max_tokens
+
     def summary(self) -> dict[str, Any]:
-        """What the page's gauges show."""
+        """The numbers that the web page shows."""
         ready, stats = self.client.ready, self.client.stats
         return {
             "status": self.health.state,
@@ -124,93 +119,6 @@ class Service:
             raise ApiError(503, "the server is loading the model", code="loading", retry_after=5)
         return self._text
 
-    # -- generating ---------------------------------------------------------------------------
-
-    def complete(self, body: CompletionRequest) -> Generated:
-        return Generated(partial(self._open_completion, body), self._serve.request_timeout)
-
-    def chat(self, body: ChatRequest) -> Generated:
-        return Generated(partial(self._open_chat, body), self._serve.request_timeout)
-
-    @asynccontextmanager
-    async def _open_completion(
-        self, body: CompletionRequest, record: Record
-    ) -> AsyncIterator[Answer]:
-        prompts = _prompts(body)
-        text = self._begin(body, record)
-        if body.echo and body.stream and body.logprobs is not None:
-            raise ApiError(
-                400,
-                "echo with logprobs cannot be streamed: the prompt's scores come last; leave "
-                "stream out",
-                param="echo",
-            )
-        if body.traced and len(prompts) > 1:
-            raise ApiError(400, "cairn.trace works with one prompt at a time", param="cairn")
-        choices = body.n or 1
-        with self.gate.hold(choices * len(prompts)):
-            ids = [
-                await text.encode(prompt) if isinstance(prompt, str) else prompt
-                for prompt in prompts
-            ]
-            params = completion_params(body, self._room(ids), self._defaults)
-            echo = None
-            if body.echo:
-                echo = [
-                    prompt if isinstance(prompt, str) else await text.decode(prompt)
-                    for prompt in prompts
-                ]
-            answer_id = f"cmpl-{secrets.token_hex(12)}"
-            form = CompletionFormat(
-                answer_id,
-                self.model,
-                choices * len(prompts),
-                self._token_texts,
-                prompts=len(prompts),
-                echo=echo,
-                pages=await self._pages(ids[0]) if body.traced else None,
-                **_stream(body),
-            )
-            async with self._submit(body, record, ids, params, form, None) as answer:
-                yield answer
-
-    @asynccontextmanager
-    async def _open_chat(self, body: ChatRequest, record: Record) -> AsyncIterator[Answer]:
-        text = self._begin(body, record)
-        for name in _LOGGED:
-            if (value := getattr(body, name)) is not None:
-                record.told[name] = value
-        tools = None if body.tool_choice == "none" else body.tools
-        with self.gate.hold(body.n or 1):
-            grammar = await text.run(lambda: chat_grammar(body))
-            ids = [await self._encode_chat(text, body.messages, tools)]
-            params = chat_params(body, self._room(ids), self._defaults)
-            answer_id = f"chatcmpl-{secrets.token_hex(12)}"
-            form = ChatFormat(
-                answer_id,
-                self.model,
-                body.n or 1,
-                self._token_texts,
-                tools=bool(tools),
-                pages=await self._pages(ids[0]) if body.traced else None,
-                **_stream(body),
-            )
-            async with self._submit(body, record, ids, params, form, grammar) as answer:
-                yield answer
-
-    async def _encode_chat(
-        self, text: TextThreads, messages: Sequence[ChatMessage], tools: Any = None
-    ) -> list[int]:
-        template = text.need("chat").template
-        rendered, listed = template_messages(messages, tools, template.source if template else "")
-        return await text.encode_chat(rendered, listed)
-
-    def _begin(self, body: Sampling, record: Record) -> TextThreads:
-        if body.user is not None:
-            record.told["user"] = body.user
-        self.check_model(body.model)
-        return self.text()
-
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model:
             raise ApiError(
@@ -220,8 +128,82 @@ class Service:
                 code="model_not_found",
             )
 
+    @contextmanager
+    def _hold(self, count: int = 1) -> Iterator[None]:
+        """Count choices against max_concurrent_requests."""
+        limit = self._serve.max_concurrent_requests
+        if self._held + count > limit:
+            raise ApiError(
+                429,
+                f"{self._held} choices are being answered or wait, {count} more are asked for and "
+                f"max_concurrent_requests is {limit}; send it again later",
+                code="too_many_requests",
+                retry_after=1,
+            )
+        self._held += count
+        try:
+            yield
+        finally:
+            self._held -= count
+
+    # -- generating ---------------------------------------------------------------------------
+
+    def complete(self, body: CompletionRequest) -> GeneratedResponse:
+        return GeneratedResponse(partial(self._complete, body), self._serve.request_timeout)
+
+    def chat(self, body: ChatRequest) -> GeneratedResponse:
+        return GeneratedResponse(partial(self._chat, body), self._serve.request_timeout)
+
+    @asynccontextmanager
+    async def _complete(self, body: CompletionRequest, record: Record) -> AsyncIterator[Answer]:
+        prompts = _prompts(body)
+        text = self._begin(body, record)
+        if body.echo and body.stream and body.logprobs is not None:
+            raise bad_request(
+                "echo",
+                "echo with logprobs cannot be streamed: the prompt's scores come last; leave "
+                "stream out",
+            )
+        if body.traced and len(prompts) > 1:
+            raise bad_request("cairn", "cairn.trace works with one prompt at a time")
+        with self._hold((body.n or 1) * len(prompts)):
+            ids = [await text.encode(p) if isinstance(p, str) else p for p in prompts]
+            params = completion_params(body, self._room(ids), self._defaults)
+            echo = None
+            if body.echo:
+                echo = [p if isinstance(p, str) else await text.decode(p) for p in prompts]
+            form = partial(CompletionFormat, f"cmpl-{secrets.token_hex(12)}", echo=echo)
+            async with self._answer(body, record, ids, params, form) as answer:
+                yield answer
+
+    @asynccontextmanager
+    async def _chat(self, body: ChatRequest, record: Record) -> AsyncIterator[Answer]:
+        text = self._begin(body, record)
+        tools = None if body.tool_choice == "none" else body.tools
+        with self._hold(body.n or 1):
+            grammar = await text.run(lambda: chat_grammar(body))
+            ids = [await self._encode_chat(text, body.messages, tools)]
+            params = chat_params(body, self._room(ids), self._defaults)
+            form = partial(ChatFormat, f"chatcmpl-{secrets.token_hex(12)}", tools=bool(tools))
+            async with self._answer(body, record, ids, params, form, grammar) as answer:
+                yield answer
+
+    def _begin(self, body: Sampling, record: Record) -> TextThreads:
+        for name in _LOGGED:
+            if (value := getattr(body, name, None)) is not None:
+                record.client_fields[name] = value
+        self.check_model(body.model)
+        return self.text()
+
+    async def _encode_chat(
+        self, text: TextThreads, messages: Sequence[ChatMessage], tools: Any = None
+    ) -> list[int]:
+        template = text.need("chat").template
+        rendered, listed = template_messages(messages, tools, template.source if template else "")
+        return await text.encode_chat(rendered, listed)
+
     def _room(self, prompts: Sequence[list[int]]) -> int:
-        """Tokens left for the answer. A prompt that leaves none does not bother the engine."""
+        """Number of tokens left for the answer. A prompt that leaves none is refused here."""
         limit, longest = self.client.check_running().max_tokens, max(map(len, prompts))
         if longest >= limit:
             raise ApiError(
@@ -234,67 +216,78 @@ class Service:
             )
         return limit - longest
 
-    async def _pages(self, ids: list[int]) -> PageTexts:
+    async def _traced_prompt(self, ids: list[int]) -> dict[str, Any]:
+        """The prompt's pages, as the page map draws them."""
         engine = self.client.check_running()
         if not engine.can_trace:
-            raise ApiError(
-                400,
+            raise bad_request(
+                "cairn",
                 "cairn.trace shows which pages sparse attention reads; start the server with "
                 "--attention-backend hsa",
-                param="cairn",
             )
         size = engine.tokens_per_page
         parts = [ids[begin : begin + size] for begin in range(0, len(ids), size)]
-        return PageTexts(await self.text().decode_each(parts), len(ids), engine)
+        return {
+            "page_size": engine.page_size,
+            "tokens_per_page": size,
+            "sparse_layers": engine.sparse_layers,
+            "prompt_tokens": len(ids),
+            "texts": await self.text().decode_each(parts),
+        }
 
     @asynccontextmanager
-    async def _submit(
+    async def _answer(
         self,
         body: Sampling,
         record: Record,
         prompts: Sequence[list[int]],
         params: SamplingParams,
-        form: CompletionFormat | ChatFormat,
-        grammar: str | None,
+        make_format: Callable[..., Format],
+        grammar: str | None = None,
     ) -> AsyncIterator[Answer]:
+        """Submit the prompts, and abort what has not ended on exit."""
+        options = body.stream_options
+        trace = await self._traced_prompt(prompts[0]) if body.traced else None
         choices: list[Choice] = []
-        messages: list[wire.Submit] = []
+        messages = []
         for ids in prompts:
-            number = len(choices)
-            choices += [self._choice(len(choices) + i, ids, params) for i in range(body.n or 1)]
-            messages.append(
-                wire.Submit(
-                    number=choices[number].number,
-                    token_ids=ids,
-                    params=params,
-                    cache_salt=body.cache_salt,
-                    trace=body.traced,
-                    grammar=grammar,
-                )
+            own = [self._choice(len(choices) + i, ids, params) for i in range(params.n)]
+            choices += own
+            submit = wire.Submit(
+                own[0].number, ids, params, body.cache_salt, trace=body.traced, grammar=grammar
             )
-        answer = Answer(choices, form, record.arrival)
+            messages.append(submit)
+        form = make_format(
+            self.model,
+            choices,
+            self._token_texts,
+            prompts=len(prompts),
+            streams=bool(body.stream),
+            with_usage=options is not None and bool(options.include_usage),
+            trace=trace,
+        )
+        answer = Answer(choices, form, len(messages), record.arrival)
         self.client.submit(messages, answer)
         try:
             yield answer
         finally:
             self.client.release(answer)
             if answer.first_token is not None:
-                record.ttft = answer.first_token - answer.arrival
+                record.ttft = round(answer.first_token - answer.arrival, 4)
             usage = form.usage()
             record.prompt_tokens = usage["prompt_tokens"] or sum(map(len, prompts))
             record.completion_tokens = usage["completion_tokens"]
             record.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
-            record.finish = [c.ended.reason for c in choices if c.ended is not None]
+            record.finish = [choice.reason for choice in choices if choice.reason is not None]
             self.metrics.answered(answer)
 
     def _choice(self, index: int, prompt: list[int], params: SamplingParams) -> Choice:
         tokenizer, stop = self.text().tokenizer, params.stop_strings
         if tokenizer is None and stop:
-            raise ApiError(
-                400,
+            raise bad_request(
+                "stop",
                 "stop needs a tokenizer and this model has no tokenizer.json; add one, or leave "
                 "stop out",
-                param="stop",
             )
         detokenizer = None if tokenizer is None else Detokenizer(tokenizer, stop, prompt)
         return Choice(self.client.new_number(), index, len(prompt), detokenizer)
@@ -305,14 +298,13 @@ class Service:
         self.check_model(body.model)
         text = self.text()
         if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "give prompt or messages, and not both", param="prompt")
+            raise bad_request("prompt", "give prompt or messages, and not both")
         if body.messages is not None and body.add_special_tokens is not None:
-            raise ApiError(
-                400,
+            raise bad_request(
+                "add_special_tokens",
                 "add_special_tokens goes with prompt: a chat template writes its own",
-                param="add_special_tokens",
             )
-        with self.gate.hold():
+        with self._hold():
             if body.messages is not None:
                 ids = await self._encode_chat(text, body.messages)
             else:
@@ -325,14 +317,11 @@ class Service:
     async def detokenize(self, tokens: list[int]) -> dict[str, Any]:
         text = self.text()
         vocab = self.client.check_running().vocab_size
-        for token in tokens:
-            if token >= vocab:
-                raise ApiError(
-                    400,
-                    f"tokens holds {token}; ids of this model run from 0 to {vocab - 1}",
-                    param="tokens",
-                )
-        with self.gate.hold():
+        if (most := max(tokens, default=0)) >= vocab:
+            raise bad_request(
+                "tokens", f"tokens holds {most}; ids of this model run from 0 to {vocab - 1}"
+            )
+        with self._hold():
             return {"prompt": await text.decode(tokens)}
 
 
@@ -341,15 +330,7 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise ApiError(400, "prompt is empty; give a text or token ids", param="prompt")
+        raise bad_request("prompt", "prompt is empty; give a text or token ids")
     if isinstance(prompt[0], int):
         return [prompt]
     return cast(list[str | list[int]], prompt)
-
-
-def _stream(body: Sampling) -> dict[str, Any]:
-    options = body.stream_options
-    return {
-        "streams": bool(body.stream),
-        "with_usage": options is not None and bool(options.include_usage),
-    }

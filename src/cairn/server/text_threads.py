@@ -1,6 +1,6 @@
-"""Tokenising in threads: the library lets go of the interpreter while it works.
+"""Tokenises in threads: the library releases the GIL.
 
-Short texts have a thread of their own, so that they do not wait for a book to be tokenised.
+Short texts have a thread of their own, so that they do not wait for long ones.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from cairn.errors import RequestError
-from cairn.server.api_error import ApiError
+from cairn.server.api_error import bad_request
 from cairn.text.tokenizer import Message, Tokenizer
 
 T = TypeVar("T")
@@ -36,18 +36,12 @@ class TextThreads:
     ) -> list[int]:
         tokenizer = self.need("chat")
         if tokenizer.template is None:
-            raise ApiError(
-                400,
+            raise bad_request(
+                "messages",
                 "this model has no chat template; use /v1/completions, or add "
                 "chat_template.jinja to the model's folder",
-                param="messages",
             )
-        template = tokenizer.template
-
-        def call() -> list[int]:
-            text = template.render(messages, tools=tools)
-            return tokenizer.encode(text, add_special_tokens=False)
-
+        call = partial(tokenizer.apply_chat_template, messages, tools)
         return await self._run(call, _length(messages) + _length(tools), param="messages")
 
     async def decode(self, ids: Sequence[int]) -> str:
@@ -61,16 +55,15 @@ class TextThreads:
 
     def need(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
-            raise ApiError(
-                400,
+            raise bad_request(
+                "prompt",
                 f"{what} needs a tokenizer and this model has no tokenizer.json; add one, or send "
                 "token ids to /v1/completions",
-                param="prompt",
             )
         return self.tokenizer
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Other work that takes long: checking a schema."""
+        """Run other work that takes long, such as checking a schema."""
         return await self._run(call, _SHORT + 1)
 
     async def _run(self, call: Callable[[], T], length: int, *, param: str | None = None) -> T:
@@ -78,7 +71,7 @@ class TextThreads:
         try:
             return await asyncio.get_running_loop().run_in_executor(pool, call)
         except RequestError as error:
-            raise ApiError(400, str(error), param=param) from error
+            raise bad_request(param, str(error)) from error
 
     def close(self) -> None:
         for pool in (self._short, self._long):
@@ -86,7 +79,7 @@ class TextThreads:
 
 
 def _length(value: object) -> int:
-    """Characters in a nest of messages, roughly."""
+    """Approximate number of characters in nested messages."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):

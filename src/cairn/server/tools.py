@@ -1,11 +1,11 @@
-"""Tool calls: how a model is told of tools, and how its calls are found in its text.
+"""Tool calls: describes tools to a model, and finds its calls in the generated text.
 
     <tool_call>
     {"name": "get_weather", "arguments": {"city": "Oslo"}}
     </tool_call>
 
-This is the format of Hermes, Qwen2, Qwen3 and SmolLM2. A chat template that knows tools describes
-them itself; for others a system message does.
+This is the format of Hermes, Qwen2, Qwen3 and SmolLM2. A chat template that supports tools
+describes them itself; otherwise a system message does.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import json
 import secrets
 from collections.abc import Sequence
 from typing import Any
+
+from cairn.text.detokenizer import overlap
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
@@ -29,15 +31,15 @@ def system_message(tools: Sequence[dict[str, Any]]) -> str:
 
 
 class ToolParser:
-    """Splits a choice's text, as it comes, into what is said and what is called.
+    """Splits a choice's text, as it comes, into content and tool calls.
 
-    A call is told when it is complete. Text that begins like a call but is none is said after all.
+    A call is returned when it is complete. Text that begins like a call but is none is content.
     """
 
     def __init__(self) -> None:
         self._held = ""
         self._inside = False
-        self._between = False  # after a call: blanks before the next are not said
+        self._between = False  # after a call: white space before the next one is dropped
 
     def push(self, text: str, *, final: bool) -> tuple[str, list[dict[str, Any]]]:
         self._held += text
@@ -48,24 +50,22 @@ class ToolParser:
         if final:
             rest, self._held = self._held, ""
             if self._inside:
-                # A model may end without the closing tag: what is whole counts.
-                call = _parse(rest)
-                if call is not None:
-                    calls.append(call)
-                else:
+                # A model may end without the closing tag.
+                if (call := _parse(rest)) is None:
                     said.append(BEGIN + rest)
+                else:
+                    calls.append(call)
             elif not (self._between and not rest.strip()):
                 said.append(rest)
         return "".join(said), calls
 
     def _advance(self, said: list[str], calls: list[dict[str, Any]]) -> bool:
-        """Take one piece off what is held; False if more text is needed."""
+        """Take one piece off the held text; False if more text is needed."""
         if self._inside:
             inner, found, after = self._held.partition(END)
             if not found:
                 return False
-            call = _parse(inner)
-            if call is None:
+            if (call := _parse(inner)) is None:
                 said.append(BEGIN + inner + END)
             else:
                 calls.append(call)
@@ -77,12 +77,11 @@ class ToolParser:
                 said.append(before.rstrip() if before.strip() else "")
             self._held, self._inside = after, True
             return True
-        keep = _overlap(before, BEGIN)
+        keep = overlap(before, BEGIN)
         ready = before[: len(before) - keep]
         if self._between and not ready.strip():
             return False
-        blanks = len(ready) - len(ready.rstrip())  # blanks before a call are not said
-        ready = ready[: len(ready) - blanks] if blanks else ready
+        ready = ready.rstrip()  # white space before a call is dropped
         if not ready:
             return False
         said.append(ready)
@@ -105,11 +104,3 @@ def _parse(text: str) -> dict[str, Any] | None:
         "type": "function",
         "function": {"name": value["name"], "arguments": written},
     }
-
-
-def _overlap(text: str, tag: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `tag`."""
-    for length in range(min(len(tag) - 1, len(text)), 0, -1):
-        if text.endswith(tag[:length]):
-            return length
-    return 0

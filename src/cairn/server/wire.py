@@ -1,8 +1,8 @@
-"""What the API process and the engine process say to each other: msgpack over one zmq pair.
+"""Messages between the API process and the engine's process: msgpack over a zmq pair.
 
-The API process numbers the choices it asks for; the engine sends their tokens, as ids, and nothing
-that can be made of them elsewhere. Every engine process has a socket of its own, so that nothing a
-dead one said reaches its successor.
+The API process numbers the choices it asks for. The engine sends their token ids, and nothing that
+can be computed from them elsewhere. Every engine process has a socket of its own, so that messages
+to or from one that died do not reach the next.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from cairn.trace import TokenReads
 
 
 class Submit(msgspec.Struct, tag="submit", frozen=True):
-    number: int  # of its first choice; the others have the next ones
+    number: int  # of the first choice; the others have the following numbers
     token_ids: list[int]
     params: SamplingParams
     cache_salt: str | None = None
     trace: bool = False
-    grammar: str | None = None  # as `server/grammar.py` writes it
+    grammar: str | None = None  # from `server/grammar.py`
 
 
 class End(msgspec.Struct, tag="end", frozen=True):
-    """Choices that need no more tokens: a stop string is complete, or nobody waits for them."""
+    """Choices that need no more tokens: a stop string is complete, or the client has left."""
 
     numbers: list[int]
     reason: Literal["stop", "abort"]
@@ -53,15 +53,14 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
 
 
 class Start(msgspec.Struct, array_like=True, frozen=True):
-    """What is known of a choice once its first token is there."""
+    """What is known of a choice with its first token."""
 
     cached_tokens: int
-    queued_seconds: float
     prompt_logprobs: list[TokenLogprob | None] | None
 
 
 class Detail(msgspec.Struct, array_like=True, frozen=True):
-    """What there is to say of a choice's new token beside its id. Most tokens have none."""
+    """More about a choice's new token than its id. Most tokens have none."""
 
     number: int
     start: Start | None  # with the first token
@@ -71,7 +70,7 @@ class Detail(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Refused(msgspec.Struct, array_like=True, frozen=True):
-    """A choice that does not run, nor do the others of its request; `kind` says whose fault."""
+    """A request that does not run, by the number of its first choice."""
 
     number: int
     kind: Literal["request", "full", "engine"]
@@ -87,7 +86,7 @@ class Pages(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Tier(msgspec.Struct, frozen=True):
-    """Pages that live in host memory, by state, and what moved; totals since the engine started."""
+    """Pages of host memory by state, and totals since the engine started."""
 
     pages: dict[str, int]
     resident: int  # slices of (layer, kv head, page) read where they were
@@ -123,7 +122,7 @@ class Stats(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, tag="report", frozen=True):
-    """One message per step, and now and then while idle, which is the engine's sign of life.
+    """Sent after each step, and while idle at regular intervals, to show that the engine is alive.
 
     Choice numbers[i] got the token tokens[i].
     """
@@ -137,10 +136,10 @@ class Report(msgspec.Struct, tag="report", frozen=True):
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
-    """The engine's last message: why it ends."""
+    """The engine's last message: the error that ends it."""
 
     message: str
-    usage: bool  # the user's doing: an option or a model that cannot be served
+    usage: bool  # caused by an option, or by a model that cannot be served
 
 
 FromEngine = Ready | Report | Failed

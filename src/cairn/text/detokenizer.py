@@ -1,4 +1,4 @@
-"""Tokens to text as they come: whole characters only, and nothing of a stop string."""
+"""Turns tokens into text as they come: whole characters only, and nothing of a stop string."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _INCOMPLETE = "\ufffd"
 
 
 class Detokenizer:
-    """One request's text. `push` returns what may be shown; `stopped` says a stop string came.
+    """The text of one request. `push` returns what may be shown.
 
-    The text of new tokens is what decoding adds to the tokens just before them, since a token's
-    text may depend on its neighbours; a character whose bytes are not all there is waited for.
-    Where tokens are bytes, a token that follows a whole character and ends with one has a text of
-    its own, which the tokenizer keeps.
+    The text of new tokens is what they add when decoded together with the tokens just before them,
+    since a token's text may depend on its neighbours. An incomplete character waits for its other
+    bytes. With a byte-level tokenizer, a token that follows a whole character and ends with one is
+    decoded alone, and the tokenizer caches its text.
     """
 
     def __init__(
@@ -24,12 +24,12 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
-        # Tokens to decode together; empty where the next one can be decoded alone.
+        # Tokens to decode together; empty if the next one can be decoded alone.
         self._ids = list(prompt_ids[-_CONTEXT:])
-        self._known = len(self._ids)  # up to here their text is known
+        self._known = len(self._ids)  # number of them whose text is known
         self._shown: list[str] = []
-        self._held = ""  # text of whole characters that is not shown yet
-        self.stopped = False
+        self._held = ""  # whole characters that are not shown yet
+        self.stopped = False  # a stop string is complete
 
     @property
     def text(self) -> str:
@@ -39,7 +39,7 @@ class Detokenizer:
         if self.stopped:
             return ""
         for token in token_ids:
-            if not self._ids and self._tokenizer.decodes_apart:
+            if not self._ids and self._tokenizer.is_byte_level:
                 text = self._tokenizer.token_text(token)
                 if not text.endswith(_INCOMPLETE):
                     self._held += text
@@ -49,7 +49,7 @@ class Detokenizer:
         return self._release(final=False)
 
     def finish(self) -> str:
-        """The rest: characters left incomplete, and what looked like a stop string's beginning."""
+        """The rest: incomplete characters, and text that could have begun a stop string."""
         if self.stopped:
             return ""
         self._decode(final=True)
@@ -60,12 +60,12 @@ class Detokenizer:
         after = self._tokenizer.decode(self._ids)
         if final or (len(after) > len(before) and not after.endswith(_INCOMPLETE)):
             self._held += after[len(before) :]
-            # What was just decoded is what the next token follows, if that matters.
-            del self._ids[: len(self._ids) if self._tokenizer.decodes_apart else self._known]
+            # Keep what was just decoded if the next token's text depends on it.
+            del self._ids[: len(self._ids) if self._tokenizer.is_byte_level else self._known]
             self._known = len(self._ids)
 
     def _release(self, *, final: bool) -> str:
-        """What may be shown: up to a stop string, or to what may become one."""
+        """The held text up to a stop string, or up to what may become one."""
         end = len(self._held)
         if self._stop:
             # A stop string that is complete now cannot begin before what was held back.
@@ -75,14 +75,14 @@ class Detokenizer:
                 self.stopped = True
                 end = min(begins)
             elif not final:
-                end -= max(_overlap(self._held, stop) for stop in self._stop)
+                end -= max(overlap(self._held, stop) for stop in self._stop)
         piece, self._held = self._held[:end], self._held[end:]
         self._shown.append(piece)
         return piece
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`, short of all of it."""
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):
             return length

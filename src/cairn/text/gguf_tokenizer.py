@@ -26,7 +26,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], path: Path) -> Tokenizer | 
         return _build(metadata, path)
     except LoadError:
         raise
-    except Exception as error:  # whatever is wrong with the lists, the tokenizer is unusable
+    except Exception as error:  # the library raises many kinds for corrupt fields
         raise LoadError(f"{path}: its tokenizer.ggml fields are corrupt: {error!r}") from error
 
 
@@ -66,7 +66,7 @@ def _build(metadata: Mapping[str, Any], path: Path) -> Tokenizer | None:
 def _byte_level(pre: str, tokens: list[str], merges: list[str], path: Path) -> FastTokenizer:
     vocab = {token: index for index, token in enumerate(tokens)}
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    # Llama 3 takes a word that is a token as it is, whatever the merges say.
+    # Llama 3 does not apply merges to words that are tokens.
     whole_words = pre == "llama-bpe"
     fast = FastTokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=whole_words))
     if pre == "qwen2":
@@ -77,7 +77,7 @@ def _byte_level(pre: str, tokens: list[str], merges: list[str], path: Path) -> F
 
 
 def _pre_tokenizer(name: str, path: Path) -> pre_tokenizers.PreTokenizer:
-    """How text is cut before merging; files name it."""
+    """How text is split before merging, by the name in the file."""
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if name in ("default", "gpt-2"):
@@ -95,7 +95,7 @@ def _pre_tokenizer(name: str, path: Path) -> pre_tokenizers.PreTokenizer:
 
 
 def _sentencepiece(tokens: list[str], scores: list[float], space_prefix: bool) -> FastTokenizer:
-    """Merges are not in the file: every way to join two tokens into a third, best score first."""
+    """The file has no merges: use all pairs of tokens that form a third, best score first."""
     vocab = {token: index for index, token in enumerate(tokens)}
     merges: list[tuple[float, str, str]] = []
     for token, score in zip(tokens, scores, strict=True):

@@ -8,7 +8,7 @@ from cairn.text.tokenizer import Tokenizer
 
 
 def load_tokenizer(source: ModelSource) -> Tokenizer | None:
-    """None if the model has none; it then works with token ids."""
+    """None if the model has none; it then accepts only token ids."""
     if source.gguf is not None:
         return tokenizer_from_gguf(source.gguf.metadata, source.gguf.path)
     return None if source.folder is None else Tokenizer.from_folder(source.folder)

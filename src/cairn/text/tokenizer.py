@@ -55,8 +55,8 @@ class Tokenizer:
     def __init__(self, fast: FastTokenizer, template: ChatTemplate | None) -> None:
         self.fast = fast
         self.template = template
-        self.decodes_apart = isinstance(fast.decoder, decoders.ByteLevel)
-        """Tokens are bytes: the text of many is the texts of each, but for split characters."""
+        self.is_byte_level = isinstance(fast.decoder, decoders.ByteLevel)
+        """The text of several tokens is the texts of each, except for split characters."""
         self._texts: dict[int, str] = {}
 
     @classmethod
@@ -78,7 +78,7 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"the prompt is not valid Unicode text: {error}") from error
-        # Of the library's ways this one lets other threads run meanwhile.
+        # Of the library's methods, this one releases the GIL.
         (encoding,) = self.fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
@@ -88,21 +88,24 @@ class Tokenizer:
         return text
 
     def token_text(self, token: int) -> str:
-        """What `decode` makes of this token alone; kept, since the same ones come again."""
+        """Text of a single token, cached."""
         text = self._texts.get(token)
         if text is None:
             text = self._texts[token] = self.decode([token])
         return text
 
-    def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant answers."""
+    def apply_chat_template(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's answer begins."""
         if self.template is None:
             raise RequestError(
                 "this model has no chat template; use generate, or add chat_template.jinja"
             )
         check_messages(messages)
         # The template writes its own special tokens.
-        return self.encode(self.template.render(messages), add_special_tokens=False)
+        text = self.template.render(messages, tools=tools)
+        return self.encode(text, add_special_tokens=False)
 
 
 def check_messages(messages: Sequence[Message]) -> None:

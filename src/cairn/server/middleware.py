@@ -1,6 +1,6 @@
-"""Around every HTTP request: its id, the key, the size of its body, a line in the log.
+"""Wraps every HTTP request: its id, the API key, the size of its body, a line in the log.
 
-Plain ASGI, so that a client's leaving is seen by whoever answers it.
+Plain ASGI, so that the route that answers a client sees it leave.
 """
 
 from __future__ import annotations
@@ -13,38 +13,56 @@ import re
 import secrets
 import sys
 import time
-from typing import TextIO
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TextIO
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from cairn.errors import ConfigError
 from cairn.server.api_error import ApiError
 from cairn.server.metrics import Metrics
 from cairn.server.options import ServeConfig
-from cairn.server.record import Record
 
-_OPEN_PATHS = ("/", "/health", "/docs", "/openapi.json")
-_OPEN_FOLDER = "/web/"
-_ROUTES = {
-    "/",
-    "/v1/models",
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/tokenize",
-    "/detokenize",
-    "/health",
-    "/metrics",
-    "/stats",
-    "/get_model_info",
-    "/model_info",
-    "/get_server_info",
-    "/server_info",
-    "/docs",
-    "/openapi.json",
-}
-_POLLED = ("/health", "/metrics", "/stats")  # by machines, all the time: not for the log
-_DISCARDED, _DISCARD_SECONDS = 8, 5.0  # of a body that is too large: times the limit, for so long
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+_NO_KEY = ("/", "/health", "/docs", "/openapi.json")
+_NO_KEY_FOLDER = "/web/"
+_POLLED = ("/health", "/metrics", "/stats")  # all the time, by machines: not logged
+_DISCARDED, _DISCARD_SECONDS = 8, 5.0  # of a body that is too large: multiples of the limit, time
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_KEY = "cairn_record"
+_LOGGED = (
+    *("id", "method", "path", "status", "ttft"),
+    *("prompt_tokens", "completion_tokens", "cached_tokens", "finish", "error"),
+)
+
+
+@dataclass(slots=True)
+class Record:
+    """What is known of one HTTP request, for the log and for the route that answers it."""
+
+    id: str
+    method: str
+    path: str
+    arrival: float  # time.perf_counter
+    send: Send
+    """The server's own. What lies between it and a route concerns the start of a response only, and
+    a stream sends too often to go through it."""
+    status: int = 0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    finish: list[str] | None = None
+    ttft: float | None = None
+    error: str | None = None
+    client_fields: dict[str, Any] = field(default_factory=dict)
+    """What the client wants in the log: user, metadata and the like."""
+
+
+def record_of(scope: Scope) -> Record:
+    record: Record = scope["state"][_KEY]
+    return record
 
 
 class RequestLog:
@@ -63,35 +81,27 @@ class RequestLog:
                     "- or off"
                 ) from error
 
-    def write(self, record: Record, seconds: float) -> None:
+    def write(self, record: Record) -> None:
         if self._file is None:
             return
         line = {
             "time": round(time.time(), 3),
-            "id": record.id,
-            "method": record.method,
-            "path": record.path,
-            "status": record.status,
-            "seconds": round(seconds, 4),
-            "ttft": None if record.ttft is None else round(record.ttft, 4),
-            "prompt_tokens": record.prompt_tokens,
-            "completion_tokens": record.completion_tokens,
-            "cached_tokens": record.cached_tokens,
-            "finish": record.finish,
-            "error": record.error,
-            **record.told,
+            "seconds": round(time.perf_counter() - record.arrival, 4),
+            **{name: getattr(record, name) for name in _LOGGED},
+            **record.client_fields,
         }
-        told = {key: value for key, value in line.items() if value is not None}
-        self._file.write(json.dumps(told) + "\n")
+        known = {key: value for key, value in line.items() if value is not None}
+        self._file.write(json.dumps(known) + "\n")
 
     def close(self) -> None:
         if self._file is not None and self._file is not sys.stderr:
             self._file.close()
 
 
-class Shell:
-    def __init__(self, app: ASGIApp, serve: ServeConfig, metrics: Metrics, log: RequestLog) -> None:
+class RequestMiddleware:
+    def __init__(self, app: FastAPI, serve: ServeConfig, metrics: Metrics, log: RequestLog) -> None:
         self._app = app
+        self._paths = {getattr(route, "path", "") for route in app.routes}
         self._key = None if serve.api_key is None else serve.api_key.encode()
         self._max_body = serve.max_body_bytes
         self._metrics = metrics
@@ -101,52 +111,46 @@ class Shell:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begin = time.perf_counter()
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id")
         valid = given is not None and _REQUEST_ID.fullmatch(given) is not None
-        name = given.decode() if given is not None and valid else f"req-{secrets.token_hex(12)}"
-        record = Record(name, scope["method"], scope["path"][:200], begin, send)
-        record.attach(scope)
+        name = given if given and valid else f"req-{secrets.token_hex(12)}".encode()
+        path = scope["path"][:200]
+        record = Record(name.decode(), scope["method"], path, time.perf_counter(), send)
+        scope.setdefault("state", {})[_KEY] = record
         body = _Body(receive, self._max_body)
         started = False
 
-        async def sending(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
                 record.status = message["status"]
-                message = {
-                    **message,
-                    "headers": [*message["headers"], (b"x-request-id", name.encode())],
-                }
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", name)]}
             await send(message)
 
         try:
-            try:
-                if given is not None and not valid:
-                    raise ApiError(400, "X-Request-ID must be 1 to 128 printable ASCII characters")
-                self._check_key(scope["path"], headers)
-                body.check_length(headers)
-                await self._app(scope, body.receive, sending)
-            except ApiError as error:
-                if started:
-                    raise
-                record.error = str(error)
-                if error.status == 413:
-                    await body.discard()
-                await _refuse(error, sending)
+            if given is not None and not valid:
+                raise ApiError(400, "X-Request-ID must be 1 to 128 printable ASCII characters")
+            self._check_key(path, headers)
+            body.check_length(headers)
+            await self._app(scope, body.receive, send_with_id)
+        except ApiError as error:
+            if started:
+                raise
+            record.error = str(error)
+            if error.status == 413:
+                await body.discard()
+            await error.response()(scope, receive, send_with_id)
         finally:
-            path = record.path if record.path in _ROUTES else "other"
-            self._metrics.http.labels(path, str(record.status)).inc()
-            if record.error is not None or not self._is_noise(record.path):
-                self._log.write(record, time.perf_counter() - begin)
-
-    def _is_noise(self, path: str) -> bool:
-        return path in _POLLED or path.startswith(_OPEN_FOLDER)
+            known = path if path in self._paths else "other"
+            self._metrics.http.labels(known, str(record.status)).inc()
+            polled = path in _POLLED or path.startswith(_NO_KEY_FOLDER)
+            if record.error is not None or not polled:
+                self._log.write(record)
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
-        if self._key is None or path in _OPEN_PATHS or path.startswith(_OPEN_FOLDER):
+        if self._key is None or path in _NO_KEY or path.startswith(_NO_KEY_FOLDER):
             return
         kind, _, key = headers.get(b"authorization", b"").partition(b" ")
         if kind.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._key):
@@ -156,7 +160,7 @@ class Shell:
 
 
 class _Body:
-    """Counts what comes in, whatever its headers say."""
+    """Counts the bytes that arrive, whatever the headers say."""
 
     def __init__(self, receive: Receive, limit: int) -> None:
         self._receive = receive
@@ -177,7 +181,7 @@ class _Body:
         return message
 
     async def discard(self) -> None:
-        """Read on for a while: a client that is cut off while it sends does not see why."""
+        """Read on for a while: a client that is cut off while it sends does not see the error."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_DISCARD_SECONDS):
                 while self._size < _DISCARDED * self._limit:
@@ -193,13 +197,3 @@ class _Body:
             "start the server with a larger --max-body-mib",
             code="body_too_large",
         )
-
-
-async def _refuse(error: ApiError, send: Send) -> None:
-    body = error.encoded()
-    headers = {**error.headers(), "content-length": str(len(body))}
-    if error.status == 413:
-        headers["connection"] = "close"  # there may be more of the body
-    raw = [(key.encode(), value.encode()) for key, value in headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": raw})
-    await send({"type": "http.response.body", "body": body})
