@@ -38,56 +38,33 @@ class ToolParser:
 
     def __init__(self) -> None:
         self._held = ""
-        self._inside = False
-        self._between = False  # after a call: white space before the next one is dropped
+        self._after_call = False  # white space before the next call is dropped
 
     def push(self, text: str, *, final: bool) -> tuple[str, list[dict[str, Any]]]:
+        """Content and calls that new text completes; with `final` all that is left."""
         self._held += text
-        said: list[str] = []
+        content: list[str] = []
         calls: list[dict[str, Any]] = []
-        while self._advance(said, calls):
-            pass
-        if final:
-            rest, self._held = self._held, ""
-            if self._inside:
-                # A model may end without the closing tag.
-                if (call := _parse(rest)) is None:
-                    said.append(BEGIN + rest)
-                else:
-                    calls.append(call)
-            elif not (self._between and not rest.strip()):
-                said.append(rest)
-        return "".join(said), calls
-
-    def _advance(self, said: list[str], calls: list[dict[str, Any]]) -> bool:
-        """Take one piece off the held text; False if more text is needed."""
-        if self._inside:
-            inner, found, after = self._held.partition(END)
-            if not found:
-                return False
+        while BEGIN in self._held:
+            before, _, rest = self._held.partition(BEGIN)
+            content.append(before.rstrip())  # white space before a call is dropped
+            inner, closed, after = rest.partition(END)
+            if not (closed or final):  # a model may end without the closing tag
+                self._held = BEGIN + rest
+                break
             if (call := _parse(inner)) is None:
-                said.append(BEGIN + inner + END)
+                content.append(BEGIN + inner + closed)
             else:
                 calls.append(call)
-            self._held, self._inside, self._between = after, False, True
-            return True
-        before, found, after = self._held.partition(BEGIN)
-        if found:
-            if not (self._between and not before.strip()):
-                said.append(before.rstrip() if before.strip() else "")
-            self._held, self._inside = after, True
-            return True
-        keep = overlap(before, BEGIN)
-        ready = before[: len(before) - keep]
-        if self._between and not ready.strip():
-            return False
-        ready = ready.rstrip()  # white space before a call is dropped
-        if not ready:
-            return False
-        said.append(ready)
-        self._held = self._held[len(ready) :]
-        self._between = False
-        return False
+            self._held, self._after_call = after, True
+        else:
+            open_tag = overlap(self._held, BEGIN)
+            ready = self._held if final else self._held[: len(self._held) - open_tag].rstrip()
+            if ready.strip() or not self._after_call:
+                content.append(ready)
+                self._held = self._held[len(ready) :]
+                self._after_call = False
+        return "".join(content), calls
 
 
 def _parse(text: str) -> dict[str, Any] | None:
