@@ -106,6 +106,8 @@ def test_a_stop_string_ends_the_text_across_tokens(llm: LLM) -> None:
     assert result.finish_reason == "stop"
     assert result.text == free.text[:at]
     assert len(result.token_ids) < 30
+    first = result.timings.first_token
+    assert first is not None and 0 < first <= result.timings.total
     streamed = list(llm.stream("hello", stop=[stop], **options))
     assert "".join(chunk.text for chunk in streamed) == result.text
     assert streamed[-1].finish_reason == "stop"

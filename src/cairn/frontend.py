@@ -171,6 +171,7 @@ class Frontend(Driver[Output]):
         return outputs
 
     def _summarize(self, request: Request, text: str | None, reason: FinishReason) -> Generation:
+        self.engine.scheduler.finish(request.id, reason)  # it goes on after a stop string
         trace = None
         if request.traced:
             trace = make_trace(
@@ -210,7 +211,7 @@ class Frontend(Driver[Output]):
                 failure = failure or error
                 self.end(request_id, "abort")
             if output.result is not None:
-                self.end(request_id, "stop")  # if a stop string ended it, the engine goes on
+                self._open.pop(request_id, None)
         if failure is not None:
             raise failure
 
