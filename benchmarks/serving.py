@@ -67,8 +67,8 @@ def run_made_up_engine(options: argparse.Namespace, config: Any, endpoint: str) 
     from cairn.server.engine_process import run_engine
     from cairn.text.load import load_tokenizer
 
-    def build_made_up(config: Any, source: Any, progress: Any) -> Any:
-        engine = build_engine(config, source, progress)
+    def build_made_up(config: Any, source: Any, *bars: Any) -> Any:
+        engine = build_engine(config, source, *bars)
         tokenizer = load_tokenizer(source)
         assert tokenizer is not None
         MadeUpRunner(engine, tokenizer.encode(_TEXT), options.step_ms / 1000)

@@ -109,7 +109,7 @@ class Engine:
 
     @property
     def can_trace(self) -> bool:
-        """Attention is sparse, so that pages are selected."""
+        """Attention is sparse, so that there is something to see."""
         return self.sparse is not None
 
     # -- requests -----------------------------------------------------------------------------

@@ -145,7 +145,7 @@ class Sampler:
         return tokens
 
     def plain_draws(self, slots: np.ndarray, positions: np.ndarray) -> HostDraws | None:
-        """Temperatures and seeds, if no slot has filters, penalties, biases or min_tokens."""
+        """Temperatures and seeds, if all the slots draw without filters, penalties and the like."""
         if self._special[slots].any():
             return None
         return HostDraws(slots, _seeds(self._seeds[slots], positions), self._temperatures[slots])
