@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cairn import LLM, SamplingParams
+from cairn.bench.tier_engines import drop_copies
 from cairn.engine.engine import Engine
 from cairn.engine.request import Request
 from cairn.memory.prompt_stage import PromptStage, StagedStep
@@ -39,7 +40,7 @@ def submit(engine: Engine, prompt: list[int], params: SamplingParams = PARAMS) -
 def evict_frames(llm: LLM) -> None:
     """Every page that no request holds is in host memory alone."""
     llm.engine.step()
-    llm.engine.scheduler.cache.drop_copies()
+    drop_copies(llm.engine.scheduler.cache)
 
 
 @pytest.mark.parametrize("chunk", [7, 32, 4096])

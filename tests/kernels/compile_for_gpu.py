@@ -8,9 +8,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from cairn.bench import drift
 from cairn.kernels import (
     activation,
-    drift,
     gemv,
     landmark,
     norm,

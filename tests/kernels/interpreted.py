@@ -18,6 +18,10 @@ from cairn import LLM
 from cairn.attention.hsa.backend import HSABackend
 from cairn.attention.hsa.kernel_sparse import KernelSparse
 from cairn.attention.triton_backend import TritonBackend
+from cairn.bench.drift import DriftState, drift
+from cairn.bench.hsa import _watched
+from cairn.bench.tier_engines import drift as drift_in_decode
+from cairn.bench.tier_engines import stop_copying
 from cairn.engine import graphs
 from cairn.engine.graphs import StepGraphs
 from cairn.kernels import paged_decode as paged_decode_module
@@ -25,7 +29,6 @@ from cairn.kernels import paged_extend as paged_extend_module
 from cairn.kernels import rope_kv as rope_kv_module
 from cairn.kernels import sparse_decode, sparse_extend, sparse_scratch, sparse_select, swap_in
 from cairn.kernels.activation import silu_and_mul, silu_and_mul_reference
-from cairn.kernels.drift import DriftState, drift
 from cairn.kernels.gather_pages import gather_pages, gather_pages_reference
 from cairn.kernels.gemv import gemv, gemv_reference
 from cairn.kernels.interface import ScoringHeads
@@ -404,7 +407,10 @@ def test_a_whole_engine_on_sparse_kernels(tmp_path: Path, monkeypatch: pytest.Mo
             folder, device="cpu", dtype="float32", kv_cache_gib=0.05, chunked_prefill_size=48
         ) as llm:
             poison_free_memory(llm.engine)
+            watched = _watched(llm)
             texts = llm.generate(prompts, max_tokens=4, ignore_eos=True)
+            assert (watched is None) == (refused is not None)
+            assert watched is None or watched.reuse
             texts += llm.generate(prompts[:1], max_tokens=2, ignore_eos=True)
             answers.append([text.token_ids for text in texts])
             backend = llm.engine.runner.backend
@@ -503,6 +509,7 @@ def test_a_whole_engine_on_sparse_kernels_with_a_host_tier(
         swap = tier_of(llm.engine).swap
         assert swap is not None and swap.totals[3] > 0
         check_clean(llm.engine)
+        _check_made_up_reads(llm)
     # Where everything fits on the device nothing is looked up, staged or copied in.
     with tiered(folder, frames=20, hot=8, pages=20, max_running_requests=1, **options) as llm:
         assert llm.generate(prompt, max_tokens=4, ignore_eos=True).token_ids == expected
@@ -534,6 +541,21 @@ def test_a_whole_engine_on_kernels_with_dense_prompts_in_a_host_tier(
         stage = tier_of(llm.engine).stage
         assert stage is not None and stage.bytes_in > 0
         check_clean(llm.engine)
+
+
+def _check_made_up_reads(llm: LLM) -> None:
+    """What benchmarks put in the place of kernels and swap: drifting pages, copies left out."""
+    drift_in_decode(llm, change=0.0)
+    swap = tier_of(llm.engine).swap
+    assert swap is not None
+    before = swap.totals
+    llm.generate(tokens_of(100), max_tokens=5, ignore_eos=True)
+    hits = swap.totals[1] - before[1]
+    assert hits > swap.totals[2] - before[2]  # pages stay the same, so most reads are hits
+    assert stop_copying(llm)
+    not_copying = tier_of(llm.engine).swap
+    assert type(not_copying) is not type(swap) and isinstance(not_copying, type(swap))
+    llm.generate(tokens_of(90, seed=5), max_tokens=2, ignore_eos=True)
 
 
 def _use_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from cairn.attention.hsa.backend import HSABackend
 from cairn.attention.hsa.kernel_sparse import ChunkRows, KernelSparse
 from cairn.bench.collector import release, settled
 from cairn.bench.profile import profile_call, profile_steps
+from cairn.bench.subclass import as_subclass
 from cairn.engine.sampling_params import SamplingParams
 from cairn.llm import LLM
 
@@ -134,7 +135,7 @@ def _prefill(
     llm: LLM, model: str, lengths: Sequence[int], profile: bool
 ) -> Iterator[dict[str, Any]]:
     """Milliseconds to the first token of one prompt: the median, after one that compiles."""
-    kernels = _kernels(llm)
+    kernels = _watched(llm)
     selections: dict[str, LocalSelection | None] = {"random weights": None}
     if kernels is not None:
         selections["trained locality"] = LocalSelection(kernels)
@@ -149,7 +150,7 @@ def _prefill(
             row = {"what": "prefill", "model": model, "context": length, "batch": 1}
             row["ms"] = round(1e3 * float(np.median(times[1:])), 2)
             if kernels is not None:
-                row |= {"selection": name, "reuse": _reuse(kernels)}
+                row |= {"selection": name, "reuse": kernels.reuse}
             if profile:
                 again = partial(_first_token, llm, [prompt])
                 row |= {"profile": profile_call(again)}
@@ -180,18 +181,43 @@ def _first_token(llm: LLM, prompts: list[list[int]]) -> float:
     return time.perf_counter() - begin
 
 
-def _kernels(llm: LLM) -> KernelSparse | None:
+def _watched(llm: LLM) -> WatchedSparse | None:
+    """Kernels that can be watched, in place of the engine's; None where it has none."""
     backend = llm.engine.runner.backend
-    return backend.kernels if isinstance(backend, HSABackend) else None
-
-
-def _reuse(kernels: KernelSparse) -> float | None:
-    """Pages rows selected, per page that blocks of neighbouring rows read together."""
-    if kernels.selected_pages is None:
+    if not isinstance(backend, HSABackend) or backend.kernels is None:
         return None
-    selected = (kernels.selected_pages >= 0).sum()
-    read = sum(int(counts.sum()) for counts in kernels.pages_read)
-    return round(float(selected) / max(read, 1), 2)
+    backend.kernels = watched = as_subclass(WatchedSparse, backend.kernels)
+    return watched
+
+
+class WatchedSparse(KernelSparse):
+    """Keeps what chunk rows of the newest layer read; `revise` replaces what they select."""
+
+    revise: Callable[[torch.Tensor, ChunkRows], torch.Tensor] | None = None
+    _selected: torch.Tensor | None = None
+    _read: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def reuse(self) -> float | None:
+        """Pages rows selected, per page that blocks of neighbouring rows read together."""
+        if self._selected is None:
+            return None
+        read = sum(int(counts.sum()) for counts in self._read)
+        return round(float((self._selected >= 0).sum()) / max(read, 1), 2)
+
+    def _select(
+        self, layer: int, mapped: torch.Tensor, lse: torch.Tensor, chunks: ChunkRows
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        selected, normalizer = super()._select(layer, mapped, lse, chunks)
+        if self.revise is not None:
+            selected = self.revise(selected, chunks)
+        self._selected, self._read = selected, ()
+        return selected, normalizer
+
+    def _attend_selected(self, *given: Any) -> torch.Tensor:
+        counts = super()._attend_selected(*given)
+        self._read += (counts,)
+        return counts
 
 
 class LocalSelection:

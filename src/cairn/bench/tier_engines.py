@@ -9,21 +9,27 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from cairn.attention.hsa.backend import HSABackend
 from cairn.bench.collector import release, settled
+from cairn.bench.subclass import as_subclass
 from cairn.config import EngineConfig
 from cairn.engine.build import resolve_dtype
 from cairn.engine.locate import locate
 from cairn.engine.request import Request
 from cairn.engine.sampling_params import SamplingParams
 from cairn.llm import LLM
+from cairn.memory.cache import PagedCache
+from cairn.memory.device_swap import DeviceSwap
 from cairn.memory.hisparse import TierStats
 from cairn.models.registry import read_spec
+
+if TYPE_CHECKING:
+    from cairn.kernels.swap_in import Misses
 
 _GIB = 2**30
 _SPARE = 1.02  # of host memory, for pages that are begun and not full
@@ -137,9 +143,28 @@ def drift(llm: LLM, change: float) -> None:
     runner = llm.engine.runner
     backend = runner.backend
     if isinstance(backend, HSABackend) and backend.kernels is not None:
-        backend.kernels.drift_by(change)
+        from cairn.bench.drift import DriftingSparse
+
+        backend.kernels = drifting = as_subclass(DriftingSparse, backend.kernels)
+        drifting.drift_by(change)
         if runner.largest_graph:
             runner.record_graphs(most_rows=0)
+
+
+def drop_copies(cache: PagedCache) -> None:
+    """Free every page of the device that no request holds; host memory keeps all of them."""
+    while cache.copies is not None and cache.tree.evictable_pages(cache._frames):
+        cache._evict(cache._frames)
+
+
+class _NotCopying(DeviceSwap):
+    """Plans what decode rows would bring in, and copies nothing: what they read is wrong."""
+
+    nothing: Misses
+
+    def _copy_missed(self, layer: int, misses: Misses) -> int:
+        super()._copy_missed(layer, self.nothing)
+        return 0
 
 
 def prompt(tokens: int, seed: int, vocab: int) -> list[int]:
@@ -196,12 +221,16 @@ class Running:
 
 
 def stop_copying(llm: LLM) -> bool:
-    """Decode steps plan what they would bring in, and go on without it: a probe of what copies
-    cost. False where no kernels do that."""
-    runner = llm.engine.runner
+    """Let decode steps go on without what they would copy, which tells what copies cost. False
+    where no kernels copy."""
+    runner, backend = llm.engine.runner, llm.engine.runner.backend
     if runner.tier is None or runner.tier.swap is None:
         return False
-    runner.tier.swap.probing = True
+    assert isinstance(backend, HSABackend) and backend.kernels is not None
+    from cairn.kernels.swap_in import Misses
+
+    backend.kernels._swap = runner.tier.swap = swap = as_subclass(_NotCopying, runner.tier.swap)
+    swap.nothing = Misses.empty(swap._pool.kv_heads, 1, swap.frame_of.device)
     if runner.largest_graph:
         runner.record_graphs(most_rows=0)
     return True

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from cairn.bench.collector import release
-from cairn.bench.tier_engines import TierBench, reads, totals
+from cairn.bench.tier_engines import TierBench, drop_copies, reads, totals
 from cairn.config import EngineConfig
 from cairn.engine.locate import locate
 from cairn.engine.sampling_params import SamplingParams
@@ -67,7 +67,7 @@ def _read(
         frontend.submit(frontend.prepare(ids, SamplingParams(max_tokens=1, ignore_eos=True)))
         before, steps = totals(llm), -_COLD_ROWS
         while engine.has_work:
-            cache.drop_copies()
+            drop_copies(cache)
             frontend.step()
             steps += 1
             if steps == 0:

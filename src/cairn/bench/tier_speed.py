@@ -16,6 +16,7 @@ from cairn.bench.tier_engines import (
     SMALL_BATCHES,
     Running,
     TierBench,
+    drop_copies,
     engine,
     prompt,
     reads,
@@ -119,7 +120,7 @@ def _warm(llm: LLM, prefix: Sequence[int], place: str) -> dict[str, Any]:
     for attempt in range(_REPEATS):
         if place == "host":
             come_to_rest(llm)
-            llm.engine.scheduler.cache.drop_copies()
+            drop_copies(llm.engine.scheduler.cache)
         before = totals(llm).bytes_in
         times.append(first_token(llm, prefix, 100 + attempt))
         moved.append(totals(llm).bytes_in - before)

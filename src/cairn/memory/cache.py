@@ -323,14 +323,6 @@ class PagedCache:
         if self.copies is not None:
             self.copies.start()
 
-    def drop_copies(self) -> int:
-        """Give up every place on the device that no request holds; how many that were."""
-        count = 0
-        while self.copies is not None and self.tree.evictable_pages(self._frames):
-            self._evict(self._frames)
-            count += 1
-        return count
-
     def poll(self) -> None:
         """Take in what happened to pages since the last call."""
         if self.copies is not None:

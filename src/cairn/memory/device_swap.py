@@ -16,7 +16,7 @@ from cairn.memory.host_pool import HostPool
 from cairn.memory.kv_pool import KVPool
 
 if TYPE_CHECKING:
-    from cairn.kernels.swap_in import HotTables
+    from cairn.kernels.swap_in import HotTables, Misses
 
 _BACKUP_PROGRAMS = 32  # enough for the link, and attention keeps the rest of the device
 _THREADS_BESIDE_ATTENTION = 8192
@@ -63,22 +63,19 @@ class DeviceSwap:
     ) -> None:
         from cairn.kernels.layer_memory import LayerMemory
         from cairn.kernels.stage import StageTables
-        from cairn.kernels.swap_in import HotTables, Misses, SwapScratch
+        from cairn.kernels.swap_in import HotTables, SwapScratch
 
         self._pool = pool
         self._host = host
         self.frame_of = frame_of
         self._first_hot = first_hot
         self._threads = shape.copy_threads
-        self.probing = False
-        """Plan and copy nothing: what decode rows read is wrong, and what copies cost is seen."""
         device, num_pages = frame_of.device, len(frame_of)
         heads = pool.kv_heads
         self._hot: dict[int, HotTables] = {
             layer: HotTables.empty(heads, hot_slots, num_pages, device) for layer in host.layers
         }
         self._scratch = SwapScratch.empty(shape.max_seqs, heads, shape.topk, num_pages, device)
-        self._nothing = Misses.empty(heads, 1, device)
         like = pool.layers[next(iter(host.layers))]
         size = (shape.stage_pages, *like.shape[1:])
         self.stages = [
@@ -112,26 +109,32 @@ class DeviceSwap:
         generations: torch.Tensor,  # [seqs, pages] int32
     ) -> Located:
         """Pages of the pool that hold them, or will when the last launch has copied them."""
-        from cairn.kernels.swap_in import copy_missed, pieces_of, plan_swap
+        from cairn.kernels.swap_in import plan_swap
 
         hot, scratch = self._hot[layer], self._scratch
         plan_swap(hot, scratch, selected, page_table, generations, self.frame_of, self._first_hot)
         try:
-            # Without misses, too: attention starts by what this launch has waited for.
-            copy_missed(
-                self._nothing if self.probing else scratch.misses,
-                self._host.layers[layer],
-                self._pool.layers[layer],
-                self._first_hot,
-                arrived=hot.arrived,
-                programs=_THREADS_BESIDE_ATTENTION // self._threads,
-                threads=self._threads,
-            )
+            pieces = self._copy_missed(layer, scratch.misses)
         except BaseException:  # Ctrl-C too: tags must not name pages that were not copied
             self.forget(layer)
             raise
-        pieces = 0 if self.probing else pieces_of(self._pool.layers[layer], self._threads)
         return Located(scratch.located, hot.arrived, pieces, self._first_hot)
+
+    def _copy_missed(self, layer: int, misses: Misses) -> int:
+        """Copy the missing slices into hot slots; returns the number of pieces each comes in."""
+        from cairn.kernels.swap_in import copy_missed, pieces_of
+
+        # Launched without misses, too: attention waits for this launch before it starts.
+        copy_missed(
+            misses,
+            self._host.layers[layer],
+            self._pool.layers[layer],
+            self._first_hot,
+            arrived=self._hot[layer].arrived,
+            programs=_THREADS_BESIDE_ATTENTION // self._threads,
+            threads=self._threads,
+        )
+        return pieces_of(self._pool.layers[layer], self._threads)
 
     def forget(self, layer: int) -> None:
         """Somebody else has used the layer's hot slots."""

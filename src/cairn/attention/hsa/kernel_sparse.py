@@ -6,7 +6,6 @@ selection, and a pass over the union of what neighbouring rows selected.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -27,7 +26,7 @@ from cairn.sparsity.policy import Landmark, Policy
 from cairn.sparsity.quest import QuestPolicy
 
 if TYPE_CHECKING:
-    from cairn.kernels.drift import DriftState
+    from cairn.kernels.paged_extend import ExtendBlocks
     from cairn.kernels.sparse_select import CandidatePages
     from cairn.kernels.union_attention import UnionAttention
 
@@ -52,9 +51,9 @@ class ChunkRows:
     """Sequences with more."""
 
     batch: AttentionBatch
-    windows: object  # ExtendBlocks each
-    selecting: object
-    reading: tuple[object, ...]
+    windows: ExtendBlocks
+    selecting: ExtendBlocks
+    reading: tuple[ExtendBlocks, ...]
     """Together they are all blocks; each reads no more pages than the stage holds."""
     candidates: CandidatePages
     dense_until: torch.Tensor  # [seqs] int32
@@ -67,9 +66,6 @@ class KernelMetadata:
     chunks: ChunkRows | None
     completed: CompletedPages | None = None
     """Pages whose landmarks are saved in every layer, before anything is selected."""
-
-
-Revise = Callable[[torch.Tensor, ChunkRows], torch.Tensor]
 
 
 class KernelSparse:
@@ -123,13 +119,6 @@ class KernelSparse:
         if swap is not None:
             table = torch.zeros(shape.max_seqs, max_pages, dtype=torch.int32, device=shape.device)
             self._homes = Homes(swap.frame_of, table, swap.resident_reads)
-        self._drift: tuple[DriftState, float] | None = None
-        self.revise: Revise | None = None
-        """Replaces what chunk rows selected, for benchmarks of selections no model here makes."""
-        # Of the newest layer with chunks: what each row selected, and how many pages each block
-        # of neighbouring rows read for it.
-        self.selected_pages: torch.Tensor | None = None
-        self.pages_read: list[torch.Tensor] = []
         self._every_row = torch.arange(shape.max_seqs, dtype=torch.int32, device=shape.device)
 
     def _load_unions(self, shape: AttentionShape) -> str | None:
@@ -319,11 +308,6 @@ class KernelSparse:
             seal=decode.alone,
             homes=self._homes if decode.resident else None,
         )
-        if self._drift is not None and self._swap is not None and not decode.resident:
-            from cairn.kernels.drift import drift
-
-            state, change = self._drift
-            drift(self._shape, state, decode.kv_lens, change)
 
     def forward(
         self,
@@ -385,31 +369,16 @@ class KernelSparse:
             out,
             pooling=self._pooling if pooled_here else None,
             kv_table=decode.kv_table,
-            locate=self._locating(layer, decode),
+            locate=None
+            if self._swap is None or decode.resident
+            else partial(self._locate, layer, decode),
             homes=self._homes if decode.resident else None,
         )
 
-    def _locating(self, layer: int, decode: DecodeRows) -> Callable[[torch.Tensor], Located] | None:
-        swap, drift = self._swap, self._drift
-        if swap is None or decode.resident:
-            return None
-
-        def locate(selected: torch.Tensor) -> Located:
-            if drift is not None:
-                selected = drift[0].selected[self._config.layers.index(layer), : len(selected)]
-            return swap.locate(layer, selected, decode.page_table, decode.generations)
-
-        return locate
-
-    def drift_by(self, change: float) -> None:
-        """Where pages are looked up, let decode rows select made-up ones, of which a share changes
-        from token to token: for benchmarks of selections no model here makes, since they weigh what
-        the pages that they stand for would. Steps that were recorded before do not know of it."""
-        from cairn.kernels.drift import DriftState
-
-        seqs, device = len(self._every_row), self._every_row.device
-        layers = len(self._config.layers)
-        self._drift = DriftState.empty(self._shape, layers, seqs, device), change
+    def _locate(self, layer: int, decode: DecodeRows, selected: torch.Tensor) -> Located:
+        """Find the selected pages [seqs, kv_heads, k] on the device, or copy them there."""
+        assert self._swap is not None
+        return self._swap.locate(layer, selected, decode.page_table, decode.generations)
 
     def _save_completed(self, layer: int, prior: torch.Tensor, decode: DecodeRows) -> None:
         """Landmarks of a policy without a kernel: of every sequence's last page, and kept on the
@@ -433,19 +402,13 @@ class KernelSparse:
         chunks: ChunkRows,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        from cairn.kernels.paged_extend import ExtendBlocks, paged_extend
-        from cairn.kernels.sparse_extend import attend_selected
-        from cairn.kernels.sparse_select import select_pages
+        from cairn.kernels.paged_extend import paged_extend
 
-        assert isinstance(chunks.windows, ExtendBlocks)
-        assert isinstance(chunks.selecting, ExtendBlocks)
-        pool, batch = self._pool.layers[layer], chunks.batch
-        vectors, bias = self._landmarks.vectors[layer], self._landmarks.biases.get(layer)
-        table = batch.groups[self._groups.ids].page_table
+        batch = chunks.batch
         lse = chunks.workspace.take("window_lse", *query.shape[:2])
         paged_extend(
             query,
-            pool,
+            self._pool.layers[layer],
             batch.groups[self._groups.kv].page_table,
             batch.device_kv_lens,
             batch.device_cu_query,
@@ -457,11 +420,25 @@ class KernelSparse:
             lse=lse,
             dense_until=chunks.dense_until,
         )
-        selected, normalizer = select_pages(
+        selected, normalizer = self._select(layer, mapped, lse, chunks)
+        for blocks in chunks.reading:
+            self._attend_selected(
+                layer, query, mapped, selected, normalizer, lse, chunks, blocks, out
+            )
+        return selected
+
+    def _select(
+        self, layer: int, mapped: torch.Tensor, lse: torch.Tensor, chunks: ChunkRows
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Places [rows, kv_heads, k] of the pages that chunk rows read, and heads' normalizers."""
+        from cairn.kernels.sparse_select import select_pages
+
+        batch = chunks.batch
+        return select_pages(
             self._shape,
             mapped,
-            vectors,
-            bias,
+            self._landmarks.vectors[layer],
+            self._landmarks.biases.get(layer),
             chunks.candidates,
             batch.device_kv_lens,
             batch.device_cu_query,
@@ -470,37 +447,52 @@ class KernelSparse:
             lse,
             chunks.workspace,
         )
-        if self.revise is not None:
-            selected = self.revise(selected, chunks)
-        self.selected_pages = selected
+
+    def _attend_selected(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        mapped: torch.Tensor,
+        selected: torch.Tensor,
+        normalizer: torch.Tensor | None,
+        lse: torch.Tensor,
+        chunks: ChunkRows,
+        blocks: ExtendBlocks,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attend to the selected pages of some blocks; returns how many pages each block read."""
+        from cairn.kernels.sparse_extend import attend_selected
+
+        batch = chunks.batch
+        given = (
+            selected,
+            query,
+            mapped,
+            self._pool.layers[layer],
+            self._landmarks.vectors[layer],
+            self._landmarks.biases.get(layer),
+            batch.groups[self._groups.ids].page_table,
+            batch.device_cu_query,
+            blocks,
+            out,
+            lse,
+        )
+        if self._unions is not None:
+            return self._unions(*given, normalizer, out)
         locate, stage = None, None
         if self._swap is not None and batch.resident:
             locate = self._swap.in_frames
         elif self._swap is not None:
             locate, stage = partial(self._swap.fill_stage, layer), self._swap.stage
-        read = []
-        for blocks in chunks.reading:
-            assert isinstance(blocks, ExtendBlocks)
-            given = (
-                *(selected, query, mapped, pool, vectors, bias, table),
-                *(batch.device_cu_query, blocks, out, lse),
-            )
-            if self._unions is not None:
-                read.append(self._unions(*given, normalizer, out))
-                continue
-            read.append(
-                attend_selected(
-                    self._shape,
-                    *given,
-                    out,
-                    chunks.workspace,
-                    normalizer=normalizer,
-                    locate=locate,
-                    stage=stage,
-                )
-            )
-        self.pages_read = read
-        return selected
+        return attend_selected(
+            self._shape,
+            *given,
+            out,
+            chunks.workspace,
+            normalizer=normalizer,
+            locate=locate,
+            stage=stage,
+        )
 
     def save_all_layers(self, pages: np.ndarray, kv_pages: np.ndarray) -> None:
         """Landmarks of pages [n] whose rows are in the pool, where those take nothing but keys."""

@@ -1,9 +1,9 @@
 """Made-up selections of decode rows that change from token to token as a trained model's do.
 
 Random weights select other pages with every token, which no cache could serve. Here a row's
-candidates are cut into k equal parts, it reads one page of each, and now and then another one. For
-benchmarks: of all layers in one launch, which costs a step next to nothing; a recorded step draws
-anew with every replay.
+candidates are cut into k equal parts. The row reads one page of each part, and changes it now and
+then. One launch draws the pages of all layers, so a step takes hardly longer; a recorded step draws
+new ones with every replay.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from cairn.attention.hsa.kernel_sparse import DecodeRows, KernelMetadata, KernelSparse
+from cairn.kernels.interface import Located
 from cairn.kernels.launch import direct
 from cairn.kernels.pdl import pdl_options
 from cairn.kernels.sizes import power_of_two
@@ -94,3 +96,29 @@ def drift(
         num_warps=1,
         **pdl_options(kv_lens),
     )
+
+
+class DriftingSparse(KernelSparse):
+    """Looks up drifting pages where pages live in host memory, whatever decode rows selected.
+
+    The attention weights of a page stay those of the page that was selected.
+    """
+
+    _drift: tuple[DriftState, float]
+
+    def drift_by(self, change: float) -> None:
+        """`change`: share of a row's pages that change from token to token."""
+        seqs, device = len(self._every_row), self._every_row.device
+        layers = len(self._config.layers)
+        self._drift = DriftState.empty(self._shape, layers, seqs, device), change
+
+    def begin(self, metadata: KernelMetadata) -> None:
+        super().begin(metadata)
+        decode = metadata.decode
+        if decode is not None and self._swap is not None and not decode.resident:
+            state, change = self._drift
+            drift(self._shape, state, decode.kv_lens, change)
+
+    def _locate(self, layer: int, decode: DecodeRows, selected: torch.Tensor) -> Located:
+        drawn = self._drift[0].selected[self._config.layers.index(layer), : len(selected)]
+        return super()._locate(layer, decode, drawn)
