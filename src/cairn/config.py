@@ -84,8 +84,9 @@ class EngineConfig:
     )
     attention_backend: str | None = _option(
         None,
-        "Attention kernels: auto, torch, triton, sgl_kernel, flashinfer, hsa, or a pair "
-        "PREFILL,DECODE. By default ATTN_BACKEND of the environment, or auto.",
+        "Attention kernels: auto, torch, triton, sgl_kernel, flashinfer, hsa, your own as "
+        "module:Class, or a pair PREFILL,DECODE. By default ATTN_BACKEND of the environment, or "
+        "auto.",
     )
     disable_cuda_graph: bool = _option(False, "CUDA: launch every kernel of a decode step anew.")
     disable_overlap_schedule: bool = _option(

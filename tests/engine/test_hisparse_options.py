@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cairn import LLM
+from cairn.attention.hsa.backend import HSABackend
 from cairn.config import EngineConfig
 from cairn.engine.attention_options import AttentionPlan
 from cairn.engine.hisparse_options import HiSparseOptions, check_together, hisparse_options
@@ -93,7 +94,7 @@ def test_what_does_not_go_together_is_refused(
 
 def test_devices_that_cannot_serve_it_are_refused() -> None:
     config, options = EngineConfig(attention_backend="hsa"), HiSparseOptions(swap_in_block_size=64)
-    plan = AttentionPlan((), sparse((0,)), 64)
+    plan = AttentionPlan((), sparse((0,)), 64, HSABackend)
     cuda = torch.device("cuda")
     check_together(config, options, plan, cuda, refused=None)
     with pytest.raises(ConfigError, match="runs on CUDA and on a CPU and the device is mps"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cairn.attention.backend import AttentionShape, backend_class, backend_names, refusal
+from cairn.attention.backend import AttentionShape, backend_names, dense_class, refusal
 from cairn.attention.batch import AttentionBatch, to_device
 from cairn.kernels.reference import paged_attention
 from cairn.memory.groups import group_layers
@@ -56,7 +56,7 @@ def test_backends_agree_with_the_reference(
         tensor.normal_()
     step = AttentionBatch.build(page_size, new, total, [table] * len(groups), device)
     query = torch.randn(int(new.sum()), num_heads, dim, device=device).bfloat16()
-    attention = backend_class(backend)(shape, pool)
+    attention = dense_class(backend)(shape, pool)
     metadata = attention.prepare(step)
     attention.begin(metadata)
     for layer, window in enumerate((None, 100)):

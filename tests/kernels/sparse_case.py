@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from cairn.attention.backend import AttentionShape
+from cairn.attention.backend import AttentionShape, SparseParts
 from cairn.attention.batch import AttentionBatch, Scoring
 from cairn.attention.hsa.backend import HSABackend
-from cairn.attention.hsa.kernel_sparse import KernelSparse
 from cairn.attention.torch_backend import TorchBackend
 from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
@@ -136,8 +135,15 @@ def run(case: Case, device: torch.device, *, kernels: bool, seed: int = 0) -> Re
         traced_rows=case.traced,
     )
     dense = TorchBackend(shape, pool)
-    fast = KernelSparse(config, shape, pool, landmarks, table.shape[1] + 3) if kernels else None
-    backend = HSABackend(shape, pool, config=config, landmarks=landmarks, dense=dense, kernels=fast)
+    parts = SparseParts(
+        shape=shape,
+        pool=pool,
+        config=config,
+        max_pages=table.shape[1] + 3,
+        dense=dense,
+        landmarks=landmarks,
+    )
+    backend = HSABackend(parts, kernels=kernels)
     size = (int(new.sum()), case.heads, case.dim)
     query, scores_with = (torch.randn(size).to(case.dtype).to(device) for _ in range(2))
     scoring = Scoring(scores_with, scores_with) if native else None

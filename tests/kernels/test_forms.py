@@ -15,7 +15,6 @@ import torch
 pytest.importorskip("triton")
 
 from cairn import LLM
-from cairn.attention.hsa.backend import HSABackend
 from cairn.attention.hsa.kernel_sparse import KernelSparse
 from cairn.attention.torch_backend import TorchBackend
 from cairn.attention.triton_backend import TritonBackend
@@ -124,12 +123,11 @@ def most_pages(runner: Runner) -> int:
 def rehearsed(runner: Runner) -> Forms:
     """Forms of all steps of the warm-up."""
     backend = runner.backend
-    kernels = backend.kernels if isinstance(backend, HSABackend) else None
     seqs, pages = SEQS, most_pages(runner)
     if isinstance(backend, TorchBackend):
         seqs, pages = 2, OPTIONS["chunked_prefill_size"] // PAGE
     steps = rehearsals(
-        rungs_of(kernels, seqs, pages),
+        rungs_of(backend, seqs, pages),
         page_size=PAGE,
         max_pages=pages,
         chunk=OPTIONS["chunked_prefill_size"],

@@ -1,4 +1,4 @@
-"""The backend protocol, and the registry that finds one by name.
+"""What backends have in common, and the registry that finds one by name.
 
 A backend computes attention for a batch over the paged KV cache. It is imported only when it is
 asked for, and says itself whether it can run here.
@@ -7,7 +7,7 @@ asked for, and says itself whether it can run here.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -16,7 +16,11 @@ import torch
 from cairn.attention.batch import AttentionBatch, GraphKind, HostBatch, Scoring
 from cairn.errors import ConfigError
 from cairn.memory.groups import LayerGroup
+from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.memory.kv_pool import KVPool
+from cairn.memory.landmarks import LandmarkPool
+from cairn.sparsity.config import SparseConfig
+from cairn.sparsity.registry import import_class
 from cairn.sparsity.selection import Selection
 
 
@@ -39,50 +43,36 @@ class AttentionShape:
 
 
 class Graph(NamedTuple):
-    """A recorded step, as backends know it."""
+    """A kind of step that is recorded as CUDA graphs."""
 
     kind: GraphKind
     mixed: bool
     """Sequences have any number of new rows; else one each."""
 
 
+DENSE_GRAPHS = (Graph("dense", mixed=False), Graph("dense", mixed=True))
+
+
 class AttentionBackend(Protocol):
+    """What every backend has; `DenseBackend` and `SparseBackend` give most of it."""
+
     @property
     def name(self) -> str: ...
 
     @property
-    def graph_kinds(self) -> tuple[GraphKind, ...]:
-        """Kinds of decode steps whose `prepare`, `begin` and `forward` can be recorded in a CUDA
-        graph and replayed; empty if none can."""
+    def graphs(self) -> Collection[Graph]:
+        """Kinds of steps whose `prepare`, `begin` and `forward` can be recorded and replayed."""
         ...
 
-    @property
-    def mixed_kinds(self) -> tuple[GraphKind, ...]:
-        """The same for steps that prefill, or prefill and decode."""
-        ...
-
-    @property
-    def reads_generations(self) -> bool:
-        """Wants the generations of pages on the device."""
-        ...
-
-    def graph_kind(self, batch: HostBatch, *, mixed: bool) -> GraphKind | None:
-        """The kind of graph that a step can be replayed from, one of decode steps or a mixed one;
-        None if it must be launched."""
-        ...
-
-    def launching(self, batch: HostBatch, graph: Graph | None) -> None:
-        """Keeps the host's books of a step that is about to be launched, or replayed."""
-        ...
-
-    def replayed(self, batch: HostBatch, graph: Graph) -> None:
-        """Launches what the graph of a step leaves out."""
+    def graph_for(self, batch: HostBatch, *, mixed: bool) -> Graph | None:
+        """The kind that a step can be replayed from, of decode steps or of mixed ones; None if its
+        kernels must be launched one by one."""
         ...
 
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> Any:
         """Host work of a step, shared by all its layers. The result goes to `forward`.
 
-        `groups` names the layer groups it will be asked for, all if None.
+        `groups` names the layer groups that `forward` will be called for, all if None.
         """
         ...
 
@@ -100,37 +90,42 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def selections(self, metadata: Any, row: int) -> dict[int, Selection]:
-        """Pages that a traced row of the step read, by layer."""
-        ...
 
-    def abandon(self, batch: HostBatch) -> None:
-        """The step was launched and did not come to its end."""
-        ...
-
-
-class DenseBackend:
-    """A backend that is found by name and reads the whole past, or a window of it."""
+class Backend:
+    """What dense and sparse backends have in common; derive from one of these."""
 
     name: ClassVar[str]
+    graphs: Collection[Graph] = ()
+
+    @classmethod
+    def unavailable_reason(cls, device: torch.device) -> str | None:
+        """Why this backend cannot run on the device; None if it can."""
+        return None
+
+    def graph_for(self, batch: HostBatch, *, mixed: bool) -> Graph | None:
+        graph = Graph("dense", mixed)
+        return graph if graph in self.graphs else None
+
+    def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> Any:
+        raise NotImplementedError
+
+    def begin(self, metadata: Any) -> None:
+        pass
+
+
+class DenseBackend(Backend):
+    """A backend that reads the whole past, or a window of it."""
+
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
     head_dims: ClassVar[tuple[int, ...] | None] = None  # None for any
     keeps_one_plan: ClassVar[bool] = False
     """A second `prepare` for a layer group makes the first one's metadata invalid."""
     hides_rows: ClassVar[bool] = False
     """Can leave landmark rows out."""
-    graph_kinds: ClassVar[tuple[GraphKind, ...]] = ()
-    mixed_kinds: ClassVar[tuple[GraphKind, ...]] = ()
-    reads_generations: ClassVar[bool] = False
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
         self._shape = shape
         self._pool = pool
-
-    @staticmethod
-    def unavailable_reason(device: torch.device) -> str | None:
-        """Why this backend cannot run on the device; None if it can."""
-        raise NotImplementedError
 
     @classmethod
     def unsupported_reason(cls, shape: AttentionShape) -> str | None:
@@ -145,21 +140,6 @@ class DenseBackend:
             return "the model hides landmark rows from its window layers, and it cannot"
         return None
 
-    def graph_kind(self, batch: HostBatch, *, mixed: bool) -> GraphKind | None:
-        return "dense" if (self.mixed_kinds if mixed else self.graph_kinds) else None
-
-    def launching(self, batch: HostBatch, graph: Graph | None) -> None:
-        pass
-
-    def replayed(self, batch: HostBatch, graph: Graph) -> None:
-        pass
-
-    def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> Any:
-        raise NotImplementedError
-
-    def begin(self, metadata: Any) -> None:
-        """Device work that all layers of a step share; part of a recorded graph."""
-
     def forward(
         self, layer: int, query: torch.Tensor, metadata: Any, scoring: Scoring | None = None
     ) -> torch.Tensor:
@@ -170,11 +150,77 @@ class DenseBackend:
         """`forward`, for layers without landmarks."""
         raise NotImplementedError
 
-    def selections(self, metadata: Any, row: int) -> dict[int, Selection]:
-        return {}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseParts:
+    """What an engine builds a sparse backend from."""
+
+    shape: AttentionShape
+    pool: KVPool
+    config: SparseConfig
+    max_pages: int
+    """Pages of the longest sequence."""
+    dense: AttentionBackend
+    """For layers that are not sparse, and for rows that read everything."""
+    landmarks: LandmarkPool | None = None
+    tier: HiSparseCoordinator | None = None
+    in_stage: AttentionBackend | None = None
+    """A dense backend over the tier's stage, where prompts are read densely."""
+
+
+class SparseBackend(Backend):
+    """A backend that leaves out most of the past in the layers `SparseConfig.layers`.
+
+    Besides `name`, `prepare` and `forward` everything has a default. The members below are for
+    sparse backends alone.
+    """
+
+    needs_landmarks: ClassVar[bool] = False
+    """The engine keeps a landmark of every complete page, made by the policy of `SparseConfig`."""
+    options: ClassVar[frozenset[str]] = frozenset({"layers", "window"})
+    """Options `hsa_*` that it honours; the others are refused. Without "prefill" it reads prompts
+    sparsely, without "dense_below" no row reads everything."""
+    serves_trained: ClassVar[bool] = False
+    """Also runs models that were trained with sparse attention."""
+    serves_tier: ClassVar[bool] = False
+    """Also runs where pages live in host memory."""
+    reads_generations: bool = False
+    """Wants the generations of pages on the device."""
+    notes: tuple[str, ...] = ()
+    """What a user should know of how it runs."""
+
+    def __init__(self, parts: SparseParts) -> None:
+        raise NotImplementedError
+
+    @classmethod
+    def kernel_refusal(cls, config: SparseConfig, shape: AttentionShape) -> str | None:
+        """Why its kernels cannot serve this model, so that it runs in torch; None if they can."""
+        return f"{cls.name} has none"
+
+    def rungs(
+        self, max_seqs: int, max_pages: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Numbers of sequences, and of pages of the longest, at which a step's kernels go on to
+        another compiled form; None if it has no Triton kernels."""
+        return None
+
+    def launching(self, batch: HostBatch, graph: Graph | None) -> None:
+        """A step is about to be launched, or replayed from a graph: keep the host's books."""
+
+    def replayed(self, batch: HostBatch, graph: Graph) -> None:
+        """A graph was replayed: launch what it leaves out."""
 
     def abandon(self, batch: HostBatch) -> None:
-        pass
+        """A step that `launching` was called for has failed."""
+
+    def selections(self, metadata: Any, row: int) -> dict[int, Selection]:
+        """Pages that a traced row of the step read, by layer."""
+        return {}
+
+    def forward(
+        self, layer: int, query: torch.Tensor, metadata: Any, scoring: Scoring | None = None
+    ) -> torch.Tensor:
+        raise NotImplementedError
 
 
 _BACKENDS: Mapping[str, str] = {
@@ -182,31 +228,46 @@ _BACKENDS: Mapping[str, str] = {
     "flashinfer": "cairn.attention.flashinfer_backend:FlashInferBackend",
     "triton": "cairn.attention.triton_backend:TritonBackend",
     "torch": "cairn.attention.torch_backend:TorchBackend",
+    "hsa": "cairn.attention.hsa.backend:HSABackend",
 }
 """name -> "module:class"."""
 
 _AUTO_PREFILL = ("sgl_kernel", "triton", "torch")
 _AUTO_DECODE = ("triton", "sgl_kernel", "torch")
 """What `auto` tries, fastest first, as `cairn bench attention` measures it."""
+AUTO_SPARSE = "hsa"
+"""What `auto` takes for models that were trained with sparse attention, and for a host tier."""
 
 
 def backend_names() -> tuple[str, ...]:
-    return tuple(_BACKENDS)
+    """Dense backends that come with Cairn."""
+    return tuple(name for name in _BACKENDS if issubclass(backend_class(name), DenseBackend))
 
 
-def backend_class(name: str) -> type[DenseBackend]:
-    if name not in _BACKENDS:
-        raise ConfigError(
-            f"attention_backend is {name!r}; choose one of auto, hsa, {', '.join(_BACKENDS)}"
-        )
-    module, _, attribute = _BACKENDS[name].partition(":")
-    found: type[DenseBackend] = getattr(importlib.import_module(module), attribute)
+def backend_class(name: str) -> type[Backend]:
+    """A backend that comes with Cairn, or one of the user's as `module:Class`."""
+    return import_class("attention_backend", name, _BACKENDS, Backend, also="auto, ")
+
+
+def dense_class(name: str) -> type[DenseBackend]:
+    found = backend_class(name)
+    if not issubclass(found, DenseBackend):
+        raise ConfigError(f"attention_backend {name!r} is sparse; name a dense backend here")
     return found
 
 
+def sparse_class(names: Iterable[str]) -> type[SparseBackend] | None:
+    """The sparse backend among these, if any."""
+    for name in names:
+        found = None if name == "auto" else backend_class(name)
+        if found is not None and issubclass(found, SparseBackend):
+            return found
+    return None
+
+
 def refusal(name: str, shape: AttentionShape) -> str | None:
-    """Why a backend cannot serve this model here; None if it can."""
-    cls = backend_class(name)
+    """Why a dense backend cannot serve this model here; None if it can."""
+    cls = dense_class(name)
     return cls.unavailable_reason(shape.device) or cls.unsupported_reason(shape)
 
 
@@ -249,7 +310,7 @@ def resolve_backends(
     how = "auto took " if "auto" in names else ""
     why = "".join(f"; not {name}: {reason}" for name, reason in passed.items())
     distinct = chosen[:1] if chosen[0] == chosen[1] else chosen
-    return [backend_class(name) for name in distinct], f"attention: {how}{what}{why}; {dimensions}"
+    return [dense_class(name) for name in distinct], f"attention: {how}{what}{why}; {dimensions}"
 
 
 def missing_module(module: str, package: str) -> str | None:

@@ -41,8 +41,8 @@ class FlashInferBackend(DenseBackend):
             flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND") for _ in shape.groups
         ]
 
-    @staticmethod
-    def unavailable_reason(device: torch.device) -> str | None:
+    @classmethod
+    def unavailable_reason(cls, device: torch.device) -> str | None:
         if device.type != "cuda":
             return f"its kernels are for CUDA devices, this is {device.type}"
         return missing_module("flashinfer", "flashinfer-python")

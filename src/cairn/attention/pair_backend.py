@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from cairn.attention.backend import DenseBackend, Graph
-from cairn.attention.batch import AttentionBatch, GraphKind, HostBatch, Scoring
-from cairn.sparsity.selection import Selection
+from cairn.attention.batch import AttentionBatch, HostBatch, Scoring
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,22 +24,15 @@ class _Chosen:
 
 class PairBackend:
     name: ClassVar[str] = "pair"
-    reads_generations: ClassVar[bool] = False
 
     def __init__(self, prefill: DenseBackend, decode: DenseBackend) -> None:
         self._prefill = prefill
         self._decode = decode
-        self.graph_kinds = decode.graph_kinds
-        self.mixed_kinds = prefill.mixed_kinds
+        own = ((decode, False), (prefill, True))
+        self.graphs = [g for kind, mixed in own for g in kind.graphs if g.mixed == mixed]
 
-    def graph_kind(self, batch: HostBatch, *, mixed: bool) -> GraphKind | None:
-        return (self._prefill if mixed else self._decode).graph_kind(batch, mixed=mixed)
-
-    def launching(self, batch: HostBatch, graph: Graph | None) -> None:
-        pass
-
-    def replayed(self, batch: HostBatch, graph: Graph) -> None:
-        pass
+    def graph_for(self, batch: HostBatch, *, mixed: bool) -> Graph | None:
+        return (self._prefill if mixed else self._decode).graph_for(batch, mixed=mixed)
 
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> _Chosen:
         backend = self._decode if batch.decodes else self._prefill
@@ -57,9 +49,3 @@ class PairBackend:
         scoring: Scoring | None = None,
     ) -> torch.Tensor:
         return metadata.backend.forward(layer, query, metadata.metadata, scoring)
-
-    def selections(self, metadata: _Chosen, row: int) -> dict[int, Selection]:
-        return {}
-
-    def abandon(self, batch: HostBatch) -> None:
-        pass

@@ -9,8 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from cairn.attention.backend import AttentionShape, DenseBackend, missing_module
-from cairn.attention.batch import AttentionBatch, GraphKind, HostBatch, to_device
+from cairn.attention.backend import (
+    DENSE_GRAPHS,
+    AttentionShape,
+    DenseBackend,
+    Graph,
+    missing_module,
+)
+from cairn.attention.batch import AttentionBatch, HostBatch, to_device
 from cairn.kernels.workspace import Workspace
 from cairn.memory.kv_pool import KVPool
 
@@ -45,8 +51,7 @@ class _Metadata:
 class SglKernelBackend(DenseBackend):
     name = "sgl_kernel"
     head_dims = (64, 96, 128, 192, 256)
-    graph_kinds = ("dense",)
-    mixed_kinds = ("dense",)
+    graphs = DENSE_GRAPHS
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
         super().__init__(shape, pool)
@@ -54,8 +59,8 @@ class SglKernelBackend(DenseBackend):
 
         self._attend: Any = flash_attn_with_kvcache
 
-    @staticmethod
-    def unavailable_reason(device: torch.device) -> str | None:
+    @classmethod
+    def unavailable_reason(cls, device: torch.device) -> str | None:
         if device.type != "cuda":
             return f"its kernels are for CUDA devices, this is {device.type}"
         major, minor = torch.cuda.get_device_capability(device)
@@ -79,8 +84,8 @@ class SglKernelBackend(DenseBackend):
             gathered,
         )
 
-    def graph_kind(self, batch: HostBatch, *, mixed: bool) -> GraphKind | None:
-        return None if mixed and self._pays_to_gather(batch) else "dense"
+    def graph_for(self, batch: HostBatch, *, mixed: bool) -> Graph | None:
+        return None if mixed and self._pays_to_gather(batch) else Graph("dense", mixed)
 
     def _pays_to_gather(self, batch: HostBatch) -> bool:
         shape = self._shape

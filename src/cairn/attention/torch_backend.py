@@ -76,10 +76,6 @@ class TorchBackend(DenseBackend):
         super().__init__(shape, pool)
         self._groups = shape.groups
 
-    @staticmethod
-    def unavailable_reason(device: torch.device) -> str | None:
-        return None
-
     # -- once per step ------------------------------------------------------------------------
 
     def prepare(

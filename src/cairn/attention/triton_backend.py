@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cairn.attention.backend import AttentionShape, DenseBackend, missing_module
+from cairn.attention.backend import DENSE_GRAPHS, AttentionShape, DenseBackend, missing_module
 from cairn.attention.batch import AttentionBatch, to_device
 from cairn.memory.kv_pool import KVPool
 
@@ -27,8 +27,7 @@ class TritonBackend(DenseBackend):
     name = "triton"
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     hides_rows = True
-    graph_kinds = ("dense",)
-    mixed_kinds = ("dense",)
+    graphs = DENSE_GRAPHS
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
         super().__init__(shape, pool)
@@ -42,8 +41,8 @@ class TritonBackend(DenseBackend):
         ]
         self._every_row = torch.arange(shape.max_seqs, dtype=torch.int32, device=shape.device)
 
-    @staticmethod
-    def unavailable_reason(device: torch.device) -> str | None:
+    @classmethod
+    def unavailable_reason(cls, device: torch.device) -> str | None:
         if device.type != "cuda":
             return f"its kernels are for CUDA devices, this is {device.type}"
         return missing_module("triton", "triton")

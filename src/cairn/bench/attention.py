@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cairn.attention.backend import AttentionShape, backend_class, backend_names, refusal
+from cairn.attention.backend import AttentionShape, backend_names, dense_class, refusal
 from cairn.attention.batch import AttentionBatch
 from cairn.bench.report import show_rows
 from cairn.errors import ConfigError
@@ -118,7 +118,7 @@ def measure(case: Case, backend: str, device: torch.device) -> float | str:
     total = np.full(case.seqs, case.length)
     batch = AttentionBatch.build(PAGE_SIZE, new, total, [table], device)
     query = torch.randn(int(new.sum()), case.num_heads, case.head_dim, device=device).to(dtype)
-    attention = backend_class(backend)(shape, pool)
+    attention = dense_class(backend)(shape, pool)
     metadata = attention.prepare(batch)
     attention.begin(metadata)
     return time_cuda(lambda: attention.forward(0, query, metadata))

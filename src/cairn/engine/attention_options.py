@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from cairn.attention.backend import AUTO_SPARSE, SparseBackend, sparse_class
 from cairn.config import EngineConfig
 from cairn.errors import ConfigError
 from cairn.models.spec import ModelSpec, NativeSparsity
@@ -39,6 +40,8 @@ class AttentionPlan:
     """Backend of the layers that are not sparse, or a pair: for prefill and for decode."""
     sparse: SparseConfig | None
     page_size: int
+    backend: type[SparseBackend] | None = None
+    """Of the sparse layers."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     """Notes that a user should not miss."""
@@ -50,10 +53,11 @@ def plan_attention(config: EngineConfig, spec: ModelSpec, device: str) -> Attent
     if given is None:
         given = os.environ.get("ATTN_BACKEND") or "auto"
     names = [name.strip() for name in given.split(",")]
+    kind = sparse_class(names)
     if spec.sparsity is not None:
-        return _native(config, spec, spec.sparsity, names)
+        return _native(config, spec, spec.sparsity, names, kind)
     page_size = config.page_size or DEFAULT_PAGE_SIZE
-    if "hsa" not in names:
+    if kind is None:
         page_size = config.page_size or _DENSE_PAGE_SIZE.get(device, DEFAULT_PAGE_SIZE)
         for name in _hsa_options(config):
             raise ConfigError(
@@ -65,27 +69,51 @@ def plan_attention(config: EngineConfig, spec: ModelSpec, device: str) -> Attent
                 f"attention_backend is {given!r}; give one backend, or two as PREFILL,DECODE"
             )
         return AttentionPlan(tuple(names), None, page_size)
-    if names not in (["hsa"], [names[0], "hsa"]) or names == ["hsa", "hsa"]:
+    own = names[-1]
+    if len(names) > 2 or sparse_class(names[:-1]) is not None:
         raise ConfigError(
-            f"attention_backend is {given!r}; use hsa, or DENSE,hsa for a dense prefill and sparse "
-            "decoding"
+            f"attention_backend is {given!r}; use {kind.name}, or DENSE,{kind.name} for a dense "
+            "prefill and sparse decoding"
+        )
+    for name in _hsa_options(config):
+        if name.removeprefix("hsa_") not in kind.options:
+            raise ConfigError(f"{name} is given and attention_backend {own!r} does not have it")
+    if len(names) == 2 and "prefill" not in kind.options:
+        raise ConfigError(
+            f"attention_backend is {given!r}, and {own} reads prompts itself; use {own} alone"
         )
     if len(names) == 2 and config.hsa_prefill == "sparse":
         raise ConfigError(
             f"attention_backend is {given!r}, which reads prompts densely with {names[0]}, and "
-            "hsa_prefill is 'sparse'; use attention_backend=hsa, or leave hsa_prefill out"
+            f"hsa_prefill is 'sparse'; use attention_backend={own}, or leave hsa_prefill out"
         )
-    sparse = _training_free(config, spec, page_size, device)
+    sparse = _training_free(config, spec, page_size, device, kind)
     dense = (names[0], "auto") if len(names) == 2 else ("auto",)
-    notes = [_summary(config, spec, sparse, page_size)]
-    if type(sparse.policy).score is not Policy.score:
-        notes.append("hsa: the policy has a score of its own, which runs in plain torch")
-    return AttentionPlan(dense, sparse, page_size, tuple(notes))
+    notes = [_summary(config, spec, sparse, page_size, kind)]
+    if sparse.policy is not None and type(sparse.policy).score is not Policy.score:
+        notes.append(f"{kind.name}: the policy has a score of its own, which runs in plain torch")
+    return AttentionPlan(dense, sparse, page_size, kind, tuple(notes))
 
 
 def _training_free(
-    config: EngineConfig, spec: ModelSpec, page_size: int, device: str
+    config: EngineConfig,
+    spec: ModelSpec,
+    page_size: int,
+    device: str,
+    backend: type[SparseBackend],
 ) -> SparseConfig:
+    if not backend.needs_landmarks:
+        prompts = "prefill" in backend.options and config.hsa_prefill != "sparse"
+        return SparseConfig(
+            policy=None,
+            layers=_layers(config.hsa_layers, spec),
+            topk=config.hsa_topk or 0,
+            window=config.hsa_window or _WINDOW,
+            strategy=Policy.strategy,
+            fusion=Policy.fusion,
+            dense_below=config.hsa_dense_below or 0,
+            dense_prompt_below=ALL_ROWS if prompts else 0,
+        )
     name = config.hsa_policy or _POLICY
     kind = policy_class(name)
     if kind.needs_landmark_rows:
@@ -126,12 +154,18 @@ def _training_free(
 
 
 def _native(
-    config: EngineConfig, spec: ModelSpec, native: NativeSparsity, names: list[str]
+    config: EngineConfig,
+    spec: ModelSpec,
+    native: NativeSparsity,
+    names: list[str],
+    given: type[SparseBackend] | None,
 ) -> AttentionPlan:
-    if names not in (["auto"], ["hsa"]):
+    backend = given or sparse_class([AUTO_SPARSE])
+    assert backend is not None
+    if len(names) > 1 or not (names == ["auto"] or (given is not None and given.serves_trained)):
         raise ConfigError(
             f"attention_backend is {','.join(names)!r}; {spec.architecture} was trained with "
-            "sparse attention for prompts and answers alike: use hsa"
+            f"sparse attention for prompts and answers alike: use {AUTO_SPARSE}"
         )
     if config.page_size not in (None, native.chunk_size):
         raise ConfigError(
@@ -169,8 +203,8 @@ def _native(
     ):
         if value != trained:
             warnings.append(f"{option} {value} where the model has {trained}: an approximation")
-    summary = _summary(config, spec, sparse, native.chunk_size)
-    return AttentionPlan(("auto",), sparse, native.chunk_size, (summary,), tuple(warnings))
+    summary = _summary(config, spec, sparse, native.chunk_size, backend)
+    return AttentionPlan(("auto",), sparse, native.chunk_size, backend, (summary,), tuple(warnings))
 
 
 def _policy_shape(spec: ModelSpec) -> PolicyShape:
@@ -222,12 +256,21 @@ def _layers(given: str | None, spec: ModelSpec) -> tuple[int, ...]:
     return tuple(sorted(layers))
 
 
-def _summary(config: EngineConfig, spec: ModelSpec, sparse: SparseConfig, page_size: int) -> str:
+def _summary(
+    config: EngineConfig,
+    spec: ModelSpec,
+    sparse: SparseConfig,
+    page_size: int,
+    backend: type[SparseBackend],
+) -> str:
+    if sparse.policy is None:
+        layers = f"{len(sparse.layers)} of {len(spec.windows)} layers"
+        return f"{backend.name}: {layers}, pages of {page_size} rows, window {sparse.window}"
     name = config.hsa_policy or (spec.sparsity.policy if spec.sparsity else _POLICY)
     summary = (
-        f"hsa: {name}, {len(sparse.layers)} of {len(spec.windows)} layers, top-{sparse.topk} pages "
-        f"of {page_size} rows, window {sparse.window}, sinks {sparse.sinks}, {sparse.strategy}, "
-        f"{sparse.fusion} weights"
+        f"{backend.name}: {name}, {len(sparse.layers)} of {len(spec.windows)} layers, "
+        f"top-{sparse.topk} pages of {page_size} rows, window {sparse.window}, "
+        f"sinks {sparse.sinks}, {sparse.strategy}, {sparse.fusion} weights"
     )
     if sparse.dense_below:
         summary += f", dense below row {sparse.dense_below}"

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from cairn.attention.backend import AttentionShape
-from cairn.attention.hsa.kernel_sparse import KernelSparse
 from cairn.config import EngineConfig
 from cairn.engine.attention_options import AttentionPlan, plan_attention
 from cairn.engine.build_runner import attention_shape, build_runner, landmark_shape
@@ -135,8 +134,8 @@ def _plan_layout(
     shape = attention_shape(spec, limits, geometry, groups, dtype, device)
     if options is not None:
         refused = None
-        if attention.sparse is not None:
-            refused = KernelSparse.refusal(attention.sparse, shape)
+        if attention.sparse is not None and attention.backend is not None:
+            refused = attention.backend.kernel_refusal(attention.sparse, shape)
         check_together(config, options, attention, device, refused)
         assert attention.sparse is not None
         sizes = _size_tier(
@@ -197,6 +196,7 @@ def _size_tier(
 ) -> TierSizes:
     assert attention.sparse is not None
     landmarks = landmark_shape(attention.sparse, shape.dtype)
+    assert landmarks is not None
     groups = split_group(shape.groups, attention.sparse)
     page_bytes = [
         KVPool.page_bytes(group, geometry.page_size, spec.num_kv_heads, spec.head_dim, shape.dtype)

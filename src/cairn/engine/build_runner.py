@@ -12,11 +12,11 @@ from cairn.attention.backend import (
     AttentionBackend,
     AttentionShape,
     DenseBackend,
+    SparseBackend,
+    SparseParts,
     missing_module,
     resolve_backends,
 )
-from cairn.attention.hsa.backend import HSABackend
-from cairn.attention.hsa.kernel_sparse import KernelSparse
 from cairn.attention.pair_backend import PairBackend
 from cairn.config import EngineConfig
 from cairn.engine.attention_options import AttentionPlan
@@ -98,13 +98,13 @@ def build_runner(
         device,
         hot_slots=0 if sizes is None else sizes.hot_slots,
     )
-    refused = None
-    if attention.sparse is not None:
-        refused = KernelSparse.refusal(attention.sparse, shape)
-        _check_plans(dense, attention.sparse, groups)
+    sparse, sparse_backend = attention.sparse, attention.backend
     tier = None
-    if sizes is not None and attention.sparse is not None:
-        tier = _build_tier(layout, sizes, attention.sparse, pool, shape, by_kernels=refused is None)
+    if sparse is not None and sparse_backend is not None:
+        _check_plans(dense, sparse, sparse_backend, groups)
+        if sizes is not None:
+            by_kernels = sparse_backend.kernel_refusal(sparse, shape) is None
+            tier = _build_tier(layout, sizes, sparse, pool, shape, by_kernels=by_kernels)
     notes = [choice] if device.type == "cuda" else []
     # Frames behind the window are freed. Dense attention must not apply that window: it reads the
     # missing pages from the stage.
@@ -112,36 +112,28 @@ def build_runner(
     dense_shape = replace(shape, groups=tuple(unbounded))
     backends = [kind(dense_shape, pool) for kind in dense]
     backend: AttentionBackend = backends[0] if len(backends) == 1 else PairBackend(*backends)
-    if attention.sparse is not None:
-        landmarks = landmark_shape(attention.sparse, layout.dtype)
-        ids = pool.group_of[attention.sparse.layers[0]] if sizes is None else sizes.ids
-        landmark_pool = LandmarkPool(landmarks, num_pages[ids], device)
-        kernels = None
-        if refused is None:
-            kernels = KernelSparse(
-                attention.sparse,
-                shape,
-                pool,
-                landmark_pool,
-                layout.max_pages,
-                None if tier is None else tier.swap,
-            )
-            notes.extend(kernels.notes)
+    if sparse is not None and sparse_backend is not None:
+        landmarks = landmark_shape(sparse, layout.dtype)
+        landmark_pool = None
+        if landmarks is not None:
+            ids = pool.group_of[sparse.layers[0]] if sizes is None else sizes.ids
+            landmark_pool = LandmarkPool(landmarks, num_pages[ids], device)
         in_stage = None
         if tier is not None and tier.stage is not None:
             in_stage = dense[0](dense_shape, tier.stage)
-        backend = HSABackend(
-            shape,
-            pool,
-            config=attention.sparse,
-            landmarks=landmark_pool,
-            dense=backend,
-            kernels=kernels,
-            tier=tier,
-            in_stage=in_stage,
+        backend = sparse_backend(
+            SparseParts(
+                shape=shape,
+                pool=pool,
+                config=sparse,
+                max_pages=layout.max_pages,
+                dense=backend,
+                landmarks=landmark_pool,
+                tier=tier,
+                in_stage=in_stage,
+            )
         )
-        if device.type == "cuda" and refused is not None:
-            notes.append(f"hsa runs in plain torch, its kernels cannot: {refused}")
+        notes.extend(backend.notes)
     runner = make(
         model,
         pool,
@@ -163,7 +155,10 @@ def build_runner(
 
 
 def _check_plans(
-    dense: Sequence[type[DenseBackend]], sparse: SparseConfig, groups: Sequence[LayerGroup]
+    dense: Sequence[type[DenseBackend]],
+    sparse: SparseConfig,
+    backend: type[SparseBackend],
+    groups: Sequence[LayerGroup],
 ) -> None:
     """Rows of sparse layers that are dense have other lengths than those of dense layers."""
     own = set(sparse.layers)
@@ -171,9 +166,9 @@ def _check_plans(
     names = [kind.name for kind in dense if kind.keeps_one_plan]
     if mixed and names:
         raise ConfigError(
-            f"attention_backend is {names[0]},hsa and hsa_layers names {len(own)} layers; "
-            f"{names[0]} plans a step once for all full-attention layers: leave hsa_layers out, or "
-            "use another backend"
+            f"attention_backend is {names[0]},{backend.name} and hsa_layers names {len(own)} "
+            f"layers; {names[0]} plans a step once for all full-attention layers: leave hsa_layers "
+            "out, or use another backend"
         )
 
 
@@ -193,13 +188,13 @@ def _warm_up(
     if limits.max_step_seconds is not None and isinstance(model, Module):
         warm_up_products(model, step_sizes(chunk))
     backend = runner.backend
-    kernels = backend.kernels if isinstance(backend, HSABackend) else None
     max_seqs, max_pages = limits.max_running_requests, layout.max_pages
     dense_below = 0 if attention.sparse is None else attention.sparse.dense_below
-    if kernels is None and not backend.graph_kinds:
+    own = backend.rungs(max_seqs, max_pages) if isinstance(backend, SparseBackend) else None
+    if own is None and not backend.graphs:
         # Attention is not Cairn's own kernels: what others launch depends on rows alone.
         max_seqs, max_pages, dense_below = 2, min(max_pages, geometry.pages(chunk)), 0
-    rungs = rungs_of(kernels, max_seqs, max_pages)
+    rungs = rungs_of(backend, max_seqs, max_pages)
     steps = rehearsals(
         rungs,
         page_size=geometry.page_size,
@@ -240,8 +235,10 @@ def attention_shape(
     )
 
 
-def landmark_shape(sparse: SparseConfig, dtype: torch.dtype) -> LandmarkShape:
+def landmark_shape(sparse: SparseConfig, dtype: torch.dtype) -> LandmarkShape | None:
     policy = sparse.policy
+    if policy is None:
+        return None
     return LandmarkShape(
         sparse.layers, policy.landmark_heads, policy.landmark_width, policy.has_bias, dtype
     )
@@ -302,6 +299,6 @@ def _not_recorded(
         return "disable_cuda_graph is set"
     if config.tp > 1:
         return "what ranks say to each other (tp) is not recorded"
-    if not backend.graph_kinds:
+    if not backend.graphs:
         return f"attention backend {backend.name} cannot be recorded"
     return None

@@ -109,8 +109,8 @@ class Engine:
 
     @property
     def can_trace(self) -> bool:
-        """Attention is sparse, so that there is something to see."""
-        return self.sparse is not None
+        """Attention is sparse, and its backend tells which pages it reads."""
+        return self.sparse is not None and self.runner.traces
 
     # -- requests -----------------------------------------------------------------------------
 

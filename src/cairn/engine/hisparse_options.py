@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from cairn.attention.backend import AUTO_SPARSE, sparse_class
 from cairn.config import EngineConfig
 from cairn.engine.attention_options import DEFAULT_PAGE_SIZE, AttentionPlan
 from cairn.errors import ConfigError
@@ -98,9 +99,9 @@ def apply_to_attention(
 ) -> EngineConfig:
     """The options of attention that the tier's options imply."""
     if config.attention_backend is None and not os.environ.get("ATTN_BACKEND"):
-        config = replace(config, attention_backend="hsa")
+        config = replace(config, attention_backend=AUTO_SPARSE)
     names = (config.attention_backend or os.environ.get("ATTN_BACKEND") or "").split(",")
-    if options.top_k is None or "hsa" not in names:
+    if options.top_k is None or sparse_class(name.strip() for name in names) is None:
         return config
     native = None if spec.sparsity is None else spec.sparsity.chunk_size
     page_size = config.page_size or native or DEFAULT_PAGE_SIZE
@@ -132,6 +133,12 @@ def check_together(
             f"{config.attention_backend or os.environ.get('ATTN_BACKEND')!r}; use "
             "attention_backend=hsa, or leave enable_hisparse out"
         )
+    assert attention.backend is not None
+    if not attention.backend.serves_tier:
+        raise ConfigError(
+            f"enable_hisparse keeps pages in host memory, which {attention.backend.name} cannot "
+            f"read; use attention_backend={AUTO_SPARSE}, or leave enable_hisparse out"
+        )
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(
             f"enable_hisparse runs on CUDA and on a CPU and the device is {device.type}; use one "
@@ -139,8 +146,8 @@ def check_together(
         )
     if device.type == "cuda" and refused is not None:
         raise ConfigError(
-            f"enable_hisparse on CUDA is for the kernels of hsa, and they cannot serve this model: "
-            f"{refused}; change that, or leave enable_hisparse out"
+            f"enable_hisparse on CUDA is for the kernels of {attention.backend.name}, and they "
+            f"cannot serve this model: {refused}; change that, or leave enable_hisparse out"
         )
     if device.type == "cpu" and options.swap_in_block_size is not None:
         raise ConfigError(

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import torch
 
-from cairn.attention.backend import AttentionBackend, Graph
-from cairn.attention.batch import AttentionBatch, Scoring, to_device
+from cairn.attention.backend import AttentionBackend, Graph, SparseBackend
+from cairn.attention.batch import AttentionBatch, HostBatch, Scoring, to_device
 from cairn.engine.graphs import (
     StepGraphs,
     StepSize,
@@ -149,6 +149,8 @@ class Runner:
         self._model = model
         self._pool = pool
         self._backend = backend
+        self._sparse = backend if isinstance(backend, SparseBackend) else None
+        self._reads_generations = self._sparse is not None and self._sparse.reads_generations
         self._geometry = geometry
         self._device = device
         # Rank 0 chooses tokens for all ranks: none of them can be of another opinion.
@@ -173,6 +175,13 @@ class Runner:
     @property
     def backend(self) -> AttentionBackend:
         return self._backend
+
+    @property
+    def traces(self) -> bool:
+        """Attention tells which pages a row reads."""
+        if self._sparse is None:
+            return False
+        return type(self._sparse).selections is not SparseBackend.selections
 
     @property
     def mover(self) -> Mover | None:
@@ -258,7 +267,7 @@ class Runner:
 
         for resident in (False,) if self.tier is None else (False, True):
             host = step.inputs(len(self._tables), self._geometry.page_size, resident=resident)
-            inputs = host.to_device(self._device, self._backend.reads_generations)
+            inputs = host.to_device(self._device, self._reads_generations)
             wanted = to_device(host.rows.last_token_rows, self._device)
             logits = self._forward(inputs, self._backend.prepare(inputs.batch), wanted)
             draws = HostDraws.none(len(wanted), spare_slot=0)
@@ -268,8 +277,9 @@ class Runner:
             # Some rows of them are contiguous, and float32 after penalties and biases.
             for some in (logits, logits.contiguous(), logits.float()):
                 sample(some, temperatures, seeds)
-            if "dense" in self._backend.graph_kinds:
-                self._backend.replayed(inputs.batch, Graph("dense", mixed=True))
+            graph = Graph("dense", mixed=False)
+            if self._sparse is not None and graph in self._sparse.graphs:
+                self._sparse.replayed(inputs.batch, graph)
 
     @torch.inference_mode()
     def record_graphs(self, most_rows: int) -> None:
@@ -280,14 +290,14 @@ class Runner:
     def _make_graphs(self, most_rows: int) -> StepGraphs:
         num_groups, num_slots, max_pages = self._tables.shape
         most = most_decode_rows(num_slots, self._landmark_id is not None)
-        backend = self._backend
         sizes: dict[Graph, list[StepSize]] = {}
-        for kind in backend.graph_kinds:
-            rows = coarse_sizes(most) if kind == "both" else batch_sizes(most)
-            sizes[Graph(kind, mixed=False)] = [StepSize(count, count) for count in rows]
         most_rows = min(most_rows, max_pages * self._geometry.page_size)
-        for kind in backend.mixed_kinds:
-            sizes[Graph(kind, mixed=True)] = mixed_sizes(most_rows, num_slots)
+        for graph in self._backend.graphs:
+            if graph.mixed:
+                sizes[graph] = mixed_sizes(most_rows, num_slots)
+            else:
+                rows = coarse_sizes(most) if graph.kind == "both" else batch_sizes(most)
+                sizes[graph] = [StepSize(count, count) for count in rows]
         return StepGraphs(
             self._recorded_step,
             sizes=sizes,
@@ -296,11 +306,12 @@ class Runner:
             max_pages=max_pages,
             spare_slot=num_slots,
             device=self._device,
-            generations=backend.reads_generations,
+            generations=self._reads_generations,
         )
 
     def wrap_attention(self, wrap: Callable[[AttentionBackend, KVPool], AttentionBackend]) -> None:
-        """Steps that are replayed from graphs do not come by what is put in front here."""
+        """Put a backend in front of the present one, whose metadata it passes on. Steps that are
+        replayed from graphs do not go through it."""
         self._backend = wrap(self._backend, self._pool)
 
     @property
@@ -342,24 +353,31 @@ class Runner:
             return None
         batch = host.host_batch()
         for mixed in (False, True) if host.rows.only_decodes else (True,):
-            kind = self._backend.graph_kind(batch, mixed=mixed)
-            if kind is None:
-                continue
-            graph = Graph(kind, mixed)
-            size = self._graphs.size_for(graph, host.rows)
-            if size is None:
+            graph = self._backend.graph_for(batch, mixed=mixed)
+            size = None if graph is None else self._graphs.size_for(graph, host.rows)
+            if graph is None or size is None:
                 continue
             draws = self._plain_draws([plan.advances[s] for s in sampling])
             wanted = np.array(sampling, dtype=np.int64)
-            try:
-                self._backend.launching(batch, graph)
+            with self._launching(batch, graph):
                 logits, tokens = self._graphs.run(host, graph, size, wanted, draws)
-                self._backend.replayed(batch, graph)
-            except BaseException:
-                self._backend.abandon(batch)
-                raise
             return logits, None if draws is None else tokens
         return None
+
+    @contextmanager
+    def _launching(self, batch: HostBatch, graph: Graph | None) -> Iterator[None]:
+        """Tell a sparse backend of a step that is launched or replayed, and if that fails."""
+        if self._sparse is None:
+            yield
+            return
+        try:
+            self._sparse.launching(batch, graph)
+            yield
+            if graph is not None:
+                self._sparse.replayed(batch, graph)
+        except BaseException:  # Ctrl-C too
+            self._sparse.abandon(batch)
+            raise
 
     def _recorded_step(
         self, inputs: StepInputs, draws: DeviceDraws, logit_rows: torch.Tensor | None
@@ -410,18 +428,14 @@ class Runner:
         sampling: list[int],
         result: StepResult,
     ) -> torch.Tensor:
-        inputs = host.to_device(self._device, self._backend.reads_generations)
-        try:
-            self._backend.launching(inputs.batch, None)
+        inputs = host.to_device(self._device, self._reads_generations)
+        with self._launching(inputs.batch, None):
             metadata = self._backend.prepare(inputs.batch)
             wanted = to_device(logit_rows.astype(np.int64), self._device)
             logits = self._forward(inputs, metadata, wanted)
-        except BaseException:
-            self._backend.abandon(inputs.batch)
-            raise
         for s in sampling:
-            if plan.advances[s].traced:
-                read = self._backend.selections(metadata, int(rows.last_token_rows[s]))
+            if plan.advances[s].traced and self._sparse is not None:
+                read = self._sparse.selections(metadata, int(rows.last_token_rows[s]))
                 whole = {layer: self._of_all_heads(own) for layer, own in read.items()}
                 result.selections[plan.advances[s].request_id] = whole
         return logits

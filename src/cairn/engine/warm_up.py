@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cairn.attention.hsa.kernel_sparse import KernelSparse
+from cairn.attention.backend import AttentionBackend, SparseBackend
 from cairn.engine.inputs import HostInputs
 from cairn.engine.rows import StepRows
 from cairn.kernels.packing import table_width
@@ -70,16 +70,16 @@ class Rungs:
     """Of its longest sequence."""
 
 
-def rungs_of(kernels: KernelSparse | None, max_seqs: int, max_pages: int) -> Rungs:
-    """Those of all kernels; `kernels` are those of sparse attention, if it has any."""
+def rungs_of(backend: AttentionBackend, max_seqs: int, max_pages: int) -> Rungs:
+    """Those of all kernels, the backend's own included."""
     from cairn.kernels import gemv, paged_decode, rope_kv
 
     rows = {*gemv.row_rungs(), *rope_kv.row_rungs()}
     seqs, pages = {*paged_decode.seq_rungs(), max_seqs}, {1, max_pages}
-    if kernels is not None:
-        sparse_seqs, sparse_pages = kernels.rungs(max_seqs, max_pages)
-        seqs.update(sparse_seqs)
-        pages.update(sparse_pages)
+    own = backend.rungs(max_seqs, max_pages) if isinstance(backend, SparseBackend) else None
+    if own is not None:
+        seqs.update(own[0])
+        pages.update(own[1])
     return Rungs(
         sorted(rows),
         sorted(count for count in seqs if count <= max_seqs),

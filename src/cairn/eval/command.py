@@ -114,13 +114,15 @@ def _take(asking: Iterator[Answer], path: str | None) -> tuple[list[Answer], boo
 
 
 def _ppl(arguments: argparse.Namespace) -> int:
+    from cairn.attention.backend import sparse_class
     from cairn.eval import ppl, report
 
-    backend = getattr(arguments, "attention_backend", "") or ""
-    if "," in backend and "hsa" in backend:
+    backend = getattr(arguments, "attention_backend", "") or "auto"
+    names = [name.strip() for name in backend.split(",")]
+    if len(names) > 1 and sparse_class(names) is not None:
         raise ConfigError(
             f"--attention-backend is {backend!r}, which reads prompts densely, and a text is "
-            "scored as a prompt; use hsa"
+            f"scored as a prompt; use {names[-1]} alone"
         )
     record = _compare(arguments, "ppl", ppl.measure, dense=True)
     report.show_rows(record, _PPL_COLUMNS)

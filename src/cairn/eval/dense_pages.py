@@ -1,7 +1,7 @@
-"""The share of dense attention that each page has, for the rows whose selection is traced.
+"""What dense attention would give to each page, for the rows whose selection is traced.
 
-An attention backend that wraps another one. Beside it, it computes the whole softmax of a few rows
-in plain torch, from the keys in the pool.
+An attention backend that does all its work through another one and, beside it, computes the whole
+softmax of a few rows in plain torch, from the keys in the pool.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cairn.attention.backend import AttentionBackend
-from cairn.attention.batch import AttentionBatch, GraphKind, HostBatch, Scoring
+from cairn.attention.backend import AttentionBackend, Graph
+from cairn.attention.batch import AttentionBatch, HostBatch, Scoring
 from cairn.memory.kv_pool import KVPool
-from cairn.sparsity.selection import Selection
 
 _BLOCK = 256  # pages at a time
 
 
 class DenseRow(NamedTuple):
     cache_row: int
-    """Position of the row in the cache of its sequence."""
+    """Its place in the cache of its sequence."""
     shares: dict[int, torch.Tensor]
     """layer -> share of each page, [heads, pages] float32 on the host"""
 
@@ -33,13 +32,8 @@ class _Row(NamedTuple):
     record: DenseRow
 
 
-class _Metadata(NamedTuple):
-    inner: Any
-    rows: list[_Row]
-
-
 class DensePages:
-    """Wraps `inner`, and keeps a DenseRow over `layers` for each traced row."""
+    """Delegates to `inner`, and keeps a DenseRow over `layers` for each traced row."""
 
     def __init__(
         self,
@@ -56,43 +50,45 @@ class DensePages:
         self._scale = scale
         self._landmark_rows = landmark_rows
         self._taken: list[DenseRow] = []
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything that is not changed here is the inner backend's."""
-        return getattr(self._inner, name)
+        self._rows: list[_Row] = []  # traced rows of the step that was prepared last
 
     def take(self) -> list[DenseRow]:
         """The rows since it was last called, in the order they ran."""
         taken, self._taken = self._taken, []
         return taken
 
-    def graph_kind(self, batch: HostBatch, *, mixed: bool) -> GraphKind | None:
-        return None if len(batch.traced_rows) else self._inner.graph_kind(batch, mixed=mixed)
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    @property
+    def graphs(self) -> Collection[Graph]:
+        return self._inner.graphs
+
+    def graph_for(self, batch: HostBatch, *, mixed: bool) -> Graph | None:
+        return None if len(batch.traced_rows) else self._inner.graph_for(batch, mixed=mixed)
 
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> Any:
-        rows = []
+        self._rows = []
         for row in batch.traced_rows.tolist():
             s = int(np.searchsorted(batch.cu_query, row, side="right")) - 1
             cache_row = int(row - batch.cu_query[s] + batch.kv_lens[s] - batch.query_lens[s])
             count = cache_row // batch.page_size + 1
             tables = tuple(tables.host_pages[s, :count].astype(np.int64) for tables in batch.groups)
-            rows.append(_Row(row, tables, DenseRow(cache_row, {})))
-        self._taken += [row.record for row in rows]
-        return _Metadata(self._inner.prepare(batch, groups), rows)
+            self._rows.append(_Row(row, tables, DenseRow(cache_row, {})))
+        self._taken += [row.record for row in self._rows]
+        return self._inner.prepare(batch, groups)
 
-    def begin(self, metadata: _Metadata) -> None:
-        self._inner.begin(metadata.inner)
+    def begin(self, metadata: Any) -> None:
+        self._inner.begin(metadata)
 
     def forward(
-        self, layer: int, query: torch.Tensor, metadata: _Metadata, scoring: Scoring | None = None
+        self, layer: int, query: torch.Tensor, metadata: Any, scoring: Scoring | None = None
     ) -> torch.Tensor:
         if layer in self._layers:
-            for row in metadata.rows:
+            for row in self._rows:
                 row.record.shares[layer] = self._shares(layer, query[row.row], row).cpu()
-        return self._inner.forward(layer, query, metadata.inner, scoring)
-
-    def selections(self, metadata: _Metadata, row: int) -> dict[int, Selection]:
-        return self._inner.selections(metadata.inner, row)
+        return self._inner.forward(layer, query, metadata, scoring)
 
     def _shares(self, layer: int, query: torch.Tensor, row: _Row) -> torch.Tensor:
         """query [heads, dim] -> [heads, pages]"""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cairn.attention.backend import AUTO_SPARSE, sparse_class
 from cairn.config import EngineConfig
 from cairn.engine.locate import locate
 from cairn.errors import ConfigError
@@ -56,19 +57,21 @@ def make_settings(
         rows = -(-tokens // (size - 1)) * size  # a row of each page is its landmark
         choices = _budgets(config.hsa_topk, rows, size, native.window, budgets)
         return [first, *(_setting(native.policy, *choice, own) for choice in choices)]
-    backend = config.attention_backend or "hsa"
+    backend = config.attention_backend or AUTO_SPARSE
+    given_names = [name.strip() for name in backend.split(",")]
+    sparse_kind = sparse_class(given_names)
     page_size = config.page_size or _PAGE_SIZE
     window = config.hsa_window or _WINDOW_PAGES * page_size
     common = {**given, "page_size": page_size}
     settings = []
     if dense:
         plain = {name: value for name, value in common.items() if not name.startswith("hsa_")}
-        if "hsa" in backend:
-            plain["attention_backend"] = backend.partition(",")[0].replace("hsa", "auto")
+        if sparse_kind is not None:
+            plain["attention_backend"] = given_names[0] if len(given_names) > 1 else "auto"
         settings.append(Setting("dense", plain))
     sparse = {
         **common,
-        "attention_backend": backend if "hsa" in backend else "hsa",
+        "attention_backend": AUTO_SPARSE if sparse_kind is None else backend,
         "hsa_window": window,
         # The policy is what is measured: read nothing densely unless asked to.
         "hsa_dense_below": config.hsa_dense_below or 0,

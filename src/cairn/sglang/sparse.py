@@ -6,10 +6,15 @@ from typing import Any
 
 import torch
 
-from cairn.attention.backend import AttentionShape, backend_class, resolve_backends
+from cairn.attention.backend import (
+    AttentionShape,
+    Graph,
+    SparseParts,
+    dense_class,
+    resolve_backends,
+)
 from cairn.attention.batch import Scoring
 from cairn.attention.hsa.backend import HSABackend
-from cairn.attention.hsa.kernel_sparse import KernelSparse
 from cairn.attention.pair_backend import PairBackend
 from cairn.engine.attention_options import AttentionPlan
 from cairn.engine.build_runner import landmark_shape
@@ -84,24 +89,25 @@ class SparseAttention:
             max_seqs=max_seqs * (2 if geometry.has_landmark_row else 1),
             hides_landmark_rows=native is not None and native.hides_landmark_rows,
         )
-        self.landmarks = LandmarkPool(landmark_shape(plan.sparse, dtype), num_pages, device)
-        kinds = [backend_class("triton")]
+        landmarks = landmark_shape(plan.sparse, dtype)
+        assert landmarks is not None
+        self.landmarks = LandmarkPool(landmarks, num_pages, device)
+        kinds = [dense_class("triton")]
         if not interpreted:
             kinds, _ = resolve_backends(plan.dense, shape)
         backends = [kind(shape, pool) for kind in kinds]
-        self.kernel_refusal = KernelSparse.refusal(plan.sparse, shape)
-        kernels = None
-        if self.kernel_refusal is None or interpreted:
-            kernels = KernelSparse(plan.sparse, shape, pool, self.landmarks, self._max_pages)
-            self.notes += kernels.notes
-        self._hsa = HSABackend(
-            shape,
-            pool,
+        self.kernel_refusal = HSABackend.kernel_refusal(plan.sparse, shape)
+        parts = SparseParts(
+            shape=shape,
+            pool=pool,
             config=plan.sparse,
-            landmarks=self.landmarks,
+            max_pages=self._max_pages,
             dense=backends[0] if len(backends) == 1 else PairBackend(*backends),
-            kernels=kernels,
+            landmarks=self.landmarks,
         )
+        self._hsa = HSABackend(parts, kernels=True if interpreted else None)
+        if self._hsa.kernels is not None:
+            self.notes += self._hsa.notes
         self.step: Step | None = None
         self._metadata: Any = None
         self._recorded: RecordedSteps | None = None
@@ -119,7 +125,7 @@ class SparseAttention:
 
     def prepare_recording(self, max_seqs: int) -> None:
         """Buffers that recorded steps of up to `max_seqs` sequences share."""
-        if "sparse" not in self._hsa.graph_kinds:
+        if Graph("sparse", mixed=False) not in self._hsa.graphs:
             raise ConfigError(
                 "decode steps cannot be recorded as CUDA graphs here: "
                 f"{self.kernel_refusal or 'the dense layers cannot'}; give --disable-cuda-graph"

@@ -14,7 +14,8 @@ ALL_ROWS = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class SparseConfig:
-    policy: Policy
+    policy: Policy | None
+    """None for backends without landmarks."""
     layers: tuple[int, ...]
     topk: int
     """Pages a query reads outside its window, sinks included."""

@@ -15,8 +15,6 @@ from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
-from cairn.kernels.interface import Pooling
-
 Fusion = Literal["landmark", "lse"]
 """What a selected page weighs in the merge: its landmark's score, or its exact log-sum-exp."""
 
@@ -41,8 +39,9 @@ class Landmark(NamedTuple):
 class Policy:
     needs_landmark_rows: ClassVar[bool] = False
     """Pages must end in a landmark row, which only models trained with one have."""
-    pooling: ClassVar[Pooling | None] = None
-    """The kernel that makes the same landmarks on CUDA; without one torch makes them there too."""
+    pooling: ClassVar[str | None] = None
+    """A name for what `landmark` does: hils, last, box or mean. A backend that has a kernel of this
+    name may call that instead."""
     fusion: ClassVar[Fusion] = "lse"
     strategy: ClassVar[Strategy] = "softmax_head"
     has_bias: ClassVar[bool] = False

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from typing import get_args
+from typing import TypeVar, get_args
 
 import torch
 
 from cairn.errors import ConfigError
 from cairn.sparsity.policy import Fusion, Landmark, Policy, PolicyShape, Strategy
+
+T = TypeVar("T")
 
 _POLICIES: Mapping[str, str] = {
     "hils": "cairn.sparsity.hils:HiLSPolicy",
@@ -25,19 +27,30 @@ def policy_names() -> tuple[str, ...]:
 
 def policy_class(name: str) -> type[Policy]:
     """A policy that comes with Cairn, or one of the user's as `module:Class`."""
-    place = _POLICIES.get(name, name)
-    module, _, attribute = place.partition(":")
+    return import_class("hsa_policy", name, _POLICIES, Policy)
+
+
+def import_class(
+    option: str, name: str, known: Mapping[str, str], base: type[T], also: str = ""
+) -> type[T]:
+    """The subclass of `base` that an option names: one of `known`, or any as `module:Class`.
+
+    `also` are choices that are no classes, for the message.
+    """
+    module, _, attribute = known.get(name, name).partition(":")
     if not attribute:
         raise ConfigError(
-            f"hsa_policy is {name!r}; choose one of {', '.join(_POLICIES)}, "
+            f"{option} is {name!r}; choose one of {also}{', '.join(known)}, "
             "or name your own as module:Class"
         )
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise ConfigError(f"hsa_policy {name!r} cannot be imported: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, Policy)):
-        raise ConfigError(f"hsa_policy {name!r} is not a subclass of cairn.sparsity.policy.Policy")
+        raise ConfigError(f"{option} {name!r} cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(
+            f"{option} {name!r} is not a subclass of {base.__module__}.{base.__qualname__}"
+        )
     return found
 
 

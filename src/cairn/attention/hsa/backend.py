@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 
-from cairn.attention.backend import AttentionBackend, AttentionShape, Graph
+from cairn.attention.backend import AttentionShape, Graph, SparseBackend, SparseParts
 from cairn.attention.batch import AttentionBatch, GraphKind, HostBatch, Scoring, to_device
 from cairn.attention.clearing import clear_begun_pages
 from cairn.attention.hsa.kernel_sparse import KernelMetadata, KernelSparse
@@ -23,9 +23,6 @@ from cairn.attention.hsa.metadata import (
 )
 from cairn.attention.hsa.tiered_dense import TieredDense
 from cairn.attention.hsa.torch_sparse import TorchSparse
-from cairn.memory.hisparse import HiSparseCoordinator
-from cairn.memory.kv_pool import KVPool
-from cairn.memory.landmarks import LandmarkPool
 from cairn.sparsity.config import SparseConfig
 from cairn.sparsity.selection import Selection
 
@@ -48,33 +45,43 @@ class HSAMetadata:
     """Filled as layers run: row of the step -> layer -> its selection, one row each."""
 
 
-class HSABackend:
+class HSABackend(SparseBackend):
     """Rows of sparse layers are sparse or, by their position alone, dense (`SparseConfig`).
 
     Sequences whose new rows are all dense go to the dense backend, with all rows of the step: the
     rows of the others are made short for it, and overwritten by what the sparse kernels compute.
     """
 
-    name: ClassVar[str] = "hsa"
+    name = "hsa"
+    needs_landmarks = True
+    options = frozenset(
+        {
+            *("policy", "topk", "selection_strategy", "layers", "window", "sinks", "fusion"),
+            *("prefill", "dense_below"),
+        }
+    )
+    serves_trained = True
+    serves_tier = True
 
-    def __init__(
-        self,
-        shape: AttentionShape,
-        pool: KVPool,
-        *,
-        config: SparseConfig,
-        landmarks: LandmarkPool,
-        dense: AttentionBackend,
-        kernels: KernelSparse | None = None,
-        tier: HiSparseCoordinator | None = None,
-        in_stage: AttentionBackend | None = None,
-    ) -> None:
-        """`in_stage`: a dense backend over the tier's stage, where prompts are read densely."""
+    def __init__(self, parts: SparseParts, *, kernels: bool | None = None) -> None:
+        """`kernels`: attend by kernels, or in torch; by default by kernels where they can run."""
+        shape, pool, config, dense = parts.shape, parts.pool, parts.config, parts.dense
+        landmarks, tier = parts.landmarks, parts.tier
+        assert landmarks is not None and config.policy is not None
+        refused = self.kernel_refusal(config, shape)
+        self.kernels: KernelSparse | None = None
+        if kernels or (kernels is None and refused is None):
+            swap = None if tier is None else tier.swap
+            self.kernels = KernelSparse(config, shape, pool, landmarks, parts.max_pages, swap)
+            self.notes = self.kernels.notes
+            self.reads_generations = True
+        elif shape.device.type == "cuda":
+            self.notes = (f"hsa runs in plain torch, its kernels cannot: {refused}",)
         self._pool = pool
         self._config = config
+        self._policy = config.policy
         self._landmarks = landmarks
         self._dense = dense
-        self.kernels = kernels
         self._torch = TorchSparse(config, pool, landmarks, shape.scale, tier)
         self._shape = shape
         self._sparse_layers = frozenset(config.layers)
@@ -82,28 +89,38 @@ class HSABackend:
         self._dense_groups = {pool.group_of[layer] for layer in dense_layers}
         self._groups = SparseGroups.of(config, shape, pool)
         self._tiered: TieredDense | None = None
-        if tier is not None and in_stage is not None:
-            self._tiered = TieredDense(dense, in_stage, tier, config.layers, self._groups)
+        if tier is not None and parts.in_stage is not None:
+            self._tiered = TieredDense(dense, parts.in_stage, tier, config.layers, self._groups)
         self._wide = torch.promote_types(shape.dtype, torch.float32)
-        self.graph_kinds: tuple[GraphKind, ...] = ()
-        self.mixed_kinds: tuple[GraphKind, ...] = ()
-        if kernels is not None and (dense.graph_kinds or not self._dense_groups):
-            self.graph_kinds = ("sparse",) if tier is None else ("sparse", "resident")
-            if tier is None and config.reads_densely and dense.graph_kinds:
-                self.graph_kinds = ("dense", "sparse", "both")
-                # Chunks of rows that select pages are not recorded.
-                self.mixed_kinds = ("dense", "both") if dense.mixed_kinds else ()
+        self.graphs = self._recordable(has_tier=tier is not None)
 
-    @property
-    def reads_generations(self) -> bool:
-        return self.kernels is not None
+    def _recordable(self, *, has_tier: bool) -> list[Graph]:
+        decodes, mixes = (any(own.mixed == kind for own in self._dense.graphs) for kind in (0, 1))
+        if self.kernels is None or not (decodes or not self._dense_groups):
+            return []
+        decode: tuple[GraphKind, ...] = ("sparse", "resident") if has_tier else ("sparse",)
+        mixed: tuple[GraphKind, ...] = ()
+        if not has_tier and self._config.reads_densely and decodes:
+            decode = ("dense", "sparse", "both")
+            # Chunks of rows that select pages are not recorded.
+            mixed = ("dense", "both") if mixes else ()
+        return [*(Graph(kind, False) for kind in decode), *(Graph(kind, True) for kind in mixed)]
+
+    @classmethod
+    def kernel_refusal(cls, config: SparseConfig, shape: AttentionShape) -> str | None:
+        return KernelSparse.refusal(config, shape)
+
+    def rungs(
+        self, max_seqs: int, max_pages: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        return None if self.kernels is None else self.kernels.rungs(max_seqs, max_pages)
 
     @property
     def launches(self) -> int:
         """Sparse layers of decode steps that kernels have attended to."""
         return 0 if self.kernels is None else self.kernels.launches
 
-    def graph_kind(self, batch: HostBatch, *, mixed: bool) -> GraphKind | None:
+    def graph_for(self, batch: HostBatch, *, mixed: bool) -> Graph | None:
         if len(batch.traced_rows):
             return None
         dense = self._dense_seqs(batch)
@@ -114,9 +131,10 @@ class HSABackend:
             return None
         if kind in ("dense", "both"):
             seen = replace(batch, kv_lens=np.where(dense, batch.kv_lens, batch.query_lens))
-            if self._dense.graph_kind(seen, mixed=mixed) is None:
+            if self._dense.graph_for(seen, mixed=mixed) is None:
                 return None
-        return kind if kind in (self.mixed_kinds if mixed else self.graph_kinds) else None
+        graph = Graph(kind, mixed)
+        return graph if graph in self.graphs else None
 
     def launching(self, batch: HostBatch, graph: Graph | None) -> None:
         seq, place, _ = completed_pages(batch)
@@ -293,7 +311,6 @@ class HSABackend:
     def abandon(self, batch: HostBatch) -> None:
         seq, place, _ = completed_pages(batch)
         self._landmarks.invalidate(batch.groups[self._groups.ids].host_pages[seq, place])
-        self._dense.abandon(batch)
         if self._tiered is not None:
             self._tiered.abandon()
 
@@ -303,5 +320,5 @@ class HSABackend:
         # [pages, size, kv_heads, dim]; all rows of a completed page are in the pool by now.
         keys = self._pool.keys(layer)[completed.kv_pages]
         prior = None if scoring is None else scoring.prior[completed.last_rows]
-        vectors, bias = self._config.policy.landmark(keys, prior)
+        vectors, bias = self._policy.landmark(keys, prior)
         self._landmarks.save(layer, completed.pages, vectors, bias)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 import torch
@@ -81,20 +81,23 @@ class KernelSparse:
         from cairn.kernels.sparse_scratch import Homes, SparseScratch
         from cairn.kernels.sparse_shape import SparseShape
 
+        policy = config.policy
+        assert policy is not None
         self._config = config
+        self._policy = policy
         self._pool = pool
         self._landmarks = landmarks
         self._groups = SparseGroups.of(config, shape, pool)
         self._swap = swap
         self._dtype = shape.dtype
-        self._pooling = _pooling(config.policy)
+        self._pooling = _pooling(policy)
         self._shape = SparseShape(
             heads=shape.num_heads,
             kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             page_size=shape.page_size,
-            landmark_heads=config.policy.landmark_heads,
-            landmark_width=config.policy.landmark_width,
+            landmark_heads=policy.landmark_heads,
+            landmark_width=policy.landmark_width,
             topk=config.topk,
             window=config.window,
             scale=shape.scale,
@@ -103,7 +106,7 @@ class KernelSparse:
             sinks=config.sinks,
             null_split=config.null_split,
             hide_last=config.landmark_rows,
-            split_query=type(config.policy).map_query is QuestPolicy.map_query,
+            split_query=type(policy).map_query is QuestPolicy.map_query,
         )
         self._unions: UnionAttention | None = None
         """Attends to what chunk rows selected; without it `attend_selected` does."""
@@ -133,7 +136,7 @@ class KernelSparse:
             return refused
         try:
             self._unions = UnionAttention(
-                self._shape, shape.dtype, shape.device, has_bias=self._config.policy.has_bias
+                self._shape, shape.dtype, shape.device, has_bias=self._policy.has_bias
             )
         except KernelUnavailableError as error:
             return str(error)
@@ -148,6 +151,7 @@ class KernelSparse:
         if missing is not None:
             return missing
         policy = config.policy
+        assert policy is not None
         if type(policy).score is not Policy.score:
             return f"{type(policy).__name__} scores pages in its own way"
         width = policy.landmark_width
@@ -322,7 +326,7 @@ class KernelSparse:
         prior = query if scoring is None else scoring.prior
         mapped = scores_with
         if not self._shape.split_query:
-            mapped = self._config.policy.map_query(scores_with)
+            mapped = self._policy.map_query(scores_with)
         selected = None
         if metadata.completed is not None:
             self._save(layer, prior, metadata.completed)
@@ -390,7 +394,7 @@ class KernelSparse:
             for table in (decode.page_table, decode.kv_table)
         )
         keys = self._pool.keys(layer)[kv_page]
-        landmark = self._config.policy.landmark(keys, prior[decode.rows.long()])
+        landmark = self._policy.landmark(keys, prior[decode.rows.long()])
         self._landmarks.save(layer, page, *landmark)
 
     def _chunks(
@@ -501,7 +505,7 @@ class KernelSparse:
         if self._pooling is None:
             for layer in self._config.layers:
                 keys = self._pool.keys(layer)[places]
-                self._landmarks.save(layer, ids, *self._config.policy.landmark(keys, None))
+                self._landmarks.save(layer, ids, *self._policy.landmark(keys, None))
             return
         from cairn.kernels.landmark import pool_landmarks_of_layers
 
@@ -542,7 +546,7 @@ class KernelSparse:
             )
             return
         keys = self._pool.keys(layer)[completed.kv_pages]
-        landmark: Landmark = self._config.policy.landmark(keys, prior[completed.last_rows])
+        landmark: Landmark = self._policy.landmark(keys, prior[completed.last_rows])
         self._landmarks.save(layer, completed.pages, *landmark)
 
 
@@ -550,7 +554,7 @@ def _pooling(policy: Policy) -> Pooling | None:
     """The kernel for this policy's landmarks, unless a subclass makes them in another way."""
     for kind in type(policy).__mro__:
         if "pooling" in vars(kind):
-            return policy.pooling
+            return next((name for name in get_args(Pooling) if name == policy.pooling), None)
         if "landmark" in vars(kind):
             return None
     return None

@@ -36,7 +36,9 @@ class TorchSparse:
         scale: float,
         tier: HiSparseCoordinator | None = None,
     ) -> None:
+        assert config.policy is not None
         self._config = config
+        self._policy = config.policy
         self._pool = pool
         self._landmarks = landmarks
         self._scale = scale
@@ -163,7 +165,7 @@ class TorchSparse:
         self, layer: int, tile: Tile, scoring: torch.Tensor, begin: int, end: int
     ) -> torch.Tensor:
         """Of candidates begin..end, [rows, heads, pages]; -inf where one must not be read."""
-        policy = self._config.policy
+        policy = self._policy
         mapped = torch.unflatten(policy.map_query(scoring), 0, (tile.seqs, -1))
         pages = tile.page_table[:, begin:end]
         vectors, bias, valid = self._landmarks.get(layer, pages, tile.generations[:, begin:end])
