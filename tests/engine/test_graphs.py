@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cairn.engine.graphs import StepSize, mixed_sizes
-from cairn.engine.inputs import HostInputs
+from cairn.engine.inputs import StepInputs
 from cairn.engine.plan import Advance, StepPlan
 from cairn.engine.rows import build_rows
 from cairn.memory.geometry import PageGeometry
@@ -16,7 +16,7 @@ from cairn.memory.geometry import PageGeometry
 PAGE = 16
 
 
-def inputs(*chunks: tuple[int, int]) -> HostInputs:
+def inputs(*chunks: tuple[int, int]) -> StepInputs:
     """Sequences with so many rows computed, and so many to compute."""
     advances = [
         Advance(str(s), s, past, past + new, array("q", [3] * new), past + new, samples=True)
@@ -24,9 +24,7 @@ def inputs(*chunks: tuple[int, int]) -> HostInputs:
     ]
     rows = build_rows(StepPlan(tuple(advances)), PageGeometry(PAGE, PAGE))
     tables = np.arange(1, 1 + len(chunks) * 8, dtype=np.int32).reshape(1, len(chunks), 8)
-    prompt_rows = rows.kv_lens.copy()
-    none = np.zeros(0, dtype=np.int64)
-    return HostInputs(rows, PAGE, tables, tables, prompt_rows, none)
+    return StepInputs.of(rows, PAGE, tables, tables, rows.kv_lens.copy())
 
 
 @pytest.mark.parametrize(
@@ -43,7 +41,9 @@ def test_a_mixed_step_has_its_padding_in_one_sequence(size: StepSize) -> None:
     )
     assert rows.kv_lens[2:].tolist() == [more] + [0] * (size.seqs - 3)
     assert rows.cu_query[-1] == len(rows.token_ids) == size.rows
-    assert (padded.tables[:, 2:] == 0).all() and (padded.tables[:, :2] == own.tables).all()
+    tables = padded.batch.groups[0].host_pages
+    assert (tables[2:] == 0).all() and (tables[:2] == own.batch.groups[0].host_pages).all()
+    assert padded.batch.kv_lens is rows.kv_lens and len(padded.batch.prompt_rows) == size.seqs
     assert (rows.seq[len(own.rows.seq) :] == 2).all()
     assert (rows.sources[len(own.rows.seq) :] == -1).all()
 

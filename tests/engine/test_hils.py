@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from cairn import LLM, SamplingParams
-from cairn.engine.inputs import HostInputs
+from cairn.engine.inputs import StepInputs
 from cairn.engine.plan import StepPlan
 from cairn.engine.rows import StepRows
 from cairn.errors import RequestError
@@ -296,17 +296,17 @@ def test_decode_rows_may_go_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     split = 0
     with load(folder) as llm:
         runner = llm.engine.runner
-        build = runner._host_inputs
+        build = runner._inputs
 
-        def apart(plan: StepPlan, rows: StepRows) -> HostInputs:
+        def apart(plan: StepPlan, rows: StepRows) -> StepInputs:
             nonlocal split
             host = build(plan, rows)
             if not rows.only_decodes:
                 return host
             split += len(rows.token_ids) > len(rows.kv_lens)
-            return host.apart()
+            return host.as_sequences()
 
-        monkeypatch.setattr(runner, "_host_inputs", apart)
+        monkeypatch.setattr(runner, "_inputs", apart)
         found = [r.token_ids for r in llm.generate(prompts, max_tokens=50, ignore_eos=True)]
     assert found == expected
     assert split > 5

@@ -45,7 +45,7 @@ def test_rows_apart_see_what_is_before_them() -> None:
     plan = StepPlan((advance(4, 5), advance(5, 6)))
     rows = build_rows(plan, PageGeometry(4, 3), landmark_id=999)
     assert rows.only_decodes
-    apart = rows.apart()
+    apart = rows.as_sequences()
     assert apart.token_ids.tolist() == [104, 105, 999]
     assert apart.kv_lens.tolist() == [6, 7, 8]
     assert apart.query_lens.tolist() == [1, 1, 1]

@@ -18,7 +18,7 @@ from cairn import LLM
 from cairn.attention.hsa.kernel_sparse import KernelSparse
 from cairn.attention.torch_backend import TorchBackend
 from cairn.attention.triton_backend import TritonBackend
-from cairn.engine.inputs import DeviceDraws, HostDraws
+from cairn.engine.inputs import Draws
 from cairn.engine.plan import Advance, StepPlan
 from cairn.engine.runner import Runner
 from cairn.engine.warm_up import rehearsals, rungs_of
@@ -187,9 +187,11 @@ def test_a_host_tier_needs_no_other_forms(resident: bool, tmp_path: Path) -> Non
 def test_draws_of_any_number_need_one_form() -> None:
     forms = []
     for count in (1, 2, 3, 7, 8, 40):
-        draws = HostDraws(np.arange(count), np.arange(count), np.zeros(count, dtype=np.float32))
+        draws = Draws[np.ndarray](
+            np.arange(count), np.arange(count), np.zeros(count, dtype=np.float32)
+        )
         packed = torch.from_numpy(pack(draws.arrays()))
-        device = DeviceDraws.view(unpack(packed, (2 * count, count, count)))
+        device = Draws.on_device(unpack(packed, (2 * count, count, count)))
         assert device.seeds.tolist() == device.slots.tolist() == list(range(count))
         with collecting() as collected:
             sample(torch.zeros(count, 1000), device.temperatures, device.seeds)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
-from cairn.attention.batch import AttentionBatch, GraphKind, HostBatch, Scoring
+from cairn.attention.batch import AttentionBatch, GraphKind, Scoring
 from cairn.errors import ConfigError
 from cairn.memory.groups import LayerGroup
 from cairn.memory.hisparse import HiSparseCoordinator
@@ -64,7 +64,7 @@ class AttentionBackend(Protocol):
         """Kinds of steps whose `prepare`, `begin` and `forward` can be recorded and replayed."""
         ...
 
-    def graph_for(self, batch: HostBatch, *, mixed: bool) -> Graph | None:
+    def graph_for(self, batch: AttentionBatch, *, mixed: bool) -> Graph | None:
         """The kind that a step can be replayed from, of decode steps or of mixed ones; None if its
         kernels must be launched one by one."""
         ...
@@ -102,7 +102,7 @@ class Backend:
         """Why this backend cannot run on the device; None if it can."""
         return None
 
-    def graph_for(self, batch: HostBatch, *, mixed: bool) -> Graph | None:
+    def graph_for(self, batch: AttentionBatch, *, mixed: bool) -> Graph | None:
         graph = Graph("dense", mixed)
         return graph if graph in self.graphs else None
 
@@ -204,13 +204,13 @@ class SparseBackend(Backend):
         another compiled form; None if it has no Triton kernels."""
         return None
 
-    def launching(self, batch: HostBatch, graph: Graph | None) -> None:
+    def launching(self, batch: AttentionBatch, graph: Graph | None) -> None:
         """A step is about to be launched, or replayed from a graph: keep the host's books."""
 
-    def replayed(self, batch: HostBatch, graph: Graph) -> None:
+    def replayed(self, batch: AttentionBatch, graph: Graph) -> None:
         """A graph was replayed: launch what it leaves out."""
 
-    def abandon(self, batch: HostBatch) -> None:
+    def abandon(self, batch: AttentionBatch) -> None:
         """A step that `launching` was called for has failed."""
 
     def selections(self, metadata: Any, row: int) -> dict[int, Selection]:

@@ -1,8 +1,4 @@
-"""What a backend may know of a step: lengths, positions in the cache, page tables. No requests.
-
-The host's part is known for every step; the device's part, where a step is replayed from a graph,
-is what was recorded.
-"""
+"""What a backend may know of a step: lengths, positions in the cache, page tables. No requests."""
 
 from __future__ import annotations
 
@@ -19,39 +15,48 @@ select pages. resident: as sparse, and all their pages are on the device, where 
 memory. both: some rows are dense, some sparse."""
 
 
+NOT_SENT = torch.empty(0, device="meta")
+"""Stands for the tensors of a batch that is not on the device yet."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostTables:
+class GroupTables:
     """The page tables of one layer group, for the sequences of this step in their order."""
 
     host_pages: np.ndarray  # [seqs, max_pages] int32, NULL_PAGE where no page is held
     host_generations: np.ndarray  # [seqs, max_pages] int32, the life of each page in the table
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupTables(HostTables):
-    page_table: torch.Tensor  # [seqs, max_pages] int32, host_pages on the device
-    row_pages: torch.Tensor  # [rows] int64, page that each new row is written to
+    page_table: torch.Tensor = NOT_SENT  # [seqs, max_pages] int32, host_pages on the device
+    row_pages: torch.Tensor = NOT_SENT  # [rows] int64, page that each new row is written to
     generations: torch.Tensor | None = None
     """host_generations on the device, for backends that read them there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostBatch:
+class AttentionBatch:
     """Sequence s computes rows [kv_lens[s] - query_lens[s], kv_lens[s]) of its cache.
 
     Its new rows stand at [cu_query[s], cu_query[s + 1]) of the step's tensors. Lengths are host
-    arrays: backends plan on the host, once per step and not per layer.
+    arrays: backends plan on the host, once per step and not per layer. The tensors are filled in
+    when the batch is sent to the device.
     """
 
     page_size: int
     query_lens: np.ndarray  # [seqs] int64
     kv_lens: np.ndarray  # [seqs] int64, the new rows included
     cu_query: np.ndarray  # [seqs + 1] int64
-    groups: tuple[HostTables, ...]
+    groups: tuple[GroupTables, ...]
     prompt_rows: np.ndarray  # [seqs] int64, rows of the cache that hold the sequence's prompt
     traced_rows: np.ndarray  # [n] int64, rows of the step whose page selection is wanted
     resident: bool = False
     """All pages of its sequences are on the device, where pages live in host memory."""
+    recorded: GraphKind | None = None
+    """The kind of step this batch is recorded for. The host's lengths are made up then: only the
+    device knows those of the steps that will be replayed."""
+    device: torch.device = NOT_SENT.device
+    row_offsets: torch.Tensor = NOT_SENT  # [rows] int64, row within its page
+    device_kv_lens: torch.Tensor = NOT_SENT  # kv_lens on the device, int32
+    device_cu_query: torch.Tensor = NOT_SENT  # cu_query on the device, int32
+    device_prompt_rows: torch.Tensor = NOT_SENT  # prompt_rows on the device, int32
 
     @property
     def num_seqs(self) -> int:
@@ -60,19 +65,6 @@ class HostBatch:
     @property
     def num_rows(self) -> int:
         return int(self.cu_query[-1])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionBatch(HostBatch):
-    groups: tuple[GroupTables, ...]
-    row_offsets: torch.Tensor  # [rows] int64, row within its page
-    device: torch.device
-    device_kv_lens: torch.Tensor  # kv_lens on the device, int32
-    device_cu_query: torch.Tensor  # cu_query on the device, int32
-    device_prompt_rows: torch.Tensor  # prompt_rows on the device, int32
-    recorded: GraphKind | None = None
-    """The kind of step this batch is recorded for. The host's lengths are made up then: only the
-    device knows those of the steps that will be replayed."""
 
     @property
     def decodes(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from cairn.attention.backend import DenseBackend, Graph
-from cairn.attention.batch import AttentionBatch, HostBatch, Scoring
+from cairn.attention.batch import AttentionBatch, Scoring
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class PairBackend:
         own = ((decode, False), (prefill, True))
         self.graphs = [g for kind, mixed in own for g in kind.graphs if g.mixed == mixed]
 
-    def graph_for(self, batch: HostBatch, *, mixed: bool) -> Graph | None:
+    def graph_for(self, batch: AttentionBatch, *, mixed: bool) -> Graph | None:
         return (self._prefill if mixed else self._decode).graph_for(batch, mixed=mixed)
 
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> _Chosen:

@@ -16,7 +16,7 @@ from cairn.attention.backend import (
     Graph,
     missing_module,
 )
-from cairn.attention.batch import AttentionBatch, HostBatch, to_device
+from cairn.attention.batch import AttentionBatch, to_device
 from cairn.kernels.workspace import Workspace
 from cairn.memory.kv_pool import KVPool
 
@@ -84,10 +84,10 @@ class SglKernelBackend(DenseBackend):
             gathered,
         )
 
-    def graph_for(self, batch: HostBatch, *, mixed: bool) -> Graph | None:
+    def graph_for(self, batch: AttentionBatch, *, mixed: bool) -> Graph | None:
         return None if mixed and self._pays_to_gather(batch) else Graph("dense", mixed)
 
-    def _pays_to_gather(self, batch: HostBatch) -> bool:
+    def _pays_to_gather(self, batch: AttentionBatch) -> bool:
         shape = self._shape
         if _TILE % batch.page_size or batch.page_size == _TILE:
             return False

@@ -22,12 +22,14 @@ import torch
 
 from cairn.attention.backend import Graph
 from cairn.attention.batch import send, to_device
-from cairn.engine.inputs import DeviceDraws, HostDraws, HostInputs, StepInputs
-from cairn.engine.rows import StepRows
+from cairn.engine.inputs import Draws, StepInputs
+from cairn.engine.plan import StepPlan
+from cairn.engine.rows import StepRows, build_rows
 from cairn.kernels.packing import pack, unpack
+from cairn.memory.geometry import PageGeometry
 
 Forward = Callable[
-    [StepInputs, DeviceDraws, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]
+    [StepInputs, Draws[torch.Tensor], torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]
 ]
 """The device work of a step, after its inputs are there. It takes how tokens are drawn and the rows
 [seqs] whose logits are wanted, None for all, and returns logits [seqs, vocab] and tokens [seqs]."""
@@ -176,17 +178,17 @@ class StepGraphs:
         self, graph: Graph, size: StepSize, every_table: torch.Tensor
     ) -> tuple[Call, torch.Tensor, torch.Tensor]:
         """A step as it is recorded, and the buffers it reads its inputs and tables from."""
-        kind = graph.kind
-        padding = self._padding(size, mixed=graph.mixed)
-        host = replace(padding, recorded=kind, resident=kind == "resident")
-        draws = HostDraws.none(size.seqs, self._spare_slot)
+        host = self._padding(size, mixed=graph.mixed)
+        resident = graph.kind == "resident"
+        host = replace(host, batch=replace(host.batch, recorded=graph.kind, resident=resident))
+        draws = Draws.none(size.seqs, self._spare_slot)
         none = np.zeros(size.seqs, dtype=np.int64)
         arrays = (*draws.arrays(), none, *host.arrays())
         packed = to_device(pack(arrays), self._device)
         tables = every_table[:, : size.seqs]
         seeds, temperatures, slots, wanted, *rest = unpack(packed, [len(own) for own in arrays])
-        device_draws = DeviceDraws.view((seeds, temperatures, slots))
-        inputs = host.view(rest, tables, self._device)
+        device_draws = Draws.on_device((seeds, temperatures, slots))
+        inputs = host.on_device(rest, tables)
         logit_rows = wanted if graph.mixed else None
         return partial(self._forward, inputs, device_draws, logit_rows), packed, tables
 
@@ -228,11 +230,11 @@ class StepGraphs:
 
     def run(
         self,
-        host: HostInputs,
+        host: StepInputs,
         graph: Graph,
         size: StepSize,
         sampling: np.ndarray,
-        draws: HostDraws | None,
+        draws: Draws[np.ndarray] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Replay a step: logits [n, vocab] and tokens [n] of the n `sampling` sequences.
 
@@ -242,12 +244,12 @@ class StepGraphs:
         recorded = self._graphs[graph, size]
         # A decode step has logits of every row, in which a sequence is found at its row.
         places = sampling if graph.mixed else wanted
-        own = HostDraws.none(size.seqs, self._spare_slot)
+        own = Draws.none(size.seqs, self._spare_slot)
         if draws is not None:
             own = draws.at(places, size.seqs, self._spare_slot)
         logit_rows = np.zeros(size.seqs, dtype=np.int64)
         logit_rows[places] = wanted
-        own_rows = host if graph.mixed else host.apart()
+        own_rows = host if graph.mixed else host.as_sequences()
         padded = own_rows.padded(size.rows, size.seqs, mixed=graph.mixed)
         send(pack((*own.arrays(), logit_rows, *padded.arrays())), recorded.packed)
         tables = padded.pack_tables(self._generations)
@@ -259,22 +261,9 @@ class StepGraphs:
         index = to_device(places, self._device)
         return recorded.logits[index], recorded.tokens[index]
 
-    def _padding(self, size: StepSize, *, mixed: bool) -> HostInputs:
+    def _padding(self, size: StepSize, *, mixed: bool) -> StepInputs:
         """A step that is nothing but padding."""
-        none = np.zeros(0, dtype=np.int64)
-        rows = StepRows(
-            token_ids=none,
-            sources=none,
-            positions=none,
-            lengths=none,
-            cache_rows=none,
-            seq=none,
-            query_lens=none,
-            kv_lens=none,
-            cu_query=np.zeros(1, dtype=np.int64),
-            is_token=none.astype(bool),
-            last_token_rows=none,
-        )
+        rows = build_rows(StepPlan(), PageGeometry(self._page_size, self._page_size))
         tables = np.zeros((self._groups, 0, self._max_pages), dtype=np.int32)
-        empty = HostInputs(rows, self._page_size, tables, tables, none, none)
+        empty = StepInputs.of(rows, self._page_size, tables, tables, np.zeros(0, dtype=np.int64))
         return empty.padded(size.rows, size.seqs, mixed=mixed)

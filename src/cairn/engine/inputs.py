@@ -6,139 +6,160 @@ step can keep one buffer of the same layout and have it overwritten.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 
-from cairn.attention.batch import (
-    AttentionBatch,
-    GraphKind,
-    GroupTables,
-    HostBatch,
-    HostTables,
-    to_device,
-)
+from cairn.attention.batch import NOT_SENT, AttentionBatch, GroupTables, to_device
 from cairn.engine.rows import StepRows
 from cairn.kernels.packing import pack, unpack
 
+Array = TypeVar("Array", np.ndarray, torch.Tensor)
+
 
 @dataclass(frozen=True, slots=True)
-class HostDraws:
+class Draws(Generic[Array]):
     """What each sequence's next token is drawn with, where that needs no filters."""
 
-    slots: np.ndarray  # [seqs]
-    seeds: np.ndarray  # [seqs] int64, of request and position together
-    temperatures: np.ndarray  # [seqs] float32, 0 for the most likely token
+    slots: Array  # [seqs]
+    seeds: Array  # [seqs] int64, of request and position together
+    temperatures: Array  # [seqs] float32, 0 for the most likely token
 
-    @classmethod
-    def none(cls, count: int, spare_slot: int) -> HostDraws:
+    @staticmethod
+    def none(count: int, spare_slot: int) -> Draws[np.ndarray]:
         """For rows whose token nobody wants."""
-        return cls(
-            np.full(count, spare_slot),
-            np.zeros(count, dtype=np.int64),
-            np.zeros(count, dtype=np.float32),
-        )
+        seeds, temperatures = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.float32)
+        return Draws(np.full(count, spare_slot), seeds, temperatures)
 
-    def at(self, rows: np.ndarray, total: int, spare_slot: int) -> HostDraws:
+    def at(
+        self: Draws[np.ndarray], rows: np.ndarray, total: int, spare_slot: int
+    ) -> Draws[np.ndarray]:
         """The draws of `rows` among `total`; nobody wants the tokens of the others."""
-        spread = HostDraws.none(total, spare_slot)
+        spread = Draws.none(total, spare_slot)
         spread.slots[rows] = self.slots
         spread.seeds[rows] = self.seeds
         spread.temperatures[rows] = self.temperatures
         return spread
 
-    def arrays(self) -> tuple[np.ndarray, ...]:
+    def arrays(self: Draws[np.ndarray]) -> tuple[np.ndarray, ...]:
         return self.seeds.view(np.int32), self.temperatures.view(np.int32), self.slots
 
-
-@dataclass(frozen=True, slots=True)
-class DeviceDraws:
-    slots: torch.Tensor  # [seqs] int32
-    seeds: torch.Tensor  # [seqs] int64
-    temperatures: torch.Tensor  # [seqs] float32
-
-    @classmethod
-    def view(cls, arrays: Sequence[torch.Tensor]) -> DeviceDraws:
-        """`arrays` are those of HostDraws, on the device."""
+    @staticmethod
+    def on_device(arrays: Sequence[torch.Tensor]) -> Draws[torch.Tensor]:
+        """`arrays` are what `arrays` returned, on the device."""
         seeds, temperatures, slots = arrays
-        return cls(slots, seeds.view(torch.int64), temperatures.view(torch.float32))
+        return Draws(slots, seeds.view(torch.int64), temperatures.view(torch.float32))
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    token_ids: torch.Tensor  # [rows]
-    sources: torch.Tensor  # [rows] slot whose newest token the row is, -1 if token_ids has it
-    positions: torch.Tensor  # [rows]
-    lengths: torch.Tensor  # [rows]
-    batch: AttentionBatch
-
-
-@dataclass(frozen=True, slots=True)
-class HostInputs:
-    """Of `rows` and `seqs`; the tables are [groups, seqs, pages].
-
-    On the device the tables of page ids may be followed by as many of generations.
-    """
+    """The rows of a step and its batch; the tensors are filled in when they are sent."""
 
     rows: StepRows
-    page_size: int
-    tables: np.ndarray
-    generations: np.ndarray
-    prompt_rows: np.ndarray
-    traced_rows: np.ndarray
-    resident: bool = False
-    recorded: GraphKind | None = None
-    """The kind of step this is recorded as."""
+    batch: AttentionBatch
+    token_ids: torch.Tensor = NOT_SENT  # [rows]
+    sources: torch.Tensor = NOT_SENT  # [rows] slot whose newest token it is, -1 for token_ids
+    positions: torch.Tensor = NOT_SENT  # [rows]
+    lengths: torch.Tensor = NOT_SENT  # [rows]
+
+    @classmethod
+    def of(
+        cls,
+        rows: StepRows,
+        page_size: int,
+        tables: np.ndarray,  # [groups, seqs, pages] int32
+        generations: np.ndarray,  # [groups, seqs, pages] int32
+        prompt_rows: np.ndarray,  # [seqs]
+        traced_rows: Sequence[int] | np.ndarray = (),
+        *,
+        resident: bool = False,
+    ) -> StepInputs:
+        """A step that is not on the device yet."""
+        batch = AttentionBatch(
+            page_size=page_size,
+            query_lens=rows.query_lens,
+            kv_lens=rows.kv_lens,
+            cu_query=rows.cu_query,
+            groups=tuple(
+                GroupTables(host_pages=pages, host_generations=lives)
+                for pages, lives in zip(tables, generations, strict=True)
+            ),
+            prompt_rows=prompt_rows,
+            traced_rows=np.asarray(traced_rows, dtype=np.int64),
+            resident=resident,
+        )
+        return cls(rows, batch)
 
     def arrays(self) -> tuple[np.ndarray, ...]:
         """All but the tables."""
-        rows = self.rows
-        row_pages = self.tables[:, rows.seq, rows.cache_rows // self.page_size]  # [groups, rows]
+        rows, batch = self.rows, self.batch
+        pages, offsets = rows.cache_rows // batch.page_size, rows.cache_rows % batch.page_size
         return (
             rows.token_ids,
             rows.sources,
             rows.positions,
             rows.lengths,
-            rows.cache_rows % self.page_size,
-            *row_pages,
+            offsets,
+            *(group.host_pages[rows.seq, pages] for group in batch.groups),
             rows.kv_lens,
             rows.cu_query,
-            self.prompt_rows,
+            batch.prompt_rows,
         )
 
     def pack_tables(self, generations: bool) -> np.ndarray:
         """[groups, seqs, pages], or twice as many groups with generations"""
-        return np.concatenate((self.tables, self.generations)) if generations else self.tables
+        groups = self.batch.groups
+        lives = [group.host_generations for group in groups] if generations else []
+        return np.stack([*(group.host_pages for group in groups), *lives])
 
-    def to_device(self, device: torch.device, generations: bool) -> StepInputs:
+    def send(self, device: torch.device, generations: bool) -> StepInputs:
+        """The same step with its tensors on the device."""
         arrays = self.arrays()
         packed = to_device(pack(arrays), device)
         tables = to_device(self.pack_tables(generations), device)
-        return self.view(unpack(packed, [len(array) for array in arrays]), tables, device)
+        return self.on_device(unpack(packed, [len(array) for array in arrays]), tables)
 
-    def apart(self) -> HostInputs:
-        """Every row as a sequence of its own."""
-        if len(self.rows.token_ids) == len(self.rows.kv_lens):
-            return self
-        seq = self.rows.seq
-        return replace(
-            self,
-            rows=self.rows.apart(),
-            tables=self.tables[:, seq],
-            generations=self.generations[:, seq],
-            prompt_rows=self.prompt_rows[seq],
+    def on_device(self, arrays: Sequence[torch.Tensor], tables: torch.Tensor) -> StepInputs:
+        """The same step, reading `arrays` and packed `tables` that are on the device."""
+        count = len(self.batch.groups)
+        token_ids, sources, positions, lengths, offsets, *others = arrays
+        *pages, kv_lens, cu_query, prompt_rows = others
+        batch = replace(
+            self.batch,
+            groups=tuple(
+                replace(
+                    group,
+                    page_table=tables[g],
+                    row_pages=pages[g],
+                    generations=tables[count + g] if len(tables) > count else None,
+                )
+                for g, group in enumerate(self.batch.groups)
+            ),
+            device=tables.device,
+            row_offsets=offsets,
+            device_kv_lens=kv_lens,
+            device_cu_query=cu_query,
+            device_prompt_rows=prompt_rows,
         )
+        return StepInputs(self.rows, batch, token_ids, sources, positions, lengths)
 
-    def padded(self, num_rows: int, num_seqs: int, *, mixed: bool) -> HostInputs:
+    def as_sequences(self) -> StepInputs:
+        """Every row as a sequence of its own."""
+        seq = self.rows.seq
+        if len(seq) == self.batch.num_seqs:
+            return self
+        return self._with(self.rows.as_sequences(), lambda own: own[seq])
+
+    def padded(self, num_rows: int, num_seqs: int, *, mixed: bool) -> StepInputs:
         """The same step with more rows and sequences, all on the null page.
 
         In a mixed step the first added sequence has all added rows, and the others are empty. In a
         decode step every added sequence has one row.
         """
-        rows = self.rows
-        more, others = num_rows - len(rows.token_ids), num_seqs - len(rows.kv_lens)
+        more, others = num_rows - len(self.rows.token_ids), num_seqs - self.batch.num_seqs
         if not (more or others):
             return self
         lens = np.zeros(others, dtype=np.int64)
@@ -146,77 +167,28 @@ class HostInputs:
             lens[:] = 1
         elif more:
             lens[0] = more
-        zeros, ones = np.zeros(more, dtype=np.int64), np.ones(more, dtype=np.int64)
-        query_lens = np.concatenate((rows.query_lens, lens))
-        cu_query = np.concatenate(([0], np.cumsum(query_lens)))
-        seq = np.repeat(np.arange(len(rows.kv_lens), num_seqs), lens)
-        padded = StepRows(
-            token_ids=np.concatenate((rows.token_ids, zeros)),
-            sources=np.concatenate((rows.sources, -ones)),
-            positions=np.concatenate((rows.positions, zeros)),
-            lengths=np.concatenate((rows.lengths, ones)),
-            cache_rows=np.concatenate((rows.cache_rows, zeros)),
-            seq=np.concatenate((rows.seq, seq)),
-            query_lens=query_lens,
-            kv_lens=np.concatenate((rows.kv_lens, lens)),
-            cu_query=cu_query,
-            is_token=np.concatenate((rows.is_token, ones.astype(bool))),
-            last_token_rows=np.concatenate((rows.last_token_rows, cu_query[-others - 1 : -1])),
-        )
-        none = np.zeros((len(self.tables), others, self.tables.shape[2]), dtype=np.int32)
-        return replace(
-            self,
-            rows=padded,
-            tables=np.concatenate((self.tables, none), 1),
-            generations=np.concatenate((self.generations, none), 1),
-            prompt_rows=np.concatenate((self.prompt_rows, lens)),
-        )
 
-    def host_batch(self) -> HostBatch:
-        return HostBatch(
-            page_size=self.page_size,
-            query_lens=self.rows.query_lens,
-            kv_lens=self.rows.kv_lens,
-            cu_query=self.rows.cu_query,
-            groups=tuple(
-                HostTables(host_pages=pages, host_generations=generations)
-                for pages, generations in zip(self.tables, self.generations, strict=True)
-            ),
-            prompt_rows=self.prompt_rows,
-            traced_rows=self.traced_rows,
-            resident=self.resident,
-        )
+        def widen(own: np.ndarray) -> np.ndarray:
+            return np.concatenate((own, np.zeros((others, *own.shape[1:]), dtype=own.dtype)))
 
-    def view(
-        self, arrays: Sequence[torch.Tensor], tables: torch.Tensor, device: torch.device
-    ) -> StepInputs:
-        """Inputs that read from these arrays and tables on the device."""
-        groups = len(self.tables)
-        token_ids, sources, positions, lengths, offsets, *others = arrays
-        *pages, kv_lens, cu_query, prompt_rows = others
-        batch = AttentionBatch(
-            page_size=self.page_size,
-            query_lens=self.rows.query_lens,
-            kv_lens=self.rows.kv_lens,
-            cu_query=self.rows.cu_query,
-            row_offsets=offsets,
+        padded = self._with(self.rows.padded(lens), widen)
+        prompt_rows = np.concatenate((self.batch.prompt_rows, lens))
+        return replace(padded, batch=replace(padded.batch, prompt_rows=prompt_rows))
+
+    def _with(self, rows: StepRows, change: Callable[[np.ndarray], np.ndarray]) -> StepInputs:
+        """Other rows, whose sequences are had by a `change` of any array [seqs, ...]."""
+        batch = replace(
+            self.batch,
+            query_lens=rows.query_lens,
+            kv_lens=rows.kv_lens,
+            cu_query=rows.cu_query,
+            prompt_rows=change(self.batch.prompt_rows),
             groups=tuple(
                 GroupTables(
-                    page_table=tables[g],
-                    row_pages=pages[g],
-                    host_pages=self.tables[g],
-                    host_generations=self.generations[g],
-                    generations=tables[groups + g] if len(tables) > groups else None,
+                    host_pages=change(group.host_pages),
+                    host_generations=change(group.host_generations),
                 )
-                for g in range(groups)
+                for group in self.batch.groups
             ),
-            device=device,
-            prompt_rows=self.prompt_rows,
-            traced_rows=self.traced_rows,
-            resident=self.resident,
-            recorded=self.recorded,
-            device_kv_lens=kv_lens,
-            device_cu_query=cu_query,
-            device_prompt_rows=prompt_rows,
         )
-        return StepInputs(token_ids, sources, positions, lengths, batch)
+        return StepInputs(rows, batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -17,9 +17,7 @@ class StepRows:
 
     token_ids: np.ndarray  # [rows]
     sources: np.ndarray  # [rows] slot whose newest token the row is, -1 if token_ids has it
-    positions: (
-        np.ndarray
-    )  # [rows] what rotary embedding counts; landmark rows share the next token's
+    positions: np.ndarray  # [rows] for rope; a landmark row has that of the next token
     lengths: np.ndarray  # [rows] sequence length a row is rotated for, see Rotary
     cache_rows: np.ndarray  # [rows] place in the sequence's cache
     seq: np.ndarray  # [rows] sequence of each row
@@ -35,8 +33,33 @@ class StepRows:
         seqs = len(self.kv_lens)
         return bool(self.is_token.sum() == seqs and self.is_token[self.cu_query[:-1]].all())
 
-    def apart(self) -> StepRows:
-        """The same rows, each as a sequence of its own: what it sees is what is before it."""
+    def padded(self, lens: np.ndarray) -> StepRows:
+        """More sequences behind these, with `lens` new rows each and nothing before them."""
+        zeros = np.zeros(lens.sum(), dtype=np.int64)
+        query_lens = np.concatenate((self.query_lens, lens))
+        cu_query = np.concatenate(([0], np.cumsum(query_lens)))
+        seq = np.repeat(np.arange(len(query_lens) - len(lens), len(query_lens)), lens)
+        more = StepRows(
+            token_ids=zeros,
+            sources=zeros - 1,
+            positions=zeros,
+            lengths=zeros + 1,
+            cache_rows=zeros,
+            seq=seq,
+            query_lens=lens,
+            kv_lens=lens,
+            cu_query=cu_query,
+            is_token=zeros == 0,
+            last_token_rows=cu_query[-len(lens) - 1 : -1],
+        )
+        joined = {
+            part.name: np.concatenate((getattr(self, part.name), getattr(more, part.name)))
+            for part in fields(self)
+        }
+        return replace(StepRows(**joined), cu_query=cu_query)
+
+    def as_sequences(self) -> StepRows:
+        """The same rows, each as a sequence of its own, which sees what is before it."""
         rows = len(self.token_ids)
         return replace(
             self,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from cairn.attention.backend import AttentionBackend, Graph, SparseBackend
-from cairn.attention.batch import AttentionBatch, HostBatch, Scoring, to_device
+from cairn.attention.batch import AttentionBatch, Scoring, to_device
 from cairn.engine.graphs import (
     StepGraphs,
     StepSize,
@@ -25,7 +25,7 @@ from cairn.engine.graphs import (
     mixed_sizes,
     most_decode_rows,
 )
-from cairn.engine.inputs import DeviceDraws, HostDraws, HostInputs, StepInputs
+from cairn.engine.inputs import Draws, StepInputs
 from cairn.engine.logprobs import TokenLogprob, token_logprobs
 from cairn.engine.plan import Advance, StepPlan
 from cairn.engine.rows import StepRows, build_rows
@@ -267,10 +267,10 @@ class Runner:
 
         for resident in (False,) if self.tier is None else (False, True):
             host = step.inputs(len(self._tables), self._geometry.page_size, resident=resident)
-            inputs = host.to_device(self._device, self._reads_generations)
+            inputs = host.send(self._device, self._reads_generations)
             wanted = to_device(host.rows.last_token_rows, self._device)
             logits = self._forward(inputs, self._backend.prepare(inputs.batch), wanted)
-            draws = HostDraws.none(len(wanted), spare_slot=0)
+            draws = Draws.none(len(wanted), spare_slot=0)
             temperatures, seeds = (
                 to_device(own, self._device) for own in (draws.temperatures, draws.seeds)
             )
@@ -325,7 +325,7 @@ class Runner:
     def launch(self, plan: StepPlan) -> InFlight:
         self._apply(plan)
         rows = build_rows(plan, self._geometry, self._landmark_id)
-        host = self._host_inputs(plan, rows)
+        host = self._inputs(plan, rows)
         sampling = [s for s, advance in enumerate(plan.advances) if advance.samples]
         result = StepResult()
         scored = self._scored_rows(plan, rows)
@@ -345,13 +345,13 @@ class Runner:
         return self._in_flight(plan, sampling, tokens, result)
 
     def _replay(
-        self, plan: StepPlan, host: HostInputs, sampling: list[int]
+        self, plan: StepPlan, host: StepInputs, sampling: list[int]
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Replay a step from a graph: logits of the `sampling` sequences and, if all of them draw
         plainly, tokens. None if no graph fits."""
         if self._graphs is None:
             return None
-        batch = host.host_batch()
+        batch = host.batch
         for mixed in (False, True) if host.rows.only_decodes else (True,):
             graph = self._backend.graph_for(batch, mixed=mixed)
             size = None if graph is None else self._graphs.size_for(graph, host.rows)
@@ -365,7 +365,7 @@ class Runner:
         return None
 
     @contextmanager
-    def _launching(self, batch: HostBatch, graph: Graph | None) -> Iterator[None]:
+    def _launching(self, batch: AttentionBatch, graph: Graph | None) -> Iterator[None]:
         """Tell a sparse backend of a step that is launched or replayed, and if that fails."""
         if self._sparse is None:
             yield
@@ -380,7 +380,7 @@ class Runner:
             raise
 
     def _recorded_step(
-        self, inputs: StepInputs, draws: DeviceDraws, logit_rows: torch.Tensor | None
+        self, inputs: StepInputs, draws: Draws[torch.Tensor], logit_rows: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A whole step, as it is recorded: logits and, for plain draws, tokens."""
         from cairn.kernels.sampling import sample
@@ -390,7 +390,7 @@ class Runner:
         self._newest[draws.slots] = tokens
         return logits, tokens
 
-    def _plain_draws(self, advances: Sequence[Advance]) -> HostDraws | None:
+    def _plain_draws(self, advances: Sequence[Advance]) -> Draws[np.ndarray] | None:
         """How requests draw their tokens, if all of them draw without filters and scores."""
         slots = np.array([advance.slot for advance in advances], dtype=np.int64)
         if any(self._top_logprobs[slot] is not None for slot in slots):
@@ -423,12 +423,12 @@ class Runner:
         self,
         plan: StepPlan,
         rows: StepRows,
-        host: HostInputs,
+        host: StepInputs,
         logit_rows: np.ndarray,
         sampling: list[int],
         result: StepResult,
     ) -> torch.Tensor:
-        inputs = host.to_device(self._device, self._reads_generations)
+        inputs = host.send(self._device, self._reads_generations)
         with self._launching(inputs.batch, None):
             metadata = self._backend.prepare(inputs.batch)
             wanted = to_device(logit_rows.astype(np.int64), self._device)
@@ -474,7 +474,7 @@ class Runner:
             if self._residency is not None and edit.group == self._residency.group:
                 self._residency.edit(edit.slot, edit.first)
 
-    def _host_inputs(self, plan: StepPlan, rows: StepRows) -> HostInputs:
+    def _inputs(self, plan: StepPlan, rows: StepRows) -> StepInputs:
         slots = np.array([advance.slot for advance in plan.advances])
         width = table_width(int(-(-rows.kv_lens.max() // self._geometry.page_size)))
         prompts = [self._geometry.rows(advance.prompt_len) for advance in plan.advances]
@@ -484,7 +484,7 @@ class Runner:
         if self._residency is not None:
             counts = -(-rows.kv_lens // self._geometry.page_size)
             resident = self._residency.all_here(slots, tables[self._residency.group], counts)
-        return HostInputs(
+        return StepInputs.of(
             rows,
             self._geometry.page_size,
             tables=tables,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from cairn.attention.batch import to_device
-from cairn.engine.inputs import HostDraws
+from cairn.engine.inputs import Draws
 from cairn.engine.plan import Admission
 
 _MASK = 2**64 - 1
@@ -144,11 +144,11 @@ class Sampler:
             self._counts.index_put_(where, one, accumulate=True)
         return tokens
 
-    def plain_draws(self, slots: np.ndarray, positions: np.ndarray) -> HostDraws | None:
+    def plain_draws(self, slots: np.ndarray, positions: np.ndarray) -> Draws[np.ndarray] | None:
         """Temperatures and seeds, if all the slots draw without filters, penalties and the like."""
         if self._special[slots].any():
             return None
-        return HostDraws(slots, _seeds(self._seeds[slots], positions), self._temperatures[slots])
+        return Draws(slots, _seeds(self._seeds[slots], positions), self._temperatures[slots])
 
     def _draw(self, logits: torch.Tensor, draws: Sequence[Draw], slots: np.ndarray) -> torch.Tensor:
         """Greedy and unfiltered rows at once, in one kernel."""

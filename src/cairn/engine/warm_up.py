@@ -9,15 +9,18 @@ libraries.
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from cairn.attention.backend import AttentionBackend, SparseBackend
-from cairn.engine.inputs import HostInputs
-from cairn.engine.rows import StepRows
+from cairn.engine.inputs import StepInputs
+from cairn.engine.plan import Advance, StepPlan
+from cairn.engine.rows import build_rows
 from cairn.kernels.packing import table_width
+from cairn.memory.geometry import PageGeometry
 
 _CHUNK = 40  # rows of a chunk where only the rows before it matter
 
@@ -32,32 +35,17 @@ class Rehearsal:
     """The rows are a prompt's; else generated ones."""
     for_real: bool = False
 
-    def inputs(self, groups: int, page_size: int, *, resident: bool) -> HostInputs:
+    def inputs(self, groups: int, page_size: int, *, resident: bool) -> StepInputs:
         """All pages are the null page."""
-        query_lens = np.array(self.new, dtype=np.int64)
-        kv_lens = query_lens + np.array(self.past, dtype=np.int64)
-        cu_query = np.concatenate(([0], np.cumsum(query_lens)))
-        seq = np.repeat(np.arange(len(query_lens)), query_lens)
-        cache_rows = np.arange(cu_query[-1]) + (kv_lens - cu_query[1:])[seq]
-        zeros = np.zeros_like(cache_rows)
-        rows = StepRows(
-            token_ids=zeros,
-            sources=zeros - 1,
-            positions=cache_rows,
-            lengths=cache_rows + 1,
-            cache_rows=cache_rows,
-            seq=seq,
-            query_lens=query_lens,
-            kv_lens=kv_lens,
-            cu_query=cu_query,
-            is_token=zeros == 0,
-            last_token_rows=cu_query[1:] - 1,
+        advances = (
+            Advance("", 0, past, past + new, array("q", bytes(8 * new)), 0, samples=True)
+            for new, past in zip(self.new, self.past, strict=True)
         )
-        width = table_width(int(-(-kv_lens.max() // page_size)))
-        tables = np.zeros((groups, len(query_lens), width), dtype=np.int32)
-        prompt_rows = kv_lens if self.prompt else np.zeros_like(kv_lens)
-        none = np.zeros(0, dtype=np.int64)
-        return HostInputs(rows, page_size, tables, tables, prompt_rows, none, resident)
+        rows = build_rows(StepPlan(tuple(advances)), PageGeometry(page_size, page_size))
+        width = table_width(int(-(-rows.kv_lens.max() // page_size)))
+        tables = np.zeros((groups, len(self.new), width), dtype=np.int32)
+        prompt_rows = rows.kv_lens if self.prompt else np.zeros_like(rows.kv_lens)
+        return StepInputs.of(rows, page_size, tables, tables, prompt_rows, resident=resident)
 
 
 @dataclass(frozen=True, slots=True)

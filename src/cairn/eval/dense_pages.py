@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from cairn.attention.backend import AttentionBackend, Graph
-from cairn.attention.batch import AttentionBatch, HostBatch, Scoring
+from cairn.attention.batch import AttentionBatch, Scoring
 from cairn.memory.kv_pool import KVPool
 
 _BLOCK = 256  # pages at a time
@@ -65,7 +65,7 @@ class DensePages:
     def graphs(self) -> Collection[Graph]:
         return self._inner.graphs
 
-    def graph_for(self, batch: HostBatch, *, mixed: bool) -> Graph | None:
+    def graph_for(self, batch: AttentionBatch, *, mixed: bool) -> Graph | None:
         return None if len(batch.traced_rows) else self._inner.graph_for(batch, mixed=mixed)
 
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> Any:

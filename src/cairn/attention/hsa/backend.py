@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from cairn.attention.backend import AttentionShape, Graph, SparseBackend, SparseParts
-from cairn.attention.batch import AttentionBatch, GraphKind, HostBatch, Scoring, to_device
+from cairn.attention.batch import AttentionBatch, GraphKind, Scoring, to_device
 from cairn.attention.clearing import clear_begun_pages
 from cairn.attention.hsa.kernel_sparse import KernelMetadata, KernelSparse
 from cairn.attention.hsa.metadata import (
@@ -120,7 +120,7 @@ class HSABackend(SparseBackend):
         """Sparse layers of decode steps that kernels have attended to."""
         return 0 if self.kernels is None else self.kernels.launches
 
-    def graph_for(self, batch: HostBatch, *, mixed: bool) -> Graph | None:
+    def graph_for(self, batch: AttentionBatch, *, mixed: bool) -> Graph | None:
         if len(batch.traced_rows):
             return None
         dense = self._dense_seqs(batch)
@@ -136,7 +136,7 @@ class HSABackend(SparseBackend):
         graph = Graph(kind, mixed)
         return graph if graph in self.graphs else None
 
-    def launching(self, batch: HostBatch, graph: Graph | None) -> None:
+    def launching(self, batch: AttentionBatch, graph: Graph | None) -> None:
         seq, place, _ = completed_pages(batch)
         if not len(seq):
             return
@@ -147,7 +147,7 @@ class HSABackend(SparseBackend):
             on_device=not self._seals_itself(batch, graph),
         )
 
-    def _seals_itself(self, batch: HostBatch, graph: Graph | None) -> bool:
+    def _seals_itself(self, batch: AttentionBatch, graph: Graph | None) -> bool:
         """Kernels of sparse decode steps make the landmarks of completed pages and seal them."""
         if self.kernels is None:
             return False
@@ -155,7 +155,7 @@ class HSABackend(SparseBackend):
             return graph.kind in ("sparse", "resident")
         return bool((batch.query_lens == 1).all() and not self._dense_seqs(batch).any())
 
-    def replayed(self, batch: HostBatch, graph: Graph) -> None:
+    def replayed(self, batch: AttentionBatch, graph: Graph) -> None:
         """Landmarks of pages that rows complete which no sparse kernel has seen."""
         if self._seals_itself(batch, graph):
             return
@@ -165,7 +165,7 @@ class HSABackend(SparseBackend):
             pages, kv_pages = (batch.groups[g].host_pages[seq, place] for g in self._groups)
             self.kernels.save_all_layers(pages, kv_pages)
 
-    def _dense_seqs(self, batch: HostBatch) -> np.ndarray:
+    def _dense_seqs(self, batch: AttentionBatch) -> np.ndarray:
         """[seqs] which have only rows that see everything."""
         return batch.kv_lens <= self._config.dense_until(batch.prompt_rows)
 
@@ -308,7 +308,7 @@ class HSABackend(SparseBackend):
             return dict.fromkeys(self._config.layers, everything)
         return metadata.selections.get(row, {})
 
-    def abandon(self, batch: HostBatch) -> None:
+    def abandon(self, batch: AttentionBatch) -> None:
         seq, place, _ = completed_pages(batch)
         self._landmarks.invalidate(batch.groups[self._groups.ids].host_pages[seq, place])
         if self._tiered is not None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from cairn.attention.backend import AttentionShape
-from cairn.attention.batch import AttentionBatch, HostBatch, to_device
+from cairn.attention.batch import AttentionBatch, to_device
 from cairn.memory.kv_pool import KVPool
 from cairn.sparsity.config import SparseConfig
 
@@ -76,7 +76,7 @@ class _Block:
         return self.count, self.window_pages
 
 
-def completed_pages(batch: HostBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def completed_pages(batch: AttentionBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Pages this step completes: sequence, place in its table, and the step's row that does."""
     size = batch.page_size
     past = batch.kv_lens - batch.query_lens
