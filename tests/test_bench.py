@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from cairn import LLM
-from cairn.attention.batch import AttentionBatch
 from cairn.bench.client_speed import client_speed
 from cairn.bench.collector import settled
 from cairn.bench.hsa import LocalSelection
@@ -27,6 +26,7 @@ from cairn.bench.replay import Prompts, read_trace, run
 from cairn.bench.tier_engines import SMALL_BATCHES, TierBench
 from cairn.bench.workloads import seeded
 from cairn.cli.main import main
+from cairn.engine.inputs import StepInputs
 from cairn.errors import ConfigError
 from tests.helpers import TINY_LLAMA, byte_tokenizer, write_model
 
@@ -113,10 +113,7 @@ def test_the_collector_is_let_go_of_again() -> None:
 def test_made_up_selections_have_the_published_locality() -> None:
     rows, pages, topk = 512, 2200, 32
     batches = [
-        AttentionBatch.build(
-            64, np.array([rows]), np.array([pages * 64]), [np.ones((1, pages))], torch.device("cpu")
-        )
-        for _ in range(2)
+        StepInputs.made_up(64, [rows], [pages * 64], [np.ones((1, pages))]).batch for _ in range(2)
     ]
     made_up = LocalSelection(SimpleNamespace(topk=topk))  # type: ignore[arg-type]
     select = partial(made_up, torch.zeros(rows, 2, topk, dtype=torch.int32))

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cairn.attention.backend import AttentionShape
-from cairn.attention.batch import AttentionBatch
 from cairn.attention.torch_backend import TorchBackend
+from cairn.engine.inputs import StepInputs
 from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
 
@@ -79,7 +79,7 @@ def test_matches_attention_by_hand(
         """Prepare a step, as the runner does, and then write its new rows."""
         query_lens, kv_lens = np.array(new), np.array(total)
         own = [table[: len(new)].numpy() for table in tables]
-        batch = AttentionBatch.build(page_size, query_lens, kv_lens, own, CPU)
+        batch = StepInputs.made_up(page_size, query_lens, kv_lens, own).send(CPU, True).batch
         metadata = backend.prepare(batch)
         for g, group in enumerate(groups):
             for s in range(len(new)):

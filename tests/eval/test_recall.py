@@ -12,8 +12,8 @@ import torch
 
 from cairn import LLM
 from cairn.attention.backend import AttentionShape
-from cairn.attention.batch import AttentionBatch
 from cairn.attention.torch_backend import TorchBackend
+from cairn.engine.inputs import StepInputs
 from cairn.errors import ConfigError
 from cairn.eval.dense_pages import DensePages
 from cairn.eval.recall import attach, compare, measure, query_places
@@ -134,9 +134,8 @@ def test_shares_of_a_batch_by_hand() -> None:
         heads, kv_heads, dim, scale, size, torch.float64, torch.device("cpu"), groups
     )
     tables = np.array([[7, 3, 12, 5], [9, 1, 0, 0]])
-    batch = AttentionBatch.build(
-        size, np.array([3, 1]), np.array([14, 6]), [tables], torch.device("cpu"), traced_rows=[2, 3]
-    )
+    inputs = StepInputs.made_up(size, [3, 1], [14, 6], [tables], traced_rows=[2, 3])
+    batch = inputs.send(torch.device("cpu"), True).batch
     watcher = DensePages(
         TorchBackend(shape, pool), pool, layers=[0], scale=scale, landmark_rows=True
     )

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from cairn.attention.backend import AttentionShape, backend_names, dense_class, refusal
-from cairn.attention.batch import AttentionBatch, to_device
+from cairn.attention.batch import to_device
+from cairn.engine.inputs import StepInputs
 from cairn.kernels.reference import paged_attention
 from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
@@ -54,7 +55,8 @@ def test_backends_agree_with_the_reference(
         used += count
     for tensor in pool.layers.values():
         tensor.normal_()
-    step = AttentionBatch.build(page_size, new, total, [table] * len(groups), device)
+    inputs = StepInputs.made_up(page_size, new, total, [table] * len(groups))
+    step = inputs.send(device, True).batch
     query = torch.randn(int(new.sum()), num_heads, dim, device=device).bfloat16()
     attention = dense_class(backend)(shape, pool)
     metadata = attention.prepare(step)

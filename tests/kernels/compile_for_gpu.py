@@ -150,8 +150,10 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
     types = dict.fromkeys((*names, "cu_query", "dense_until", "block_seq", "block_begin"), I32)
     types |= dict.fromkeys(("pages", "readers", "counts", "limits", "last_rows", "offsets"), I32)
     types |= dict.fromkeys(("generations", "sealed", "selected"), I32)
-    types |= dict.fromkeys(("kv_table", "kv_pages", "located", "arrived", "frame_of", "homes"), I32)
-    types |= {"reads": I64, "homes_stride": "i32"}
+    types |= dict.fromkeys(
+        ("kv_table", "kv_pages", "located", "arrived", "frame_of", "frames"), I32
+    )
+    types |= {"reads": I64, "frames_stride": "i32"}
     types |= dict.fromkeys(
         ("query", "scoring", "prior", "pool", "vectors", "flat", "window_out"), BF16
     )
@@ -200,7 +202,7 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
 
     build(landmark._pool_kernel)
     for at_home in (False, True):
-        constants["AT_HOME"] = at_home
+        constants["IN_FRAMES"] = at_home
         build(sparse_scratch._begin_kernel)
     build(sparse_score.score_kernel, num_stages=3 if native else 5)
     build(sparse_pages.topk_kernel)

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from cairn.attention.backend import AttentionShape, SparseParts
-from cairn.attention.batch import AttentionBatch, Scoring
+from cairn.attention.batch import Scoring
 from cairn.attention.hsa.backend import HSABackend
 from cairn.attention.torch_backend import TorchBackend
+from cairn.engine.inputs import StepInputs
 from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.landmarks import LandmarkPool, LandmarkShape
@@ -125,15 +126,15 @@ def run(case: Case, device: torch.device, *, kernels: bool, seed: int = 0) -> Re
             index = torch.from_numpy(sealed).to(device)
             landmarks.seal(sealed, np.ones_like(sealed))
             landmarks.save(0, index, *policy.landmark(pool.keys(0)[index], prior))
-    batch = AttentionBatch.build(
+    inputs = StepInputs.made_up(
         case.page_size,
         new,
         total,
         [table],
-        device,
         prompt_rows=np.zeros_like(total) if case.prompt is None else np.array(case.prompt),
         traced_rows=case.traced,
     )
+    batch = inputs.send(device, True).batch
     dense = TorchBackend(shape, pool)
     parts = SparseParts(
         shape=shape,

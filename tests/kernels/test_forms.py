@@ -187,7 +187,7 @@ def test_a_host_tier_needs_no_other_forms(resident: bool, tmp_path: Path) -> Non
 def test_draws_of_any_number_need_one_form() -> None:
     forms = []
     for count in (1, 2, 3, 7, 8, 40):
-        draws = Draws[np.ndarray](
+        draws: Draws[np.ndarray] = Draws(
             np.arange(count), np.arange(count), np.zeros(count, dtype=np.float32)
         )
         packed = torch.from_numpy(pack(draws.arrays()))

@@ -287,23 +287,20 @@ def resolve_backends(
     chosen = []
     pairs = zip((*names, *names)[:2], (_AUTO_PREFILL, _AUTO_DECODE), strict=True)
     for name, candidates in pairs:
-        if name != "auto":
-            reason = refusal(name, shape)
-            if reason is not None:
-                raise ConfigError(
-                    f"attention_backend {name!r} cannot run here: {reason}; use auto, or see "
-                    "`cairn doctor`"
-                )
-            chosen.append(name)
-            continue
-        for candidate in candidates:
+        reasons = {}
+        for candidate in candidates if name == "auto" else (name,):
             reason = refusal(candidate, shape)
             if reason is None:
                 chosen.append(candidate)
                 break
-            passed[candidate] = reason
+            reasons[candidate] = reason
         else:
-            raise ConfigError(f"no attention backend can run here: {passed}")
+            told = "; ".join(f"{own!r}: {reason}" for own, reason in reasons.items())
+            raise ConfigError(
+                f"attention_backend {name!r} cannot run here: {told}; use auto, or see "
+                "`cairn doctor`"
+            )
+        passed |= reasons
     what = chosen[0]
     if chosen[0] != chosen[1]:
         what = f"{chosen[0]} for prefill and {chosen[1]} for decode"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -26,7 +25,7 @@ class GroupTables:
     host_pages: np.ndarray  # [seqs, max_pages] int32, NULL_PAGE where no page is held
     host_generations: np.ndarray  # [seqs, max_pages] int32, the life of each page in the table
     page_table: torch.Tensor = NOT_SENT  # [seqs, max_pages] int32, host_pages on the device
-    row_pages: torch.Tensor = NOT_SENT  # [rows] int64, page that each new row is written to
+    row_pages: torch.Tensor = NOT_SENT  # [rows] page that each new row is written to
     generations: torch.Tensor | None = None
     """host_generations on the device, for backends that read them there."""
 
@@ -53,7 +52,7 @@ class AttentionBatch:
     """The kind of step this batch is recorded for. The host's lengths are made up then: only the
     device knows those of the steps that will be replayed."""
     device: torch.device = NOT_SENT.device
-    row_offsets: torch.Tensor = NOT_SENT  # [rows] int64, row within its page
+    row_offsets: torch.Tensor = NOT_SENT  # [rows] row within its page
     device_kv_lens: torch.Tensor = NOT_SENT  # kv_lens on the device, int32
     device_cu_query: torch.Tensor = NOT_SENT  # cu_query on the device, int32
     device_prompt_rows: torch.Tensor = NOT_SENT  # prompt_rows on the device, int32
@@ -85,50 +84,6 @@ class AttentionBatch:
         )
         on_device = to_device(kv_lens.astype(np.int32), self.device)
         return replace(self, kv_lens=kv_lens, device_kv_lens=on_device, groups=groups)
-
-    @classmethod
-    def build(
-        cls,
-        page_size: int,
-        query_lens: np.ndarray,
-        kv_lens: np.ndarray,
-        tables: Sequence[np.ndarray],
-        device: torch.device,
-        *,
-        prompt_rows: np.ndarray | None = None,
-        traced_rows: Sequence[int] = (),
-    ) -> AttentionBatch:
-        """A step by itself, without an engine: `tables` [seqs, pages] per layer group, all pages in
-        their first generation."""
-        cu_query = np.concatenate(([0], np.cumsum(query_lens)))
-        seq = np.repeat(np.arange(len(query_lens)), query_lens)
-        cache_rows = np.arange(cu_query[-1]) + (kv_lens - query_lens - cu_query[:-1])[seq]
-        groups = tuple(
-            GroupTables(
-                page_table=to_device(table.astype(np.int32), device),
-                row_pages=to_device(table[seq, cache_rows // page_size].astype(np.int64), device),
-                generations=to_device(np.ones_like(table, dtype=np.int32), device),
-                host_pages=table,
-                host_generations=np.ones_like(table, dtype=np.int32),
-            )
-            for table in tables
-        )
-        return cls(
-            page_size=page_size,
-            query_lens=query_lens,
-            kv_lens=kv_lens,
-            cu_query=cu_query,
-            groups=groups,
-            row_offsets=to_device(cache_rows % page_size, device),
-            device=device,
-            prompt_rows=kv_lens if prompt_rows is None else prompt_rows,
-            traced_rows=np.array(traced_rows, dtype=np.int64),
-            device_kv_lens=to_device(kv_lens.astype(np.int32), device),
-            device_cu_query=to_device(cu_query.astype(np.int32), device),
-            device_prompt_rows=to_device(
-                (kv_lens if prompt_rows is None else prompt_rows).astype(np.int32), device
-            ),
-        )
 
 
 _AT_ONCE = 65536  # bytes; CUDA buffers copies up to this size, and waits for the stream with more

@@ -15,11 +15,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from cairn.attention.backend import AttentionShape, DenseBackend
+from cairn.attention.backend import DenseBackend
 from cairn.attention.batch import AttentionBatch, to_device
 from cairn.attention.clearing import clear_begun_pages
 from cairn.memory.groups import LayerGroup
-from cairn.memory.kv_pool import KVPool
 
 _QUERY_BLOCK = 128  # bounds the mask and what a causal block reads in vain
 
@@ -72,10 +71,6 @@ class TorchBackend(DenseBackend):
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
     hides_rows = True
 
-    def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
-        super().__init__(shape, pool)
-        self._groups = shape.groups
-
     # -- once per step ------------------------------------------------------------------------
 
     def prepare(
@@ -91,7 +86,7 @@ class TorchBackend(DenseBackend):
             )
             if groups is None or g in groups
             else _GroupMetadata(None, ())
-            for g, group in enumerate(self._groups)
+            for g, group in enumerate(self._shape.groups)
         ]
 
     def _decode_rows(

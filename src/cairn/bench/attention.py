@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from cairn.attention.backend import AttentionShape, backend_names, dense_class, refusal
-from cairn.attention.batch import AttentionBatch
 from cairn.bench.report import show_rows
+from cairn.engine.inputs import StepInputs
 from cairn.errors import ConfigError
 from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
@@ -116,7 +116,7 @@ def measure(case: Case, backend: str, device: torch.device) -> float | str:
     table = order.reshape(case.seqs, per_seq).astype(np.int32)
     new = np.full(case.seqs, case.new_rows)
     total = np.full(case.seqs, case.length)
-    batch = AttentionBatch.build(PAGE_SIZE, new, total, [table], device)
+    batch = StepInputs.made_up(PAGE_SIZE, new, total, [table]).send(device, True).batch
     query = torch.randn(int(new.sum()), case.num_heads, case.head_dim, device=device).to(dtype)
     attention = dense_class(backend)(shape, pool)
     metadata = attention.prepare(batch)

@@ -19,7 +19,7 @@ import torch
 
 from cairn.attention.batch import AttentionBatch
 from cairn.attention.hsa.backend import HSABackend
-from cairn.attention.hsa.kernel_sparse import ChunkRows, KernelSparse
+from cairn.attention.hsa.kernel_sparse import ChunkRows, KernelSparse, LayerRows
 from cairn.bench.collector import release, settled
 from cairn.bench.profile import profile_call, profile_steps
 from cairn.bench.subclass import as_subclass
@@ -206,9 +206,9 @@ class WatchedSparse(KernelSparse):
         return round(float((self._selected >= 0).sum()) / max(read, 1), 2)
 
     def _select(
-        self, layer: int, mapped: torch.Tensor, lse: torch.Tensor, chunks: ChunkRows
+        self, own: LayerRows, lse: torch.Tensor, chunks: ChunkRows
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        selected, normalizer = super()._select(layer, mapped, lse, chunks)
+        selected, normalizer = super()._select(own, lse, chunks)
         if self.revise is not None:
             selected = self.revise(selected, chunks)
         self._selected, self._read = selected, ()

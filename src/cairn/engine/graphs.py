@@ -23,10 +23,8 @@ import torch
 from cairn.attention.backend import Graph
 from cairn.attention.batch import send, to_device
 from cairn.engine.inputs import Draws, StepInputs
-from cairn.engine.plan import StepPlan
-from cairn.engine.rows import StepRows, build_rows
+from cairn.engine.rows import StepRows
 from cairn.kernels.packing import pack, unpack
-from cairn.memory.geometry import PageGeometry
 
 Forward = Callable[
     [StepInputs, Draws[torch.Tensor], torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]
@@ -100,20 +98,17 @@ class StepGraphs:
         forward: Forward,
         *,
         sizes: Mapping[Graph, Sequence[StepSize]],
-        groups: int,
-        page_size: int,
-        max_pages: int,
+        empty: StepInputs,
         spare_slot: int,
         device: torch.device,
         generations: bool,
     ) -> None:
+        """`empty` is a step of no rows, with tables for the longest sequence."""
         self._generations = generations
         self._sizes = {graph: sorted(own) for graph, own in sizes.items()}
         self._spare_slot = spare_slot
         self._forward = forward
-        self._groups = groups
-        self._page_size = page_size
-        self._max_pages = max_pages
+        self._empty = empty
         self._device = device
         self._graphs: dict[tuple[Graph, StepSize], _Recorded] = {}
         self._shared: torch.Tensor | None = None  # [seqs, vocab]
@@ -171,14 +166,14 @@ class StepGraphs:
     def _all_tables(self) -> torch.Tensor:
         """[groups, seqs, max_pages] for the most sequences; all graphs share them."""
         seqs = max(size.seqs for sizes in self._sizes.values() for size in sizes)
-        whole = self._padding(StepSize(seqs, seqs), mixed=False).pack_tables(self._generations)
+        whole = self._empty.padded(seqs, seqs, mixed=False).pack_tables(self._generations)
         return to_device(whole, self._device)
 
     def _step(
         self, graph: Graph, size: StepSize, every_table: torch.Tensor
     ) -> tuple[Call, torch.Tensor, torch.Tensor]:
         """A step as it is recorded, and the buffers it reads its inputs and tables from."""
-        host = self._padding(size, mixed=graph.mixed)
+        host = self._empty.padded(*size, mixed=graph.mixed)
         resident = graph.kind == "resident"
         host = replace(host, batch=replace(host.batch, recorded=graph.kind, resident=resident))
         draws = Draws.none(size.seqs, self._spare_slot)
@@ -260,10 +255,3 @@ class StepGraphs:
             return recorded.logits[:count], recorded.tokens[:count]
         index = to_device(places, self._device)
         return recorded.logits[index], recorded.tokens[index]
-
-    def _padding(self, size: StepSize, *, mixed: bool) -> StepInputs:
-        """A step that is nothing but padding."""
-        rows = build_rows(StepPlan(), PageGeometry(self._page_size, self._page_size))
-        tables = np.zeros((self._groups, 0, self._max_pages), dtype=np.int32)
-        empty = StepInputs.of(rows, self._page_size, tables, tables, np.zeros(0, dtype=np.int64))
-        return empty.padded(size.rows, size.seqs, mixed=mixed)

@@ -6,6 +6,7 @@ step can keep one buffer of the same layout and have it overwritten.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -14,8 +15,10 @@ import numpy as np
 import torch
 
 from cairn.attention.batch import NOT_SENT, AttentionBatch, GroupTables, to_device
-from cairn.engine.rows import StepRows
+from cairn.engine.plan import Advance, StepPlan
+from cairn.engine.rows import StepRows, build_rows
 from cairn.kernels.packing import pack, unpack
+from cairn.memory.geometry import PageGeometry
 
 Array = TypeVar("Array", np.ndarray, torch.Tensor)
 
@@ -92,6 +95,30 @@ class StepInputs:
             resident=resident,
         )
         return cls(rows, batch)
+
+    @classmethod
+    def made_up(
+        cls,
+        page_size: int,
+        new: Sequence[int] | np.ndarray,  # [seqs] rows to compute
+        total: Sequence[int] | np.ndarray,  # [seqs] rows in the cache, the new ones included
+        tables: Sequence[np.ndarray],  # [seqs, pages] per layer group
+        *,
+        prompt_rows: np.ndarray | None = None,
+        traced_rows: Sequence[int] = (),
+        resident: bool = False,
+    ) -> StepInputs:
+        """A step without requests, whose pages are all in their first generation. All of its rows
+        are a prompt's unless `prompt_rows` are given."""
+        advances = [
+            Advance("", 0, stop - count, stop, array("q", bytes(8 * count)), 0, samples=True)
+            for count, stop in zip(map(int, new), map(int, total), strict=True)
+        ]
+        rows = build_rows(StepPlan(tuple(advances)), PageGeometry(page_size, page_size))
+        pages = np.stack(tables).astype(np.int32)
+        prompts = rows.kv_lens if prompt_rows is None else prompt_rows
+        lives = np.ones_like(pages)
+        return cls.of(rows, page_size, pages, lives, prompts, traced_rows, resident=resident)
 
     def arrays(self) -> tuple[np.ndarray, ...]:
         """All but the tables."""

@@ -288,7 +288,7 @@ class Runner:
         self._graphs.record()
 
     def _make_graphs(self, most_rows: int) -> StepGraphs:
-        num_groups, num_slots, max_pages = self._tables.shape
+        _, num_slots, max_pages = self._tables.shape
         most = most_decode_rows(num_slots, self._landmark_id is not None)
         sizes: dict[Graph, list[StepSize]] = {}
         most_rows = min(most_rows, max_pages * self._geometry.page_size)
@@ -301,9 +301,13 @@ class Runner:
         return StepGraphs(
             self._recorded_step,
             sizes=sizes,
-            groups=num_groups,
-            page_size=self._geometry.page_size,
-            max_pages=max_pages,
+            empty=StepInputs.of(
+                build_rows(StepPlan(), self._geometry),
+                self._geometry.page_size,
+                self._tables[:, :0],
+                self._generations[:, :0],
+                np.zeros(0, dtype=np.int64),
+            ),
             spare_slot=num_slots,
             device=self._device,
             generations=self._reads_generations,

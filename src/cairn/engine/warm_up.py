@@ -9,7 +9,6 @@ libraries.
 from __future__ import annotations
 
 import itertools
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,10 +16,7 @@ import numpy as np
 
 from cairn.attention.backend import AttentionBackend, SparseBackend
 from cairn.engine.inputs import StepInputs
-from cairn.engine.plan import Advance, StepPlan
-from cairn.engine.rows import build_rows
 from cairn.kernels.packing import table_width
-from cairn.memory.geometry import PageGeometry
 
 _CHUNK = 40  # rows of a chunk where only the rows before it matter
 
@@ -37,15 +33,16 @@ class Rehearsal:
 
     def inputs(self, groups: int, page_size: int, *, resident: bool) -> StepInputs:
         """All pages are the null page."""
-        advances = (
-            Advance("", 0, past, past + new, array("q", bytes(8 * new)), 0, samples=True)
-            for new, past in zip(self.new, self.past, strict=True)
+        total = np.add(self.new, self.past)
+        tables = np.zeros((groups, len(total), table_width(-(-int(total.max()) // page_size))))
+        return StepInputs.made_up(
+            page_size,
+            self.new,
+            total,
+            list(tables),
+            prompt_rows=total if self.prompt else np.zeros_like(total),
+            resident=resident,
         )
-        rows = build_rows(StepPlan(tuple(advances)), PageGeometry(page_size, page_size))
-        width = table_width(int(-(-rows.kv_lens.max() // page_size)))
-        tables = np.zeros((groups, len(self.new), width), dtype=np.int32)
-        prompt_rows = rows.kv_lens if self.prompt else np.zeros_like(rows.kv_lens)
-        return StepInputs.of(rows, page_size, tables, tables, prompt_rows, resident=resident)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from cairn.kernels.pdl import pdl_options
 from cairn.kernels.sizes import blocks_of, power_of_two
 from cairn.kernels.sparse_pages import choose_kernel, pages_kernel, topk_kernel
 from cairn.kernels.sparse_score import score_kernel
-from cairn.kernels.sparse_scratch import CHUNK, Homes, SparseScratch, strips_of
+from cairn.kernels.sparse_scratch import CHUNK, ResidentFrames, SparseScratch, strips_of
 from cairn.kernels.sparse_shape import STRATEGIES, SparseShape
 
 
@@ -50,7 +50,7 @@ def sparse_decode(
     # has itself waited for its predecessor. It counts the pieces of each page that have arrived;
     # attention waits until there are `pieces` of them.
     locate: Callable[[torch.Tensor], Located] | None = None,
-    homes: Homes | None = None,  # or all of them are there, as `begin` was told
+    frames: ResidentFrames | None = None,  # or all of them are there, as `begin` was told
 ) -> None:
     seqs = len(kv_lens)
     group = shape.heads // shape.kv_heads
@@ -153,7 +153,7 @@ def sparse_decode(
         located = locate(scratch.selected[:seqs])
         page_parts = _parts_beside_copies(shape, seqs)
         stages = ahead
-    table = page_table if homes is None else homes.table
+    table = page_table if frames is None else frames.table
     pages_kernel[(page_parts, shape.kv_heads, seqs)](
         query,
         pool,
@@ -170,7 +170,7 @@ def sparse_decode(
         scratch.partial_lse,
         scratch.arrivals,
         scratch.launches,
-        scratch.launches if homes is None else homes.reads,
+        scratch.launches if frames is None else frames.reads,
         out,
         shape.scale,
         query.stride(0),
@@ -186,7 +186,7 @@ def sparse_decode(
         NULL_SPLIT=shape.null_split,
         LOCATED=locate is not None,
         PIECES=located.pieces,
-        COUNTED=homes is not None,
+        COUNTED=frames is not None,
         TOPK=shape.topk,
         BLOCK_K=block_k,
         CHUNK=CHUNK,

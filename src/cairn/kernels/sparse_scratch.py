@@ -57,7 +57,7 @@ class SparseScratch:
 
 
 @dataclass(frozen=True, slots=True)
-class Homes:
+class ResidentFrames:
     """Pages of host memory, where those of all sequences of a step are on the device too."""
 
     frame_of: torch.Tensor  # [page ids] int32, where each is in the pool
@@ -81,12 +81,12 @@ def _begin_kernel(
     kv_lens,  # [seqs]
     candidates,
     frame_of,
-    homes,  # [seqs, ...], filled in if AT_HOME
+    frames,  # [seqs, ...], filled in if IN_FRAMES
     table_stride: tl.int32,
     candidate_stride,
-    homes_stride,
+    frames_stride,
     seal: tl.int32,
-    AT_HOME: tl.constexpr,
+    IN_FRAMES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -104,9 +104,9 @@ def _begin_kernel(
             tl.where(own == generation, page, -1),
             mask=there,
         )
-        if AT_HOME:
+        if IN_FRAMES:
             frame = tl.load(frame_of + page, mask=there, other=0)
-            tl.store(homes + seq * homes_stride + index, frame, mask=there)
+            tl.store(frames + seq * frames_stride + index, frame, mask=there)
     if (seal > 0) & (tl.program_id(0) == 0) & (length % PAGE_SIZE == 0):
         last = seq * table_stride + complete - 1
         page = tl.load(page_table + last)
@@ -123,24 +123,24 @@ def begin(
     *,
     page_size: int,
     seal: bool,  # every sequence adds one row, and pages that it completes are sealed here
-    homes: Homes | None = None,
+    frames: ResidentFrames | None = None,
 ) -> None:
     seqs = len(kv_lens)
     programs = 8 if seqs < 32 else 1
-    table = scratch.candidates if homes is None else homes.table
+    table = scratch.candidates if frames is None else frames.table
     _begin_kernel[(programs, seqs)](
         page_table,
         generations,
         sealed,
         kv_lens,
         scratch.candidates,
-        sealed if homes is None else homes.frame_of,
+        sealed if frames is None else frames.frame_of,
         table,
         page_table.stride(0),
         scratch.candidates.stride(0),
         table.stride(0),
         int(seal),
-        AT_HOME=homes is not None,
+        IN_FRAMES=frames is not None,
         PAGE_SIZE=page_size,
         BLOCK=512,
         num_warps=4,

@@ -87,6 +87,10 @@ class LandmarkPool:
         if bias is not None:
             self.biases[layer][pages] = bias.to(self.shape.bias_dtype)
 
+    def of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """All vectors [pages, heads, width] of a layer, and all biases."""
+        return self.vectors[layer], self.biases.get(layer)
+
     def get(
         self, layer: int, pages: torch.Tensor, generations: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:

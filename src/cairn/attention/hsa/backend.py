@@ -140,7 +140,7 @@ class HSABackend(SparseBackend):
         seq, place, _ = completed_pages(batch)
         if not len(seq):
             return
-        tables = batch.groups[self._groups.ids]
+        tables = batch.groups[self._groups.selected]
         self._landmarks.seal(
             tables.host_pages[seq, place].astype(np.int64),
             tables.host_generations[seq, place],
@@ -239,44 +239,30 @@ class HSABackend(SparseBackend):
             out = (self._tiered or self._dense).forward(layer, query, metadata.dense_rows)
         else:
             out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        if metadata.kernels is not None:
-            self._forward_kernels(layer, query, metadata, scoring, out)
-        elif self.kernels is None:
-            self._forward_torch(layer, query, metadata, scoring, out)
-        return out
-
-    def _forward_kernels(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        metadata: HSAMetadata,
-        scoring: Scoring | None,
-        out: torch.Tensor,
-    ) -> None:
-        kernels = self.kernels
-        assert kernels is not None and metadata.kernels is not None
-        selected = kernels.forward(layer, query, scoring, metadata.kernels, out)
-        for tile in metadata.tiles:
-            (row,) = tile.traced_rows
-            index = kernels.selected(metadata.kernels, row)
-            if index is None:
-                assert selected is not None
-                index = selected[row]
-            self._attend_tile(layer, tile, query, metadata, scoring, index[None].long())
-
-    def _forward_torch(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        metadata: HSAMetadata,
-        scoring: Scoring | None,
-        out: torch.Tensor,
-    ) -> None:
+        selected = None
+        if metadata.kernels is not None and self.kernels is not None:
+            selected = self.kernels.forward(layer, query, scoring, metadata.kernels, out)
         if metadata.completed is not None:
             self._save_landmarks(layer, metadata.completed, scoring)
         for tile in metadata.tiles:
-            attended = self._attend_tile(layer, tile, query, metadata, scoring)
-            out[tile.rows] = attended.to(out.dtype)
+            index = self._selected(metadata, tile, selected)
+            attended = self._attend_tile(layer, tile, query, metadata, scoring, index)
+            if self.kernels is None:
+                out[tile.rows] = attended.to(out.dtype)
+        return out
+
+    def _selected(
+        self, metadata: HSAMetadata, tile: Tile, of_chunks: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """What kernels selected for a tile of one traced row, [1, kv_heads, k]; else None."""
+        if metadata.kernels is None or self.kernels is None:
+            return None
+        (row,) = tile.traced_rows
+        index = self.kernels.selected(metadata.kernels, row)
+        if index is None:
+            assert of_chunks is not None
+            index = of_chunks[row]
+        return index[None].long()
 
     def _attend_tile(
         self,
@@ -285,17 +271,12 @@ class HSABackend(SparseBackend):
         query: torch.Tensor,
         metadata: HSAMetadata,
         scoring: Scoring | None,
-        index: torch.Tensor | None = None,
+        index: torch.Tensor | None,
     ) -> torch.Tensor:
         """A tile's output; the selections of its traced rows are noted."""
         scores_with = query if scoring is None else scoring.query
-        attended, selection = self._torch.forward(
-            layer,
-            tile,
-            query[tile.rows].to(self._wide),
-            scores_with[tile.rows].to(self._wide),
-            index,
-        )
+        own, scored = (rows[tile.rows].to(self._wide) for rows in (query, scores_with))
+        attended, selection = self._torch.forward(layer, tile, own, scored, index)
         if selection is not None:
             for i, row in enumerate(tile.traced_rows):
                 metadata.selections.setdefault(row, {})[layer] = selection.row(i)
@@ -310,7 +291,7 @@ class HSABackend(SparseBackend):
 
     def abandon(self, batch: AttentionBatch) -> None:
         seq, place, _ = completed_pages(batch)
-        self._landmarks.invalidate(batch.groups[self._groups.ids].host_pages[seq, place])
+        self._landmarks.invalidate(batch.groups[self._groups.selected].host_pages[seq, place])
         if self._tiered is not None:
             self._tiered.abandon()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from cairn.memory.device_swap import DeviceSwap
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.landmarks import LandmarkPool
 from cairn.sparsity.config import SparseConfig
-from cairn.sparsity.policy import Landmark, Policy
+from cairn.sparsity.policy import Policy
 from cairn.sparsity.quest import QuestPolicy
 
 if TYPE_CHECKING:
@@ -60,6 +60,16 @@ class ChunkRows:
     workspace: Workspace
 
 
+class LayerRows(NamedTuple):
+    """What a layer attends with, [rows, heads, ...] each."""
+
+    layer: int
+    query: torch.Tensor
+    mapped: torch.Tensor  # scores landmarks
+    prior: torch.Tensor  # pools landmarks
+    out: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class KernelMetadata:
     decode: DecodeRows | None
@@ -78,7 +88,7 @@ class KernelSparse:
         max_pages: int,
         swap: DeviceSwap | None = None,
     ) -> None:
-        from cairn.kernels.sparse_scratch import Homes, SparseScratch
+        from cairn.kernels.sparse_scratch import ResidentFrames, SparseScratch
         from cairn.kernels.sparse_shape import SparseShape
 
         policy = config.policy
@@ -118,10 +128,10 @@ class KernelSparse:
                 note = f"hsa: Triton attends to pages of prompts, CUDA C++ cannot: {unserved}"
                 self.notes = (note,)
         self._scratch = SparseScratch.empty(self._shape, shape.max_seqs, max_pages, shape.device)
-        self._homes: Homes | None = None
+        self._frames: ResidentFrames | None = None
         if swap is not None:
             table = torch.zeros(shape.max_seqs, max_pages, dtype=torch.int32, device=shape.device)
-            self._homes = Homes(swap.frame_of, table, swap.resident_reads)
+            self._frames = ResidentFrames(swap.frame_of, table, swap.resident_reads)
         self._every_row = torch.arange(shape.max_seqs, dtype=torch.int32, device=shape.device)
 
     def _load_unions(self, shape: AttentionShape) -> str | None:
@@ -194,23 +204,20 @@ class KernelSparse:
         if batch.decodes and len(chosen) == batch.num_seqs:
             return self.prepare_decode(batch)
         single = batch.query_lens[chosen] == 1
-        decode = self._decode_rows(batch, chosen[single]) if single.any() else None
+        decode = None
+        if single.any():
+            seqs = to_device(chosen[single], batch.device)
+            rows, kv_lens = batch.device_cu_query[seqs], batch.device_kv_lens[seqs]
+            decode = self._decode_rows(batch, rows, kv_lens, seqs, resident=batch.resident)
         longer = chosen[~single]
         chunks = self._chunk_rows(batch, longer) if len(longer) else None
         return KernelMetadata(decode, chunks, completed)
 
     def prepare_decode(self, batch: AttentionBatch) -> KernelMetadata:
         """Of a step in which every sequence has one row, and is sparse."""
-        tables = batch.groups[self._groups.ids]
-        assert tables.generations is not None
-        whole = DecodeRows(
-            self._every_row[: batch.num_seqs],
-            batch.device_kv_lens,
-            tables.page_table,
-            batch.groups[self._groups.kv].page_table,
-            tables.generations,
-            alone=True,
-            resident=batch.resident,
+        rows = self._every_row[: batch.num_seqs]
+        whole = self._decode_rows(
+            batch, rows, batch.device_kv_lens, alone=True, resident=batch.resident
         )
         return KernelMetadata(whole, None)
 
@@ -219,36 +226,31 @@ class KernelSparse:
 
         Also returns lengths for the dense backend, [seqs] int32, at which those see nothing else.
         """
-        tables = batch.groups[self._groups.ids]
-        assert tables.generations is not None
         config, kv_lens = self._config, batch.device_kv_lens
         query_lens = batch.device_cu_query.diff()
         until = batch.device_prompt_rows.clamp(max=config.dense_prompt_below)
         sparse = (query_lens == 1) & (kv_lens > until.clamp(min=config.dense_below))
-        decode = DecodeRows(
-            torch.where(sparse, batch.device_cu_query[:-1], -1),
-            torch.where(sparse, kv_lens, 1),
-            tables.page_table,
-            batch.groups[self._groups.kv].page_table,
-            tables.generations,
-            alone=False,
-            resident=False,
-        )
+        rows = torch.where(sparse, batch.device_cu_query[:-1], -1)
+        decode = self._decode_rows(batch, rows, torch.where(sparse, kv_lens, 1))
         return KernelMetadata(decode, None), torch.where(sparse, query_lens, kv_lens)
 
-    def _decode_rows(self, batch: AttentionBatch, seqs: np.ndarray) -> DecodeRows:
-        tables = batch.groups[self._groups.ids]
-        assert tables.generations is not None
-        index = to_device(seqs, batch.device)
-        return DecodeRows(
-            batch.device_cu_query[index],
-            batch.device_kv_lens[index],
-            tables.page_table[index],
-            batch.groups[self._groups.kv].page_table[index],
-            tables.generations[index],
-            alone=False,
-            resident=batch.resident,
-        )
+    def _decode_rows(
+        self,
+        batch: AttentionBatch,
+        rows: torch.Tensor,
+        kv_lens: torch.Tensor,
+        seqs: torch.Tensor | None = None,
+        *,
+        alone: bool = False,
+        resident: bool = False,
+    ) -> DecodeRows:
+        """`seqs` [n]: the sequences of these rows, all of the batch if None."""
+        own, kv = batch.groups[self._groups.selected], batch.groups[self._groups.kv]
+        assert own.generations is not None
+        pages, kv_pages, lives = own.page_table, kv.page_table, own.generations
+        if seqs is not None:
+            pages, kv_pages, lives = pages[seqs], kv_pages[seqs], lives[seqs]
+        return DecodeRows(rows, kv_lens, pages, kv_pages, lives, alone, resident)
 
     def _chunk_rows(self, batch: AttentionBatch, seqs: np.ndarray) -> ChunkRows:
         from cairn.kernels.paged_extend import ExtendBlocks
@@ -275,7 +277,7 @@ class KernelSparse:
         """The complete pages of these sequences, wherever their landmarks are their own."""
         from cairn.kernels.sparse_select import CandidatePages
 
-        tables = batch.groups[self._groups.ids]
+        tables = batch.groups[self._groups.selected]
         counts = batch.kv_lens[seqs] // batch.page_size
         within = np.arange(counts.max(initial=0)) < counts[:, None]
         pages, lives = (
@@ -310,7 +312,7 @@ class KernelSparse:
             decode.kv_lens,
             page_size=self._shape.page_size,
             seal=decode.alone,
-            homes=self._homes if decode.resident else None,
+            frames=self._frames if decode.resident else None,
         )
 
     def forward(
@@ -322,18 +324,17 @@ class KernelSparse:
         out: torch.Tensor,  # [rows, heads, dim]; rows of sequences that are not sparse are left
     ) -> torch.Tensor | None:
         """Returns what chunk rows selected: places [rows, kv_heads, k], unset elsewhere."""
-        scores_with = query if scoring is None else scoring.query
-        prior = query if scoring is None else scoring.prior
-        mapped = scores_with
+        mapped = query if scoring is None else scoring.query
         if not self._shape.split_query:
-            mapped = self._policy.map_query(scores_with)
+            mapped = self._policy.map_query(mapped)
+        own = LayerRows(layer, query, mapped, query if scoring is None else scoring.prior, out)
         selected = None
         if metadata.completed is not None:
-            self._save(layer, prior, metadata.completed)
+            self._save(own, metadata.completed)
         if metadata.chunks is not None:
-            selected = self._chunks(layer, query, mapped, prior, metadata.chunks, out)
+            selected = self._chunks(own, metadata.chunks)
         if metadata.decode is not None:
-            self._decode(layer, query, mapped, prior, metadata.decode, out)
+            self._decode(own, metadata.decode)
         return selected
 
     def selected(self, metadata: KernelMetadata, row: int) -> torch.Tensor | None:
@@ -344,39 +345,24 @@ class KernelSparse:
         place = (decode.rows == row).nonzero()
         return self._scratch.selected[int(place[0, 0])] if len(place) else None
 
-    def _decode(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        mapped: torch.Tensor,
-        prior: torch.Tensor,
-        decode: DecodeRows,
-        out: torch.Tensor,
-    ) -> None:
+    def _decode(self, own: LayerRows, decode: DecodeRows) -> None:
         from cairn.kernels.sparse_decode import sparse_decode
 
-        pooled_here = decode.alone and self._pooling is not None
         if decode.alone and self._pooling is None:
-            self._save_completed(layer, prior, decode)
+            self._save_last_pages(own, decode)
+        searches = self._swap is not None and not decode.resident
         sparse_decode(
             self._shape,
             self._scratch,
-            query,
-            mapped,
-            prior,
-            self._pool.layers[layer],
-            self._landmarks.vectors[layer],
-            self._landmarks.biases.get(layer),
-            decode.page_table,
-            decode.kv_lens,
-            decode.rows,
-            out,
-            pooling=self._pooling if pooled_here else None,
+            *(own.query, own.mapped, own.prior),
+            self._pool.layers[own.layer],
+            *self._landmarks.of_layer(own.layer),
+            *(decode.page_table, decode.kv_lens, decode.rows),
+            own.out,
+            pooling=self._pooling if decode.alone else None,
             kv_table=decode.kv_table,
-            locate=None
-            if self._swap is None or decode.resident
-            else partial(self._locate, layer, decode),
-            homes=self._homes if decode.resident else None,
+            locate=partial(self._locate, own.layer, decode) if searches else None,
+            frames=self._frames if decode.resident else None,
         )
 
     def _locate(self, layer: int, decode: DecodeRows, selected: torch.Tensor) -> Located:
@@ -384,68 +370,43 @@ class KernelSparse:
         assert self._swap is not None
         return self._swap.locate(layer, selected, decode.page_table, decode.generations)
 
-    def _save_completed(self, layer: int, prior: torch.Tensor, decode: DecodeRows) -> None:
-        """Landmarks of a policy without a kernel: of every sequence's last page, and kept on the
-        null page where that is not complete, so that nothing depends on lengths."""
-        size = self._shape.page_size
-        last = ((decode.kv_lens - 1) // size).long()
-        page, kv_page = (
-            torch.where(decode.kv_lens % size == 0, table.gather(1, last[:, None])[:, 0], 0).long()
-            for table in (decode.page_table, decode.kv_table)
-        )
-        keys = self._pool.keys(layer)[kv_page]
-        landmark = self._policy.landmark(keys, prior[decode.rows.long()])
-        self._landmarks.save(layer, page, *landmark)
-
-    def _chunks(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        mapped: torch.Tensor,
-        prior: torch.Tensor,
-        chunks: ChunkRows,
-        out: torch.Tensor,
-    ) -> torch.Tensor:
+    def _chunks(self, own: LayerRows, chunks: ChunkRows) -> torch.Tensor:
         from cairn.kernels.paged_extend import paged_extend
 
         batch = chunks.batch
-        lse = chunks.workspace.take("window_lse", *query.shape[:2])
+        lse = chunks.workspace.take("window_lse", *own.query.shape[:2])
         paged_extend(
-            query,
-            self._pool.layers[layer],
+            own.query,
+            self._pool.layers[own.layer],
             batch.groups[self._groups.kv].page_table,
             batch.device_kv_lens,
             batch.device_cu_query,
             chunks.windows,
-            out,
+            own.out,
             scale=self._shape.scale,
             window=self._shape.window,
             hide_last=self._shape.hide_last,
             lse=lse,
             dense_until=chunks.dense_until,
         )
-        selected, normalizer = self._select(layer, mapped, lse, chunks)
+        selected, normalizer = self._select(own, lse, chunks)
         for blocks in chunks.reading:
-            self._attend_selected(
-                layer, query, mapped, selected, normalizer, lse, chunks, blocks, out
-            )
+            self._attend_selected(own, selected, normalizer, lse, chunks, blocks)
         return selected
 
     def _select(
-        self, layer: int, mapped: torch.Tensor, lse: torch.Tensor, chunks: ChunkRows
+        self, own: LayerRows, lse: torch.Tensor, chunks: ChunkRows
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Places [rows, kv_heads, k] of the pages that chunk rows read, and heads' normalizers."""
         from cairn.kernels.sparse_select import select_pages
 
-        batch = chunks.batch
         return select_pages(
             self._shape,
-            mapped,
-            self._landmarks.vectors[layer],
-            self._landmarks.biases.get(layer),
+            own.mapped,
+            *self._landmarks.of_layer(own.layer),
             chunks.candidates,
-            batch.device_kv_lens,
-            batch.device_cu_query,
+            chunks.batch.device_kv_lens,
+            chunks.batch.device_cu_query,
             chunks.dense_until,
             chunks.selecting,
             lse,
@@ -454,67 +415,59 @@ class KernelSparse:
 
     def _attend_selected(
         self,
-        layer: int,
-        query: torch.Tensor,
-        mapped: torch.Tensor,
+        own: LayerRows,
         selected: torch.Tensor,
         normalizer: torch.Tensor | None,
         lse: torch.Tensor,
         chunks: ChunkRows,
         blocks: ExtendBlocks,
-        out: torch.Tensor,
     ) -> torch.Tensor:
         """Attend to the selected pages of some blocks; returns how many pages each block read."""
         from cairn.kernels.sparse_extend import attend_selected
 
-        batch = chunks.batch
+        batch, swap = chunks.batch, self._swap
         given = (
-            selected,
-            query,
-            mapped,
-            self._pool.layers[layer],
-            self._landmarks.vectors[layer],
-            self._landmarks.biases.get(layer),
-            batch.groups[self._groups.ids].page_table,
+            *(selected, own.query, own.mapped),
+            self._pool.layers[own.layer],
+            *self._landmarks.of_layer(own.layer),
+            batch.groups[self._groups.selected].page_table,
             batch.device_cu_query,
-            blocks,
-            out,
-            lse,
+            *(blocks, own.out, lse),
         )
         if self._unions is not None:
-            return self._unions(*given, normalizer, out)
+            return self._unions(*given, normalizer, own.out)
         locate, stage = None, None
-        if self._swap is not None and batch.resident:
-            locate = self._swap.in_frames
-        elif self._swap is not None:
-            locate, stage = partial(self._swap.fill_stage, layer), self._swap.stage
+        if swap is not None and batch.resident:
+            locate = swap.in_frames
+        elif swap is not None:
+            locate, stage = partial(swap.fill_stage, own.layer), swap.stage
         return attend_selected(
             self._shape,
             *given,
-            out,
+            own.out,
             chunks.workspace,
             normalizer=normalizer,
             locate=locate,
             stage=stage,
         )
 
+    # -- landmarks ----------------------------------------------------------------------------
+
     def save_all_layers(self, pages: np.ndarray, kv_pages: np.ndarray) -> None:
         """Landmarks of pages [n] whose rows are in the pool, where those take nothing but keys."""
-        device = self._every_row.device
+        device, layers = self._every_row.device, self._config.layers
         ids, places = (to_device(own.astype(np.int64), device) for own in (pages, kv_pages))
         if self._pooling is None:
-            for layer in self._config.layers:
-                keys = self._pool.keys(layer)[places]
-                self._landmarks.save(layer, ids, *self._policy.landmark(keys, None))
+            for layer in layers:
+                self._save_by_policy(layer, ids, places, None)
             return
         from cairn.kernels.landmark import pool_landmarks_of_layers
 
-        first = self._config.layers[0]
         pool_landmarks_of_layers(
             ids,
             places,
-            self._pool.layers[first],
-            self._landmarks.vectors[first],
+            self._pool.layers[layers[0]],
+            self._landmarks.vectors[layers[0]],
             *self._layer_shifts,
             pooling=self._pooling,
         )
@@ -529,25 +482,38 @@ class KernelSparse:
         vectors = LayerMemory.of((self._landmarks.vectors[layer] for layer in layers), device)
         return kv.shifts, vectors.shifts
 
-    def _save(self, layer: int, prior: torch.Tensor, completed: CompletedPages) -> None:
+    def _save(self, own: LayerRows, completed: CompletedPages) -> None:
         from cairn.kernels.landmark import pool_landmarks
 
-        if self._pooling is not None:
-            pool_landmarks(
-                completed.pages,
-                completed.kv_pages,
-                completed.last_rows,
-                self._pool.layers[layer],
-                prior,
-                self._landmarks.vectors[layer],
-                self._landmarks.biases.get(layer),
-                scale=self._shape.scale,
-                pooling=self._pooling,
-            )
+        pages, kv_pages, last_rows = completed
+        if self._pooling is None:
+            self._save_by_policy(own.layer, pages, kv_pages, own.prior[last_rows])
             return
-        keys = self._pool.keys(layer)[completed.kv_pages]
-        landmark: Landmark = self._policy.landmark(keys, prior[completed.last_rows])
-        self._landmarks.save(layer, completed.pages, *landmark)
+        pool_landmarks(
+            *(pages, kv_pages, last_rows),
+            self._pool.layers[own.layer],
+            own.prior,
+            *self._landmarks.of_layer(own.layer),
+            scale=self._shape.scale,
+            pooling=self._pooling,
+        )
+
+    def _save_last_pages(self, own: LayerRows, decode: DecodeRows) -> None:
+        """Landmarks of every sequence's last page; those of pages that are not complete go to the
+        null page, so that nothing depends on lengths."""
+        size = self._shape.page_size
+        last = ((decode.kv_lens - 1) // size).long()
+        page, kv_page = (
+            torch.where(decode.kv_lens % size == 0, table.gather(1, last[:, None])[:, 0], 0).long()
+            for table in (decode.page_table, decode.kv_table)
+        )
+        self._save_by_policy(own.layer, page, kv_page, own.prior[decode.rows.long()])
+
+    def _save_by_policy(
+        self, layer: int, pages: torch.Tensor, kv_pages: torch.Tensor, prior: torch.Tensor | None
+    ) -> None:
+        keys = self._pool.keys(layer)[kv_pages]
+        self._landmarks.save(layer, pages, *self._policy.landmark(keys, prior))
 
 
 def _pooling(policy: Policy) -> Pooling | None:

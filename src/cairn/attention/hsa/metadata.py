@@ -44,20 +44,19 @@ class Tile:
 class SparseGroups(NamedTuple):
     """Layer groups of the sparse layers' tables; they differ where pages live in host memory."""
 
-    ids: int
-    """Its page ids name landmarks and what is selected."""
+    selected: int
+    """Index of the group whose page ids name landmarks and selected pages."""
     kv: int
-    """Its page ids say where rows are written and windows are read."""
+    """Index of the group whose page ids say where rows are written and windows are read."""
 
     @classmethod
     def of(cls, config: SparseConfig, shape: AttentionShape, pool: KVPool) -> SparseGroups:
         kv = pool.group_of[config.layers[0]]
         of = shape.groups[kv].copy_of
-        return cls(ids=kv if of is None else of, kv=kv)
+        return cls(selected=kv if of is None else of, kv=kv)
 
 
-@dataclass(frozen=True, slots=True)
-class CompletedPages:
+class CompletedPages(NamedTuple):
     pages: torch.Tensor  # [n] to save landmarks under
     kv_pages: torch.Tensor  # [n] to read keys from
     last_rows: torch.Tensor  # [n] row of the step that completed each
@@ -170,7 +169,7 @@ def _tile(
     batch: AttentionBatch, groups: SparseGroups, config: SparseConfig, blocks: list[_Block]
 ) -> Tile:
     size, device = batch.page_size, batch.device
-    tables, pool = batch.groups[groups.ids], batch.groups[groups.kv]
+    tables, pool = batch.groups[groups.selected], batch.groups[groups.kv]
     count, width = blocks[0].shape
     seq = np.array([block.seq for block in blocks])
     start = np.array([block.window_start for block in blocks])

@@ -60,7 +60,7 @@ class TieredDense:
         """`dense` [seqs]: whose rows see everything. `ahead`: nobody else uses the stage in this
         step."""
         groups = self._groups
-        ids = batch.groups[groups.ids].host_pages
+        ids = batch.groups[groups.selected].host_pages
         counts = -(-batch.kv_lens // batch.page_size)
         held = np.arange(ids.shape[1]) < counts[:, None]
         frames = np.where(held, self._frames[ids], 0)
