@@ -37,7 +37,7 @@ class AttentionShape:
     device: torch.device
     groups: tuple[LayerGroup, ...]
     max_seqs: int = 1
-    """Most sequences of a step, rows that are recorded apart counted as such."""
+    """Most sequences of a step; in a recorded decode step every row counts as one."""
     hides_landmark_rows: bool = False
     """The last row of a page is a landmark row that dense layers do not see."""
 
@@ -200,8 +200,8 @@ class SparseBackend(Backend):
     def rungs(
         self, max_seqs: int, max_pages: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Numbers of sequences, and of pages of the longest, at which a step's kernels go on to
-        another compiled form; None if it has no Triton kernels."""
+        """Numbers of sequences, and of pages of the longest one, from which on a step needs other
+        compiled forms of the kernels; None if it has no Triton kernels."""
         return None
 
     def launching(self, batch: AttentionBatch, graph: Graph | None) -> None:
@@ -274,10 +274,10 @@ def refusal(name: str, shape: AttentionShape) -> str | None:
 def resolve_backends(
     names: Sequence[str], shape: AttentionShape
 ) -> tuple[list[type[DenseBackend]], str]:
-    """One backend, or two for prefill and decode, or an error that says why one cannot run; and a
-    line about the choice.
+    """One backend, or two for prefill and decode, and a line about the choice. Raises ConfigError
+    if a named backend cannot run.
 
-    `auto` takes the first of its candidates that can, and the line says why not the others.
+    `auto` takes the first of its candidates that can run; the line says why not the others.
     """
     dimensions = (
         f"{shape.num_heads} query and {shape.num_kv_heads} kv heads of {shape.head_dim}, "

@@ -10,8 +10,8 @@ import torch
 
 GraphKind = Literal["dense", "sparse", "resident", "both"]
 """How sparse layers attend in a recorded step. dense: all rows attend densely. sparse: all rows
-select pages. resident: as sparse, and all their pages are on the device, where pages live in host
-memory. both: some rows are dense, some sparse."""
+select pages. resident: as sparse, and `AttentionBatch.resident`. both: some rows are dense, some
+sparse."""
 
 
 NOT_SENT = torch.empty(0, device="meta")
@@ -47,7 +47,7 @@ class AttentionBatch:
     prompt_rows: np.ndarray  # [seqs] int64, rows of the cache that hold the sequence's prompt
     traced_rows: np.ndarray  # [n] int64, rows of the step whose page selection is wanted
     resident: bool = False
-    """All pages of its sequences are on the device, where pages live in host memory."""
+    """Pages live in host memory, and those of these sequences all have a copy on the device."""
     recorded: GraphKind | None = None
     """The kind of step this batch is recorded for. The host's lengths are made up then: only the
     device knows those of the steps that will be replayed."""

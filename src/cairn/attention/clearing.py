@@ -1,4 +1,4 @@
-"""Masked slots enter products with weight zero, which is no help if they hold NaN."""
+"""Clearing pages: a masked slot has weight zero, but zero times NaN is NaN."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,11 +13,6 @@ from cairn.attention.batch import AttentionBatch
 from cairn.memory.kv_pool import KVPool
 
 _WORKSPACE = 256 * 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class _Metadata:
-    wrappers: tuple[Any, ...]  # per group, planned
 
 
 class FlashInferBackend(DenseBackend):
@@ -47,15 +41,15 @@ class FlashInferBackend(DenseBackend):
             return f"its kernels are for CUDA devices, this is {device.type}"
         return missing_module("flashinfer", "flashinfer-python")
 
-    def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> _Metadata:
+    def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> list[Any]:
+        """A planned wrapper for each group."""
         size = batch.page_size
         counts = -(-batch.kv_lens // size)
         indptr = torch.from_numpy(np.concatenate(([0], np.cumsum(counts))).astype(np.int32))
         last = torch.from_numpy(((batch.kv_lens - 1) % size + 1).astype(np.int32))
-        decodes = bool((batch.query_lens == 1).all())
         held = np.arange(counts.max()) < counts[:, None]  # [seqs, pages]
         shape = self._shape
-        wrappers = self._decode if decodes else self._extend
+        wrappers = self._decode if batch.decodes else self._extend
         for g, (wrapper, tables) in enumerate(zip(wrappers, batch.groups, strict=True)):
             if groups is not None and g not in groups:
                 continue  # planned for others
@@ -68,19 +62,19 @@ class FlashInferBackend(DenseBackend):
                 "kv_data_type": shape.dtype,
             }
             heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim, size)
-            if decodes:
+            if batch.decodes:
                 wrapper.plan(indptr, pages.to(batch.device), last, *heads, **common)
             else:
                 cu_query = torch.from_numpy(batch.cu_query.astype(np.int32))
                 wrapper.plan(
                     cu_query, indptr, pages.to(batch.device), last, *heads, causal=True, **common
                 )
-        return _Metadata(tuple(wrappers))
+        return wrappers
 
-    def attend(self, layer: int, query: torch.Tensor, metadata: _Metadata) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, metadata: list[Any]) -> torch.Tensor:
         pool = self._pool.layers[layer]
         # [pages, 2, kv_heads, page_size, dim]
         paired = pool.view(pool.shape[0], 2, -1, *pool.shape[2:])
-        wrapper = metadata.wrappers[self._pool.group_of[layer]]
+        wrapper = metadata[self._pool.group_of[layer]]
         out: torch.Tensor = wrapper.run(query.contiguous(), paired)
         return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,13 +13,16 @@ from cairn.attention.backend import DENSE_GRAPHS, AttentionShape, DenseBackend, 
 from cairn.attention.batch import AttentionBatch, to_device
 from cairn.memory.kv_pool import KVPool
 
+if TYPE_CHECKING:
+    from cairn.kernels.paged_extend import ExtendBlocks
+
 
 @dataclass(frozen=True, slots=True)
 class _Metadata:
     decode_rows: torch.Tensor | None  # [n] rows of the sequences with one new row; None for none
     decode_lens: torch.Tensor  # [n] their lengths
     decode_tables: tuple[torch.Tensor, ...]  # per group, [n, pages]
-    blocks: object  # ExtendBlocks of the other sequences, or None
+    blocks: ExtendBlocks | None  # of the other sequences
     batch: AttentionBatch
     groups: Collection[int]
 
@@ -48,39 +52,30 @@ class TritonBackend(DenseBackend):
         return missing_module("triton", "triton")
 
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> _Metadata:
-        decoding = np.flatnonzero(batch.query_lens == 1)
-        chunks = np.flatnonzero(batch.query_lens > 1)
-        tables = tuple(group.page_table for group in batch.groups)
-        if groups is None:
-            groups = range(len(batch.groups))
-        if batch.decodes:
-            rows = self._every_row[: batch.num_seqs]
-            return _Metadata(rows, batch.device_kv_lens, tables, None, batch, groups)
         from cairn.kernels.paged_extend import ExtendBlocks
 
-        if batch.recorded is not None:
+        lens = batch.device_kv_lens
+        tables = tuple(group.page_table for group in batch.groups)
+        rows: torch.Tensor | None = None
+        blocks: ExtendBlocks | None = None
+        if batch.decodes:
+            rows = self._every_row[: batch.num_seqs]
+        elif batch.recorded is not None:
             query_lens = batch.device_cu_query.diff()
             single = query_lens == 1
-            return _Metadata(
-                decode_rows=batch.device_cu_query[:-1],
-                decode_lens=torch.where(single, batch.device_kv_lens, 0),
-                decode_tables=tables,
-                blocks=ExtendBlocks.on_device(query_lens.masked_fill(single, 0), batch.num_rows),
-                batch=batch,
-                groups=groups,
-            )
-        blocks = ExtendBlocks.of(batch.query_lens, chunks, batch.device)
-        if not len(decoding):
-            return _Metadata(None, batch.device_kv_lens, tables, blocks, batch, groups)
-        index = to_device(decoding, batch.device)
-        return _Metadata(
-            decode_rows=batch.device_cu_query[index],
-            decode_lens=batch.device_kv_lens[index],
-            decode_tables=tuple(table[index] for table in tables),
-            blocks=blocks,
-            batch=batch,
-            groups=groups,
-        )
+            rows, lens = batch.device_cu_query[:-1], torch.where(single, lens, 0)
+            blocks = ExtendBlocks.on_device(query_lens.masked_fill(single, 0), batch.num_rows)
+        else:
+            chunks = np.flatnonzero(batch.query_lens > 1)
+            blocks = ExtendBlocks.of(batch.query_lens, chunks, batch.device)
+            decoding = np.flatnonzero(batch.query_lens == 1)
+            if len(decoding):
+                index = to_device(decoding, batch.device)
+                rows, lens = batch.device_cu_query[index], lens[index]
+                tables = tuple(table[index] for table in tables)
+        if groups is None:
+            groups = range(len(batch.groups))
+        return _Metadata(rows, lens, tables, blocks, batch, groups)
 
     def begin(self, metadata: _Metadata) -> None:
         if metadata.decode_rows is None:
@@ -98,7 +93,7 @@ class TritonBackend(DenseBackend):
 
     def attend(self, layer: int, query: torch.Tensor, metadata: _Metadata) -> torch.Tensor:
         from cairn.kernels.paged_decode import paged_decode
-        from cairn.kernels.paged_extend import ExtendBlocks, paged_extend
+        from cairn.kernels.paged_extend import paged_extend
 
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         g = self._pool.group_of[layer]
@@ -119,7 +114,6 @@ class TritonBackend(DenseBackend):
                 hide_last=hide,
             )
         if metadata.blocks is not None:
-            assert isinstance(metadata.blocks, ExtendBlocks)
             batch = metadata.batch
             paged_extend(
                 query,

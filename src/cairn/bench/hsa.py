@@ -8,7 +8,6 @@ selection of a trained model's locality (2.5x fewer pages for 4 neighbouring row
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,6 +22,7 @@ from cairn.attention.hsa.kernel_sparse import ChunkRows, KernelSparse, LayerRows
 from cairn.bench.collector import release, settled
 from cairn.bench.profile import profile_call, profile_steps
 from cairn.bench.subclass import as_subclass
+from cairn.bench.tier_engines import prompt as random_prompt
 from cairn.engine.sampling_params import SamplingParams
 from cairn.llm import LLM
 
@@ -86,11 +86,6 @@ def _llm(model: str, longest: int, requests: int) -> LLM:
     )
 
 
-def _prompt(tokens: int, seed: int, vocab: int) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(vocab) for _ in range(tokens)]
-
-
 def _decode(
     llm: LLM,
     model: str,
@@ -107,7 +102,7 @@ def _decode(
             llm.engine.scheduler.cache.tree.clear()
             requests = []
             for seed in range(batch):
-                prompt = _prompt(length, seed, llm.engine.spec.vocab_size)
+                prompt = random_prompt(length, seed, llm.engine.spec.vocab_size)
                 requests += frontend.prepare(prompt, endless)
             frontend.submit(requests)
             while not all(request.num_output for request in requests):
@@ -145,7 +140,7 @@ def _prefill(
                 kernels.revise = revise
             times = []
             for attempt in range(16 if length <= _SHORT else 4):
-                prompt = _prompt(length, attempt, llm.engine.spec.vocab_size)
+                prompt = random_prompt(length, attempt, llm.engine.spec.vocab_size)
                 times.append(_first_token(llm, [prompt]))
             row = {"what": "prefill", "model": model, "context": length, "batch": 1}
             row["ms"] = round(1e3 * float(np.median(times[1:])), 2)
@@ -165,7 +160,7 @@ def _together(llm: LLM, model: str) -> Iterator[dict[str, Any]]:
         times: dict[str, list[float]] = {"together": [], "alone": []}
         for attempt in range(3):
             vocab = llm.engine.spec.vocab_size
-            prompts = [_prompt(length, 100 * attempt + seed, vocab) for seed in range(16)]
+            prompts = [random_prompt(length, 100 * attempt + seed, vocab) for seed in range(16)]
             times["together"].append(_first_token(llm, prompts))
             times["alone"].append(sum(_first_token(llm, [prompt]) for prompt in prompts))
         together, alone = (float(np.median(values[1:])) for values in times.values())

@@ -11,7 +11,7 @@ Both are recorded once for each kind of step that the attention backend tells ap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,24 +39,24 @@ _MIXED_ROWS = (
     *(1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192),
 )
 _FEW_SEQS = 8
-"""Mixed steps are recorded for so many sequences, and coarsely for the most there can be."""
+"""Mixed steps are recorded for up to this many sequences, and at fewer sizes for the maximum."""
 
 
 def batch_sizes(most: int) -> list[int]:
-    """Sizes of decode steps to record: dense where padding would cost most."""
+    """Numbers of rows of decode steps to record: close together where padding would cost most."""
     sizes = [size for size in (1, 2, 4, 8) if size < most]
     sizes += list(range(16, min(most, 128), 8)) + list(range(128, most, 16))
     return [*sizes, most]
 
 
 def coarse_sizes(most: int) -> list[int]:
-    """The same for decode steps of a kind that is rare."""
+    """The same for a kind of decode steps that is rare."""
     return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
 
 
 def most_decode_rows(seqs: int, landmarks: bool) -> int:
-    """Rows of the largest decode step that is recorded. A landmark row comes along now and then;
-    that all of many sequences have one at once is rare, and done without a graph."""
+    """Rows of the largest decode step that is recorded. A sequence adds a landmark row now and
+    then. Steps in which most of many sequences do are rare, and run without a graph."""
     if not landmarks:
         return seqs
     return 2 * seqs if seqs <= 64 else seqs + seqs // 4
@@ -65,11 +65,11 @@ def most_decode_rows(seqs: int, landmarks: bool) -> int:
 class StepSize(NamedTuple):
     rows: int
     seqs: int
-    """Of a mixed step one is for padding."""
+    """One of a mixed step is for padding."""
 
 
 def mixed_sizes(most_rows: int, most_seqs: int) -> list[StepSize]:
-    """Sizes of mixed steps to record, for up to so many rows and sequences."""
+    """Sizes of mixed steps to record."""
     few = [(rows, min(_FEW_SEQS, most_seqs)) for rows in _MIXED_ROWS]
     many = [(rows, most_seqs) for rows in _MIXED_ROWS if rows & (rows - 1) == 0 and rows >= 64]
     return [
@@ -77,6 +77,20 @@ def mixed_sizes(most_rows: int, most_seqs: int) -> list[StepSize]:
         for rows, seqs in few + (many if most_seqs > _FEW_SEQS else [])
         if rows <= most_rows
     ]
+
+
+def recorded_sizes(
+    graphs: Collection[Graph], *, decode_rows: int, mixed_rows: int, seqs: int
+) -> dict[Graph, list[StepSize]]:
+    """Sizes to record of each kind, up to these numbers of rows, and of running sequences."""
+    sizes = {}
+    for graph in graphs:
+        if graph.mixed:
+            sizes[graph] = mixed_sizes(mixed_rows, seqs)
+        else:
+            own = coarse_sizes(decode_rows) if graph.kind == "both" else batch_sizes(decode_rows)
+            sizes[graph] = [StepSize(rows, rows) for rows in own]
+    return sizes
 
 
 class Replayable(Protocol):
@@ -106,6 +120,7 @@ class StepGraphs:
         """`empty` is a step of no rows, with tables for the longest sequence."""
         self._generations = generations
         self._sizes = {graph: sorted(own) for graph, own in sizes.items()}
+        self._most_seqs = max(size.seqs for own in sizes.values() for size in own)
         self._spare_slot = spare_slot
         self._forward = forward
         self._empty = empty
@@ -121,15 +136,14 @@ class StepGraphs:
         )
 
     def rehearse(self, rows: Sequence[int], seqs: Sequence[int]) -> None:
-        """Run the smallest of the steps that will be recorded with so many rows, or sequences."""
+        """For each number run the smallest step to record with as many rows, or sequences."""
         tables = self._all_tables()
         for graph, sizes in self._sizes.items():
             some = {next((size for size in sizes if size.rows >= count), None) for count in rows}
             some |= {next((size for size in sizes if size.seqs >= count), None) for count in seqs}
-            for size in some - {None}:
-                assert size is not None
-                call, _, _ = self._step(graph, size, tables)
-                call()
+            for size in some:
+                if size is not None:
+                    self._step(graph, size, tables)[0]()
 
     def record(self) -> None:
         pool = None
@@ -148,25 +162,22 @@ class StepGraphs:
                 with self._aside():
                     call()
             if graph.mixed or graph.kind == "both":
-                # There are many of these, and logits stay: those of all are in one place.
+                # There are many of these, and each keeps its logits: they share one buffer.
                 call = partial(self._into_shared, call)
             captured, (logits, tokens) = self._capture(call, pool)
             self._graphs[graph, size] = _Recorded(captured, packed, tables, logits, tokens)
 
     def _into_shared(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         logits, tokens = call()
-        return self._shared_logits(logits)[: len(logits)].copy_(logits), tokens
-
-    def _shared_logits(self, like: torch.Tensor) -> torch.Tensor:
         if self._shared is None:
-            seqs = max(size.seqs for sizes in self._sizes.values() for size in sizes)
-            self._shared = like.new_empty(seqs, like.shape[1])
-        return self._shared
+            self._shared = logits.new_empty(self._most_seqs, logits.shape[1])
+        return self._shared[: len(logits)].copy_(logits), tokens
 
     def _all_tables(self) -> torch.Tensor:
         """[groups, seqs, max_pages] for the most sequences; all graphs share them."""
-        seqs = max(size.seqs for sizes in self._sizes.values() for size in sizes)
-        whole = self._empty.padded(seqs, seqs, mixed=False).pack_tables(self._generations)
+        whole = self._empty.padded(self._most_seqs, self._most_seqs, mixed=False).pack_tables(
+            self._generations
+        )
         return to_device(whole, self._device)
 
     def _step(

@@ -17,14 +17,7 @@ import torch
 
 from cairn.attention.backend import AttentionBackend, Graph, SparseBackend
 from cairn.attention.batch import AttentionBatch, Scoring, to_device
-from cairn.engine.graphs import (
-    StepGraphs,
-    StepSize,
-    batch_sizes,
-    coarse_sizes,
-    mixed_sizes,
-    most_decode_rows,
-)
+from cairn.engine.graphs import StepGraphs, most_decode_rows, recorded_sizes
 from cairn.engine.inputs import Draws, StepInputs
 from cairn.engine.logprobs import TokenLogprob, token_logprobs
 from cairn.engine.plan import Advance, StepPlan
@@ -66,7 +59,7 @@ class InFlight:
     sampling: tuple[Advance, ...]
     tokens: torch.Tensor  # [len(sampling)] on the host, there once `ready` is
     ready: torch.cuda.Event | None
-    result: StepResult  # all but the tokens
+    result: StepResult  # without the tokens
 
 
 class _Attend:
@@ -153,7 +146,7 @@ class Runner:
         self._reads_generations = self._sparse is not None and self._sparse.reads_generations
         self._geometry = geometry
         self._device = device
-        # Rank 0 chooses tokens for all ranks: none of them can be of another opinion.
+        # Rank 0 samples for all ranks, so that all of them have the same tokens.
         self._samples = self._parallel.rank == 0
         self._sampler = Sampler(num_slots, model.spec.vocab_size, device)
         # Host mirror of every running request's page tables, kept up to date by plan edits.
@@ -185,11 +178,11 @@ class Runner:
 
     @property
     def mover(self) -> Mover | None:
-        """Who copies complete pages to host memory."""
+        """Copies complete pages to host memory; None without a host tier."""
         return self.tier
 
     def mark_ready(self) -> None:
-        """The engine takes requests from now on: what is compiled later makes one of them wait."""
+        """The engine takes requests from now on: whatever is compiled later delays one."""
         self._compilations.mark_ready()
 
     def compilations(self) -> CompilationCounts:
@@ -199,13 +192,13 @@ class Runner:
         return None if self.tier is None else self.tier.stats
 
     def watch(self) -> None:
-        """Raise if what other processes do for this runner cannot go on."""
+        """Raise if a process that this runner depends on has failed."""
 
     def check(self) -> None:
-        """Raise if runners that carry out the same plans differ."""
+        """Raise if ranks that carry out the same plans differ."""
 
     def fingerprint(self) -> str:
-        """Of all that plans and their tokens decide: the same on every rank, between two steps."""
+        """A digest of tables and newest tokens: between two steps the same on every rank."""
         digest = hashlib.blake2b(digest_size=16)
         for part in (self._tables, self._generations, self._newest.cpu().numpy()):
             digest.update(part.tobytes())
@@ -227,8 +220,8 @@ class Runner:
         most_recorded_rows: int | None,
         progress: Progress | None = None,
     ) -> None:
-        """Compile all kernels that a step may launch, set up libraries, and record graphs: decode
-        steps and mixed ones of up to `most_recorded_rows` rows, none if None."""
+        """Compile all kernels that a step may launch, set up libraries, and record graphs of decode
+        steps and of mixed steps of up to `most_recorded_rows` rows; no graphs if None."""
         from cairn.kernels.precompile import collecting, compile_all
 
         graphs = None
@@ -251,7 +244,7 @@ class Runner:
 
     @contextmanager
     def _excerpt(self, sparse_layers: Collection[int]) -> Iterator[None]:
-        """Layers that are alike use the same kernels: only one of them is run."""
+        """Run only one of the layers that use the same kernels."""
         whole = self._model
         if self.tier is None:  # its pages are prefetched layer by layer, in their order
             self._model = whole.excerpt(
@@ -274,7 +267,7 @@ class Runner:
             temperatures, seeds = (
                 to_device(own, self._device) for own in (draws.temperatures, draws.seeds)
             )
-            # Some rows of them are contiguous, and float32 after penalties and biases.
+            # As they are; contiguous, as some rows of them are; float32, as after penalties.
             for some in (logits, logits.contiguous(), logits.float()):
                 sample(some, temperatures, seeds)
             graph = Graph("dense", mixed=False)
@@ -283,24 +276,20 @@ class Runner:
 
     @torch.inference_mode()
     def record_graphs(self, most_rows: int) -> None:
-        """Record decode steps, and where the backend can mixed steps of up to `most_rows` rows."""
+        """Record the steps that the backend can; mixed ones of up to `most_rows` rows."""
         self._graphs = self._make_graphs(most_rows)
         self._graphs.record()
 
     def _make_graphs(self, most_rows: int) -> StepGraphs:
         _, num_slots, max_pages = self._tables.shape
-        most = most_decode_rows(num_slots, self._landmark_id is not None)
-        sizes: dict[Graph, list[StepSize]] = {}
-        most_rows = min(most_rows, max_pages * self._geometry.page_size)
-        for graph in self._backend.graphs:
-            if graph.mixed:
-                sizes[graph] = mixed_sizes(most_rows, num_slots)
-            else:
-                rows = coarse_sizes(most) if graph.kind == "both" else batch_sizes(most)
-                sizes[graph] = [StepSize(count, count) for count in rows]
         return StepGraphs(
             self._recorded_step,
-            sizes=sizes,
+            sizes=recorded_sizes(
+                self._backend.graphs,
+                decode_rows=most_decode_rows(num_slots, self._landmark_id is not None),
+                mixed_rows=min(most_rows, max_pages * self._geometry.page_size),
+                seqs=num_slots,
+            ),
             empty=StepInputs.of(
                 build_rows(StepPlan(), self._geometry),
                 self._geometry.page_size,
@@ -445,7 +434,7 @@ class Runner:
         return logits
 
     def _of_all_heads(self, selection: Selection) -> Selection:
-        """A rank selects for its own heads."""
+        """The selections of all ranks, each of which selects for its own heads."""
         if self._parallel.size == 1:
             return selection
         parts = (getattr(selection, part.name) for part in fields(selection))
@@ -454,7 +443,7 @@ class Runner:
     def _forward(
         self, inputs: StepInputs, metadata: object, logit_rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """The device work of a step, with nothing that could not be recorded."""
+        """The device work of a step, all of which can be recorded."""
         self._backend.begin(metadata)
         newest = self._newest[inputs.sources.clamp(min=0)]
         token_ids = torch.where(inputs.sources >= 0, newest, inputs.token_ids)

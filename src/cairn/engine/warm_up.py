@@ -1,9 +1,9 @@
 """Made-up steps of every kind, run before the engine is ready.
 
-Which kernels a step needs depends on a few of its sizes, and kernels say at which. There is a step
-here for each of these. They are run first without launching anything, to learn which kernels they
-need, so that those can be compiled side by side. Then some of them run for real, which sets up
-libraries.
+Kernels are compiled for constants that depend on the sizes of a step, and tell at which sizes these
+constants change. There is a step here for each such size. All steps run first without launching
+anything, which tells the kernels they need; those are then compiled in parallel. Then some of the
+steps run for real, which sets up libraries.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ _CHUNK = 40  # rows of a chunk where only the rows before it matter
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """A step with these numbers of new rows, each with so many rows before them."""
+    """A made-up step."""
 
     new: Sequence[int]
+    """New rows of each sequence."""
     past: Sequence[int]
+    """Rows of each sequence that are in the cache already."""
     prompt: bool
     """The rows are a prompt's; else generated ones."""
     for_real: bool = False
+    """Also run it with its kernels launched."""
 
     def inputs(self, groups: int, page_size: int, *, resident: bool) -> StepInputs:
         """All pages are the null page."""
@@ -47,7 +50,7 @@ class Rehearsal:
 
 @dataclass(frozen=True, slots=True)
 class Rungs:
-    """Sizes of a step at which kernels go on to another compiled form."""
+    """Sizes of a step from which on kernels need another compiled form."""
 
     rows: Sequence[int]
     seqs: Sequence[int]

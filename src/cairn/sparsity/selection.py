@@ -87,7 +87,7 @@ def select(
             first = ranks[..., : sinks - begin]
             first.masked_fill_(first > float("-inf"), float("inf"))
         found = torch.arange(begin, end, device=limits.device).expand(ranks.shape)
-        # What was best so far comes from earlier pages, so that the order still is theirs.
+        # The best so far are earlier pages: put first, they win ties.
         found, ranks = torch.cat((index, found), -1), torch.cat((best, ranks), -1)
         scores = torch.cat((chosen, scores), -1)
         place = top_positions(ranks, topk)

@@ -37,7 +37,7 @@ class HSAMetadata:
     dense_seqs: np.ndarray  # [seqs] which those are
     kernels: KernelMetadata | None
     tiles: tuple[Tile, ...]
-    """Rows that are computed in torch; with kernels those whose selection is to be told."""
+    """Rows that are computed in torch; with kernels only traced ones."""
     completed: CompletedPages | None
     """Pages whose landmarks torch saves."""
     batch: AttentionBatch
@@ -46,10 +46,11 @@ class HSAMetadata:
 
 
 class HSABackend(SparseBackend):
-    """Rows of sparse layers are sparse or, by their position alone, dense (`SparseConfig`).
+    """Sparse layers by selection of pages, all others through a dense backend.
 
-    Sequences whose new rows are all dense go to the dense backend, with all rows of the step: the
-    rows of the others are made short for it, and overwritten by what the sparse kernels compute.
+    Rows of sparse layers are sparse or, by their position alone, dense (`SparseConfig`). The dense
+    backend gets all rows of the step where a sequence has only dense rows. The other sequences are
+    made short for it, and their rows are overwritten by what the sparse kernels compute.
     """
 
     name = "hsa"
@@ -95,7 +96,8 @@ class HSABackend(SparseBackend):
         self.graphs = self._recordable(has_tier=tier is not None)
 
     def _recordable(self, *, has_tier: bool) -> list[Graph]:
-        decodes, mixes = (any(own.mixed == kind for own in self._dense.graphs) for kind in (0, 1))
+        dense = {graph.mixed for graph in self._dense.graphs}
+        decodes, mixes = False in dense, True in dense
         if self.kernels is None or not (decodes or not self._dense_groups):
             return []
         decode: tuple[GraphKind, ...] = ("sparse", "resident") if has_tier else ("sparse",)

@@ -41,20 +41,20 @@ class DecodeRows:
     kv_table: torch.Tensor  # [n, pages] of the pool
     generations: torch.Tensor  # [n, pages]
     alone: bool
-    """They are the whole step: what they complete is sealed on the device."""
+    """They are the whole step: pages that they complete are sealed on the device."""
     resident: bool
-    """All their pages are on the device, where pages live in host memory."""
+    """See `AttentionBatch.resident`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRows:
-    """Sequences with more."""
+    """Sequences with several new rows."""
 
     batch: AttentionBatch
     windows: ExtendBlocks
     selecting: ExtendBlocks
     reading: tuple[ExtendBlocks, ...]
-    """Together they are all blocks; each reads no more pages than the stage holds."""
+    """All blocks, in parts that read no more pages than the stage holds."""
     candidates: CandidatePages
     dense_until: torch.Tensor  # [seqs] int32
     workspace: Workspace
@@ -121,7 +121,7 @@ class KernelSparse:
         self._unions: UnionAttention | None = None
         """Attends to what chunk rows selected; without it `attend_selected` does."""
         self.notes: tuple[str, ...] = ()
-        """What whoever starts an engine should know."""
+        """What a user should know of how it runs."""
         if shape.device.type == "cuda":
             unserved = self._load_unions(shape)
             if unserved is not None:
@@ -179,8 +179,7 @@ class KernelSparse:
         return None
 
     def rungs(self, max_seqs: int, max_pages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Numbers of sequences, and of pages of the longest, at which a step's kernels go on to
-        another compiled form."""
+        """See `SparseBackend.rungs`."""
         from cairn.kernels import sparse_decode, sparse_select, swap_in
 
         seqs = sparse_decode.seq_rungs(self._shape, max_seqs)
@@ -292,7 +291,7 @@ class KernelSparse:
         )
 
     def _staged_together(self, batch: AttentionBatch, seqs: np.ndarray) -> list[np.ndarray]:
-        """Cut sequences into runs whose pages, all of them selected, would fit in the stage."""
+        """Cut sequences into runs whose pages fit in the stage even if all of them are selected."""
         if self._swap is None or batch.resident:
             return [seqs]
         pages = batch.kv_lens[seqs] // batch.page_size

@@ -27,9 +27,9 @@ _TILE_ROWS = 512
 @dataclass(frozen=True, slots=True)
 class Tile:
     seqs: int
-    """Sequences of the tile; each has equally many of its rows, side by side."""
+    """Number of sequences; all have equally many rows, which are next to each other."""
     blocks: int
-    """Blocks of the tile, likewise; every block is within one sequence."""
+    """Number of blocks, of equally many rows; every block is within one sequence."""
     rows: torch.Tensor  # [rows] of the step
     limits: torch.Tensor  # [rows] pages before it are candidates
     window_pages: torch.Tensor  # [blocks, window pages] in the pool
@@ -76,7 +76,7 @@ class _Block:
 
 
 def completed_pages(batch: AttentionBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Pages this step completes: sequence, place in its table, and the step's row that does."""
+    """Pages this step completes: sequence, place in its table, and the row that completes it."""
     size = batch.page_size
     past = batch.kv_lens - batch.query_lens
     seqs, index = [], []
@@ -93,7 +93,8 @@ def completed_pages(batch: AttentionBatch) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def fitting_runs(seqs: np.ndarray, pages: np.ndarray, room: int) -> list[np.ndarray]:
-    """Cut sequences into runs whose pages, so many of each, fit in `room`, as any one's do."""
+    """Cut sequences into runs that have at most `room` pages together. `pages` [seqs]: the number
+    of pages of each, at most `room`."""
     runs: list[list[int]] = [[]]
     left = room
     for seq, count in zip(seqs, pages, strict=True):

@@ -182,15 +182,12 @@ class TorchSparse:
         -> output [rows, heads, k, dim], log-sum-exp [rows, heads, k], and what the output is still
         to be divided by, likewise
         """
-        rows, heads, dim = query.shape
+        rows, _, dim = query.shape
         kv_heads, k = pages.shape[1:]
         key, value = self._slices(layer, self._slice_ids(pages).flatten(), query.dtype)
         own = query.view(rows * kv_heads, 1, -1, dim).expand(-1, k, -1, -1).flatten(0, 1)
         out, *sums = _softmax(own @ key.transpose(1, 2), value)  # [rows * kv_heads * k, group, ...]
-        out = out.view(rows, kv_heads, k, -1, dim).transpose(2, 3)
-        lse, totals = (each.view(rows, kv_heads, k, -1).transpose(2, 3) for each in sums)
-        whole = (rows, heads, k)
-        return out.reshape(*whole, dim), lse.reshape(whole), totals.reshape(whole)
+        return _by_head((rows, kv_heads, k), out, *sums)
 
     def _pages_by_page(
         self, layer: int, query: torch.Tensor, pages: torch.Tensor
@@ -200,7 +197,7 @@ class TorchSparse:
         (row, page) pairs are sorted by page and cut into pieces of equal length, which are
         multiplied together.
         """
-        rows, heads, dim = query.shape
+        rows, _, dim = query.shape
         kv_heads, k = pages.shape[1:]
         device = pages.device
         order = self._slice_ids(pages).flatten().argsort(stable=True)  # pairs by page
@@ -223,13 +220,8 @@ class TorchSparse:
         out, *sums = _softmax(own @ key.transpose(1, 2), value)
         where = torch.empty_like(place)
         where[order] = place
-        out = out.view(-1, group, dim)[where].view(rows, kv_heads, k, group, dim).transpose(2, 3)
-        lse, totals = (
-            each.view(-1, group)[where].view(rows, kv_heads, k, group).transpose(2, 3)
-            for each in sums
-        )
-        whole = (rows, heads, k)
-        return out.reshape(*whole, dim), lse.reshape(whole), totals.reshape(whole)
+        found = (each.view(-1, group)[where] for each in sums)
+        return _by_head((rows, kv_heads, k), out.view(-1, group, dim)[where], *found)
 
     def _slice_ids(self, pages: torch.Tensor) -> torch.Tensor:
         """pages [rows, kv_heads, k] -> where the pool has their (page, kv head) slices of keys."""
@@ -279,3 +271,14 @@ def _softmax(
     shares = scores.sub_(most[..., None]).exp_()
     total = shares.sum(-1)
     return shares @ value, most + total.log(), total
+
+
+def _by_head(
+    size: tuple[int, int, int], *parts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output and both sums, [rows * kv_heads * k, group, ...] -> [rows, heads, k, ...] each;
+    `size` is rows, kv_heads and k."""
+    out, lse, totals = (
+        part.view(*size, *part.shape[1:]).transpose(2, 3).flatten(1, 2) for part in parts
+    )
+    return out, lse, totals
