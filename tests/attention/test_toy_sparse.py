@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from cairn import LLM
 from cairn.cli.main import main
 from cairn.errors import ConfigError, RequestError
-from tests.attention.toy_sparse import visible
+from tests.attention.toy_sparse import ToySparse, visible
 from tests.helpers import (
     TINY_LLAMA,
     TINY_OLMO3,
@@ -104,6 +104,15 @@ def test_it_runs_from_the_command_line(folder: Path, capsys: pytest.CaptureFixtu
 def test_what_it_cannot_do_is_refused(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(folder, **OPTIONS, **{**SPARSE, **options})
+
+
+def test_a_device_it_cannot_run_on_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = classmethod(lambda cls, device: f"it needs rain, this is {device.type}")
+    monkeypatch.setattr(ToySparse, "unavailable_reason", why)
+    with pytest.raises(ConfigError, match="'toy' cannot run here: it needs rain, this is cpu"):
+        LLM(folder, **OPTIONS, **SPARSE)
 
 
 def test_it_cannot_be_traced(folder: Path) -> None:

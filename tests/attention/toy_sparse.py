@@ -39,7 +39,7 @@ class ToySparse(SparseBackend):
     options = frozenset({"layers", "window"})
 
     def __init__(self, parts: SparseParts) -> None:
-        self._parts = parts
+        super().__init__(parts)
         pool, layers = parts.pool, frozenset(parts.config.layers)
         self._group = pool.group_of[parts.config.layers[0]]
         self._dense_groups = {pool.group_of[x] for x in pool.group_of if x not in layers}

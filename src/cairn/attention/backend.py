@@ -190,7 +190,7 @@ class SparseBackend(Backend):
     """What a user should know of how it runs."""
 
     def __init__(self, parts: SparseParts) -> None:
-        raise NotImplementedError
+        self._parts = parts
 
     @classmethod
     def kernel_refusal(cls, config: SparseConfig, shape: AttentionShape) -> str | None:

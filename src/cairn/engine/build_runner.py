@@ -101,6 +101,10 @@ def build_runner(
     sparse, sparse_backend = attention.sparse, attention.backend
     tier = None
     if sparse is not None and sparse_backend is not None:
+        if (reason := sparse_backend.unavailable_reason(device)) is not None:
+            raise ConfigError(
+                f"attention_backend {sparse_backend.name!r} cannot run here: {reason}; use another"
+            )
         _check_plans(dense, sparse, sparse_backend, groups)
         if sizes is not None:
             by_kernels = sparse_backend.kernel_refusal(sparse, shape) is None

@@ -98,7 +98,7 @@ class HSABackend(SparseBackend):
     def _recordable(self, *, has_tier: bool) -> list[Graph]:
         dense = {graph.mixed for graph in self._dense.graphs}
         decodes, mixes = False in dense, True in dense
-        if self.kernels is None or not (decodes or not self._dense_groups):
+        if self.kernels is None or (self._dense_groups and not decodes):
             return []
         decode: tuple[GraphKind, ...] = ("sparse", "resident") if has_tier else ("sparse",)
         mixed: tuple[GraphKind, ...] = ()
