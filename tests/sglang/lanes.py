@@ -128,8 +128,7 @@ class Lane:
             scoring = None
             if native is not None and layer in native.layers:
                 scoring = Scoring(scores_with, scores_with)
-            attention.write(layer, key_value)
-            outputs.append(step.of_tokens(attention.attend(layer, query, scoring)))
+            outputs.append(step.of_tokens(attention.attend(layer, query, key_value, scoring)))
         return torch.stack(outputs)  # [layers, tokens, heads, dim]
 
     # -- what must come out -------------------------------------------------------------------

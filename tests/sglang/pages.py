@@ -114,7 +114,8 @@ class Pages:
         """But not what says which life a landmark belongs to: that is what is tested."""
         landmarks = self.attention.landmarks
         for layer in landmarks.vectors:
-            self.attention.layer_pool(layer)[page] = NAN
+            for part in (self.attention.pool.keys(layer), self.attention.pool.values(layer)):
+                part[page] = NAN
         # A stale landmark would be selected before all others.
         for tensor in (*landmarks.vectors.values(), *landmarks.biases.values()):
             tensor[page] = 1e4

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import torch
 
+from cairn.attention.attend import Attend
 from cairn.attention.backend import AttentionBackend, Graph, SparseBackend
-from cairn.attention.batch import AttentionBatch, Scoring, to_device
+from cairn.attention.batch import to_device
 from cairn.engine.graphs import StepGraphs, most_decode_rows, recorded_sizes
 from cairn.engine.inputs import Draws, StepInputs
 from cairn.engine.logprobs import TokenLogprob, token_logprobs
@@ -25,7 +26,6 @@ from cairn.engine.rows import StepRows, build_rows
 from cairn.engine.sampler import Draw, Sampler
 from cairn.engine.warm_up import Rehearsal, Rungs
 from cairn.kernels.compilations import CompilationCounts, Compilations
-from cairn.kernels.interface import ScoringHeads
 from cairn.kernels.packing import table_width
 from cairn.memory.copies import Mover
 from cairn.memory.geometry import PageGeometry
@@ -60,66 +60,6 @@ class InFlight:
     tokens: torch.Tensor  # [len(sampling)] on the host, there once `ready` is
     ready: torch.cuda.Event | None
     result: StepResult  # without the tokens
-
-
-class _Attend:
-    """What the model's layers call: stores keys and values, then attends."""
-
-    def __init__(
-        self,
-        pool: KVPool,
-        backend: AttentionBackend,
-        batch: AttentionBatch,
-        metadata: object,
-        heads: int,
-    ) -> None:
-        self._heads = heads
-        self._pool = pool
-        self._backend = backend
-        self._batch = batch
-        self._metadata = metadata
-
-    def __call__(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key_value: torch.Tensor,
-        scoring: Scoring | None = None,
-    ) -> torch.Tensor:
-        tables = self._batch.groups[self._pool.group_of[layer]]
-        self._pool.write(layer, tables.row_pages, self._batch.row_offsets, key_value)
-        return self._backend.forward(layer, query, self._metadata, scoring)
-
-    def fused(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
-        norm: tuple[torch.Tensor, torch.Tensor, float] | None,
-        scoring: ScoringHeads | None = None,
-        *,
-        hils: bool = False,
-    ) -> torch.Tensor:
-        from cairn.kernels.rope_kv import rope_kv
-
-        pool = self._pool.layers[layer]
-        tables = self._batch.groups[self._pool.group_of[layer]]
-        q_weight, k_weight, eps = (None, None, 0.0) if norm is None else norm
-        query, scored = rope_kv(
-            qkv,
-            cos_sin[0],
-            cos_sin[1],
-            q_weight,
-            k_weight,
-            eps,
-            pool,
-            tables.row_pages,
-            self._batch.row_offsets,
-            self._heads,
-            scoring,
-        )
-        landmarks = Scoring(scored, scored) if hils else None
-        return self._backend.forward(layer, query, self._metadata, landmarks)
 
 
 class Runner:
@@ -447,8 +387,7 @@ class Runner:
         self._backend.begin(metadata)
         newest = self._newest[inputs.sources.clamp(min=0)]
         token_ids = torch.where(inputs.sources >= 0, newest, inputs.token_ids)
-        heads = self._model.spec.num_heads
-        attend = _Attend(self._pool, self._backend, inputs.batch, metadata, heads)
+        attend = Attend(self._pool, self._backend, inputs.batch, metadata)
         return self._model(token_ids, inputs.positions, inputs.lengths, attend, logit_rows)
 
     def _apply(self, plan: StepPlan) -> None:

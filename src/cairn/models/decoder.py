@@ -11,8 +11,8 @@ from copy import copy
 
 import torch
 
+from cairn.attention.attend import Attend
 from cairn.models.hils_attention import CosSin, HiLSAttention
-from cairn.models.interface import Attend
 from cairn.models.layers import Embedding, Factory, Linear, Parameter, RMSNorm
 from cairn.models.module import Module
 from cairn.models.rope import RopeParameters, Rotary, rotate, with_values_unrotated
@@ -86,7 +86,8 @@ class SelfAttention(Module):
         weights = None
         if self._norm_heads:
             weights = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        return attend.fused(self._layer, qkv, cos_sin, weights)
+        query, _ = attend.write_rotated(self._layer, qkv, self._heads, cos_sin, weights)
+        return attend.forward(self._layer, query)
 
     def _attend(self, qkv: torch.Tensor, cos_sin: CosSin | None, attend: Attend) -> torch.Tensor:
         if self._has_norm:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from cairn.attention.attend import Attend
 from cairn.errors import ConfigError, LoadError
-from cairn.models.interface import Attend
 from cairn.models.spec import ModelSpec
 
 _NAME = "cairn_paged"

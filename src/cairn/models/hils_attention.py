@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from cairn.attention.attend import Attend
 from cairn.attention.batch import Scoring
 from cairn.kernels.interface import ScoringHeads
-from cairn.models.interface import Attend
 from cairn.models.layers import Factory, Linear, Parameter, RMSNorm
 from cairn.models.module import Module
 from cairn.models.rope import rotate
@@ -76,7 +76,10 @@ class HiLSAttention(Module):
             added = rest if self.lmk_q_up is None else self.lmk_q_up(rest)
             scoring = ScoringHeads(added, self.lmk_q_up is not None, self.lmk_q_norm.weight)
         weights = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        return attend.fused(self._layer, projected, cos_sin, weights, scoring, hils=True)
+        query, scored = attend.write_rotated(
+            self._layer, projected, self._heads, cos_sin, weights, scoring
+        )
+        return attend.forward(self._layer, query, Scoring(scored, scored))
 
     def _attend(
         self, projected: torch.Tensor, cos_sin: CosSin | None, attend: Attend

@@ -96,10 +96,11 @@ class CairnAttnBackend(AttentionBackend):
             raise ConfigError(
                 f"the model hands {', '.join(kwargs)} to attention, which hsa does not know"
             )
+        attend = self.sparse.attend
         if save_kv_cache:
-            self.sparse.write(layer.layer_id, torch.cat((k, v), 1))
+            attend.write(layer.layer_id, torch.cat((k, v), 1))
         query = q.view(len(q), layer.tp_q_head_num, layer.head_dim)
-        return self.sparse.attend(layer.layer_id, query).flatten(1)
+        return attend.forward(layer.layer_id, query).flatten(1)
 
     forward_decode = forward_extend
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from cairn.attention.attend import Attend
 from cairn.attention.backend import (
     AttentionShape,
     Graph,
@@ -13,7 +14,6 @@ from cairn.attention.backend import (
     dense_class,
     resolve_backends,
 )
-from cairn.attention.batch import Scoring
 from cairn.attention.hsa.backend import HSABackend
 from cairn.attention.pair_backend import PairBackend
 from cairn.engine.attention_options import AttentionPlan
@@ -68,7 +68,7 @@ class SparseAttention:
         self.notes = (*plan.notes, *plan.warnings)
         self._dense_below = plan.sparse.dense_below
         self._geometry = geometry
-        self._pool = pool
+        self.pool = pool
         some = next(iter(pool.layers.values()))
         num_pages, dtype, device = len(some) - 1, some.dtype, some.device
         self._lives = PageLives(num_pages, device)
@@ -112,6 +112,12 @@ class SparseAttention:
         self._metadata: Any = None
         self._recorded: RecordedSteps | None = None
         self._kept: list[Any] = []
+
+    @property
+    def attend(self) -> Attend:
+        """Attention of the step that began last."""
+        assert self.step is not None
+        return Attend(self.pool, self._hsa, self.step.batch, self._metadata)
 
     def begin(self, forward_batch: Any, req_to_token: torch.Tensor) -> None:
         """The host's part of an unrecorded step, and what all its layers share."""
@@ -162,23 +168,3 @@ class SparseAttention:
         assert self._recorded is not None
         self._recorded.refresh(forward_batch, req_to_token)
         self._hsa.begin(self._metadata)
-
-    def write(self, layer: int, key_value: torch.Tensor) -> None:
-        """key_value [rows, 2 * kv_heads, head_dim], keys first"""
-        pages, offsets = self.places(layer)
-        self._pool.write(layer, pages, offsets, key_value)
-
-    def places(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the step's rows are written: page and row within it."""
-        assert self.step is not None
-        batch = self.step.batch
-        return batch.groups[self._pool.group_of[layer]].row_pages, batch.row_offsets
-
-    def attend(
-        self, layer: int, query: torch.Tensor, scoring: Scoring | None = None
-    ) -> torch.Tensor:
-        """query [rows, heads, head_dim], whose keys and values have been written, -> the same"""
-        return self._hsa.forward(layer, query, self._metadata, scoring)
-
-    def layer_pool(self, layer: int) -> torch.Tensor:
-        return self._pool.layers[layer]

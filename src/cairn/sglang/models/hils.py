@@ -15,16 +15,13 @@ from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.runtime_context import get_server_args
 from torch import nn
 
-from cairn.attention.batch import Scoring
 from cairn.errors import ConfigError, LoadError
-from cairn.kernels.interface import ScoringHeads
 from cairn.models.layers import named_slots
 from cairn.models.loader import build_model
 from cairn.sglang.backend import CairnAttnBackend
 from cairn.sglang.hf_config import HiLSConfig
 from cairn.sglang.options import refuse_overrides
 from cairn.sglang.server import refuse_features
-from cairn.sglang.sparse import SparseAttention
 
 
 class HiLSForCausalLM(nn.Module):
@@ -64,7 +61,8 @@ class HiLSForCausalLM(nn.Module):
         step = backend.sparse.step
         assert step is not None and self.cairn_spec.sparsity is not None
         ids = step.token_ids(input_ids, self.cairn_spec.sparsity.landmark_id)
-        attend = _Attend(backend.sparse, self.cairn_spec.num_heads)
+        # Not SGLang's attention layers, which cut off rows that are no tokens.
+        attend = backend.sparse.attend
         hidden = self.cairn.model(ids, step.positions, step.positions, attend)
         return self.logits_processor(input_ids, step.of_tokens(hidden), self.lm_head, forward_batch)
 
@@ -97,51 +95,6 @@ class HiLSForCausalLM(nn.Module):
         head = model.model.embed_tokens.weight if tied else model.lm_head.dense()
         rows = head[: self.cairn_spec.vocab_size]
         self.lm_head.weight = nn.Parameter(rows, requires_grad=False)
-
-
-class _Attend:
-    """What the decoder's layers call. Not SGLang's attention layers, which cut off rows that are no
-    tokens."""
-
-    def __init__(self, sparse: SparseAttention, heads: int) -> None:
-        self._sparse = sparse
-        self._heads = heads
-
-    def __call__(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key_value: torch.Tensor,
-        scoring: Scoring | None = None,
-    ) -> torch.Tensor:
-        self._sparse.write(layer, key_value)
-        return self._sparse.attend(layer, query, scoring)
-
-    def fused(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        cos_sin: tuple[torch.Tensor, torch.Tensor],
-        norm: tuple[torch.Tensor, torch.Tensor, float] | None,
-        scoring: ScoringHeads | None = None,
-        *,
-        hils: bool = False,
-    ) -> torch.Tensor:
-        from cairn.kernels.rope_kv import rope_kv
-
-        q_weight, k_weight, eps = (None, None, 0.0) if norm is None else norm
-        query, scored = rope_kv(
-            qkv,
-            *cos_sin,
-            q_weight,
-            k_weight,
-            eps,
-            self._sparse.layer_pool(layer),
-            *self._sparse.places(layer),
-            self._heads,
-            scoring,
-        )
-        return self._sparse.attend(layer, query, Scoring(scored, scored) if hils else None)
 
 
 EntryClass = HiLSForCausalLM

@@ -1,0 +1,71 @@
+"""What the layers of a model call: store the new rows of a step, then attend to the sequences."""
+
+from __future__ import annotations
+
+import torch
+
+from cairn.attention.backend import AttentionBackend
+from cairn.attention.batch import AttentionBatch, Scoring
+from cairn.kernels.interface import ScoringHeads
+from cairn.memory.kv_pool import KVPool
+
+
+class Attend:
+    """Attention of one step, for all layers."""
+
+    def __init__(
+        self, pool: KVPool, backend: AttentionBackend, batch: AttentionBatch, metadata: object
+    ) -> None:
+        """`metadata` is what the backend's `prepare` returned for the batch."""
+        self._pool = pool
+        self._backend = backend
+        self._batch = batch
+        self._metadata = metadata
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key_value: torch.Tensor,
+        scoring: Scoring | None = None,
+    ) -> torch.Tensor:
+        """`write`, then `forward`."""
+        self.write(layer, key_value)
+        return self.forward(layer, query, scoring)
+
+    def write(self, layer: int, key_value: torch.Tensor) -> None:
+        """Store the new rows: key_value [rows, 2 * kv_heads, head_dim], keys first."""
+        self._pool.write(layer, *self._places(layer), key_value)
+
+    def write_rotated(
+        self,
+        layer: int,
+        qkv: torch.Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim and more], as projected
+        heads: int,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],  # [rows, 1, head_dim] each
+        norm: tuple[torch.Tensor, torch.Tensor, float] | None,  # q and k weights per head, eps
+        scoring: ScoringHeads | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Norm, rotate and store in one kernel; for CUDA with Triton.
+
+        Returns the query and the query that scores pages, [rows, heads, head_dim] each. Without
+        `scoring` they are the same tensor.
+        """
+        from cairn.kernels.rope_kv import rope_kv
+
+        q_weight, k_weight, eps = (None, None, 0.0) if norm is None else norm
+        pool, places = self._pool.layers[layer], self._places(layer)
+        return rope_kv(qkv, *cos_sin, q_weight, k_weight, eps, pool, *places, heads, scoring)
+
+    def forward(
+        self, layer: int, query: torch.Tensor, scoring: Scoring | None = None
+    ) -> torch.Tensor:
+        """query [rows, heads, head_dim] -> the same shape. The new rows must be stored already.
+
+        Layers with landmarks of their own give `scoring`.
+        """
+        return self._backend.forward(layer, query, self._metadata, scoring)
+
+    def _places(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page of each new row, and its row within the page."""
+        return self._batch.groups[self._pool.group_of[layer]].row_pages, self._batch.row_offsets
