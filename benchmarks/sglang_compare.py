@@ -95,7 +95,6 @@ def prepare(folder: Path, sizes: Sizes) -> None:
     from cairn.models.layers import named_slots
     from cairn.models.loader import build_model
     from cairn.models.presets import PRESETS
-    from cairn.models.registry import read_spec
 
     config = dict(PRESETS["qwen3-0.6b"])
     if sizes is TINY:
@@ -105,7 +104,7 @@ def prepare(folder: Path, sizes: Sizes) -> None:
     config |= {"model_type": "qwen3", "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2}
     config |= {"torch_dtype": sizes.dtype, "max_position_embeddings": sizes.longest}
     dtype: torch.dtype = getattr(torch, sizes.dtype)
-    model = build_model(read_spec(ConfigReader(config, "config.json")), dtype, torch.device("cpu"))
+    model = build_model(ConfigReader(config, "config.json"), dtype, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for name, slot in named_slots(model).items():

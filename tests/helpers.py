@@ -18,7 +18,6 @@ from cairn.engine.engine import Engine
 from cairn.models.config_reader import ConfigReader
 from cairn.models.layers import named_slots
 from cairn.models.loader import build_model
-from cairn.models.registry import read_spec
 
 GOLDENS = Path(__file__).parent / "goldens"
 
@@ -65,12 +64,12 @@ TINY_HILS: dict[str, Any] = {
 }
 
 
-def write_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
+def write_model(folder: Path, config: dict[str, Any], seed: int = 0, impl: str = "cairn") -> Path:
     """A model folder with random weights in which every parameter matters."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    spec = read_spec(ConfigReader(config, "test"))
-    slots = named_slots(build_model(spec, torch.float32, torch.device("cpu")))
+    model = build_model(ConfigReader(config, "test"), torch.float32, torch.device("cpu"), impl=impl)
+    slots = named_slots(model)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, slot in slots.items():

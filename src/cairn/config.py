@@ -32,7 +32,9 @@ class EngineConfig:
         "Model folder, .gguf file, hub id (owner/name), pulled or bundled model, or preset.",
     )
     model_impl: str = _option(
-        "cairn", "Cairn's own model code, or transformers' with Cairn's attention.", MODEL_IMPLS
+        "cairn",
+        "cairn: Cairn's model code; transformers: theirs with Cairn's attention; module:function: "
+        "yours.",
     )
     load_format: str = _option(
         "auto", "Read the model's weights, or draw random ones.", LOAD_FORMATS
@@ -133,7 +135,6 @@ class EngineConfig:
             ("device", DEVICES),
             ("dtype", DTYPES),
             ("load_format", LOAD_FORMATS),
-            ("model_impl", MODEL_IMPLS),
             ("quantization", QUANTIZATIONS),
             ("eviction", EVICTION_POLICIES),
             ("hsa_selection_strategy", STRATEGIES),
@@ -143,6 +144,12 @@ class EngineConfig:
             value = getattr(self, name)
             if value not in choices and not (value is None and name.startswith("hsa_")):
                 raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(choices)}")
+        impl = self.model_impl
+        if impl not in MODEL_IMPLS and not (isinstance(impl, str) and ":" in impl):
+            raise ConfigError(
+                f"model_impl is {impl!r}; choose one of {', '.join(MODEL_IMPLS)}, or name your own "
+                "as module:function"
+            )
         for name, low in (
             ("chunked_prefill_size", 1),
             ("max_running_requests", 1),

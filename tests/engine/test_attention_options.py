@@ -434,7 +434,7 @@ def test_a_pair_and_a_sparse_prefill_contradict_each_other(folder: Path) -> None
 
 def test_where_dense_attention_is_not_slower_a_row_is_dense() -> None:
     """By its position, the device and the options; never where a model was trained otherwise."""
-    spec = read_spec(ConfigReader({**TINY_LLAMA, "vocab_size": VOCAB}, "config.json")).for_engine()
+    spec = read_spec(ConfigReader({**TINY_LLAMA, "vocab_size": VOCAB}, "config.json"))
 
     def bounds(device: str, **options: Any) -> tuple[int, int]:
         config = EngineConfig(attention_backend="hsa", hsa_topk=4, hsa_window=100, **options)

@@ -15,7 +15,6 @@ from cairn.models.decoder import CausalLM
 from cairn.models.layers import Linear, named_slots
 from cairn.models.loader import build_model, fill_dummy
 from cairn.models.presets import PRESETS
-from cairn.models.registry import read_spec
 from tests.helpers import TINY_LLAMA, tokens_of, write_model
 
 CPU = torch.device("cpu")
@@ -202,7 +201,7 @@ def test_dummy_weights_have_the_stated_distribution_and_follow_the_seed() -> Non
     config = {**TINY_LLAMA, "hidden_size": 128, "vocab_size": 512, "attention_bias": True}
     models = []
     for seed in (1, 1, 2):
-        model = build_model(read_spec(ConfigReader(config, "test")), torch.float32, CPU)
+        model = build_model(ConfigReader(config, "test"), torch.float32, CPU)
         fill_dummy(model, seed)
         models.append(dict(model.named_tensors()))
     first, same, other = models
@@ -223,8 +222,8 @@ def test_dummy_weights_have_the_stated_distribution_and_follow_the_seed() -> Non
     ("name", "millions"), [("qwen3-0.6b", 596), ("dense-345m", 345), ("dense-345m-hd128", 383)]
 )
 def test_presets_have_their_published_size(name: str, millions: int) -> None:
-    spec = read_spec(ConfigReader(PRESETS[name], name))
-    model = build_model(spec, torch.float32, torch.device("meta"))
+    config = ConfigReader(PRESETS[name], name)
+    model = build_model(config, torch.float32, torch.device("meta"))
     count = sum(tensor.numel() for _, tensor in model.named_tensors())
     assert abs(count / 1e6 - millions) < 6
 

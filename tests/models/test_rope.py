@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from cairn.errors import ConfigError
 from cairn.models.config_reader import ConfigReader
-from cairn.models.rope import RopeParameters, Rotary, read_rope
+from cairn.models.rope import RopeParameters, Rotary, Rotation, read_rope
 
 SCALINGS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
@@ -59,7 +59,7 @@ def test_cos_and_sin_equal_transformers(name: str, length: int) -> None:
         reader(rope_theta=theta, rope_scaling=scaling),
         reader(rope_parameters={**scaling, "rope_theta": theta}),
     ):
-        rotary = Rotary(rope_of(config), head_dim, torch.float32, torch.device("cpu"))
+        rotary = Rotary(Rotation(rope_of(config), head_dim), torch.float32, torch.device("cpu"))
         own_cos, own_sin = rotary(positions, torch.full_like(positions, length))
         torch.testing.assert_close(own_cos[:, 0], cos[0], rtol=0, atol=1e-4)
         half = head_dim // 2

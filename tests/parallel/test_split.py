@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +17,16 @@ from cairn.models.decoder import CausalLM
 from cairn.models.layers import TensorSlot, named_slots
 from cairn.models.loader import build_model
 from cairn.models.parallel import Alone
-from cairn.models.registry import read_spec
 from tests.helpers import GOLDENS, TINY_HILS, TINY_LLAMA, TINY_OLMO3, tokens_of, write_model
 from tests.models.test_gguf import write_gguf
 from tests.parallel.ranks import SPARSE, lead, load
 
 
-@dataclass(frozen=True)
-class Place(Alone):
-    """A rank among several, as loading sees it; it never talks."""
-
-    rank: int
-    size: int
-
-
 def model_of(config: dict[str, Any], rank: int, size: int) -> CausalLM:
-    spec = read_spec(ConfigReader(config, "test"))
-    return build_model(spec, torch.float32, torch.device("cpu"), Place(rank, size))
+    place = Alone(rank, size)
+    model = build_model(ConfigReader(config, "test"), torch.float32, torch.device("cpu"), place)
+    assert isinstance(model, CausalLM)
+    return model
 
 
 def numbers(model: CausalLM) -> int:
@@ -50,7 +42,7 @@ def test_shares_of_a_tensor_put_together(rows: int, size: int) -> None:
     for rank in range(size):
         target = torch.full((part, 3), float("nan"))
         slot = TensorSlot((part, 3), target.copy_)  # type: ignore[arg-type]
-        shared = slot.share(0, Place(rank, size), rows)
+        shared = slot.share(0, Alone(rank, size), rows)
         assert shared.shape == (rows, 3)
         shared.write(whole)
         parts.append(target)

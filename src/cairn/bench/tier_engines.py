@@ -95,8 +95,7 @@ class TierBench:
         source = locate(EngineConfig(model=self.model))
         spec = read_spec(source.config)
         dtype = resolve_dtype(self.dtype, source.config, torch.device(self.device))
-        dims = spec.dims
-        return 2 * len(spec.layers) * dims.num_kv_heads * dims.head_dim * dtype.itemsize
+        return 2 * len(spec.windows) * spec.num_kv_heads * spec.head_dim * dtype.itemsize
 
 
 @contextmanager

@@ -230,7 +230,7 @@ def _limits(config: EngineConfig, device: torch.device) -> Limits:
 def _check_quantization(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
     if config.quantization == "none":
         return
-    if device.type != "cpu" or dtype != torch.float32 or config.model_impl != "cairn":
+    if device.type != "cpu" or dtype != torch.float32 or config.model_impl == "transformers":
         raise ConfigError(
             "quantization=int8 is for Cairn's own models on a CPU in float32; the device is "
             f"{device.type}, dtype {dtype}, model_impl {config.model_impl}"

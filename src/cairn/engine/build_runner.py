@@ -40,7 +40,6 @@ from cairn.memory.landmarks import LandmarkPool, LandmarkShape
 from cairn.models.interface import LanguageModel
 from cairn.models.layers import warm_up_products
 from cairn.models.loader import Progress
-from cairn.models.module import Module
 from cairn.models.parallel import Parallel
 from cairn.models.spec import ModelSpec
 from cairn.sparsity.config import SparseConfig
@@ -189,7 +188,7 @@ def _warm_up(
     chunk = limits.chunked_prefill_size
     if missing_module("triton", "triton") is not None:
         return  # there is nothing to compile
-    if limits.max_step_seconds is not None and isinstance(model, Module):
+    if limits.max_step_seconds is not None:
         warm_up_products(model, step_sizes(chunk))
     backend = runner.backend
     max_seqs, max_pages = limits.max_running_requests, layout.max_pages

@@ -10,7 +10,6 @@ from cairn.models.checkpoint import Checkpoint
 from cairn.models.interface import LanguageModel
 from cairn.models.loader import Progress, build_model, fill, fill_dummy, quantize
 from cairn.models.parallel import Parallel
-from cairn.models.registry import read_spec
 from cairn.models.source import ModelSource
 
 
@@ -31,8 +30,7 @@ def load_model(
         from cairn.models.hf_model import load_transformers_model
 
         return load_transformers_model(source.folder, dtype, device), ()
-    decoder = read_spec(source.config)
-    model = build_model(decoder, dtype, device, parallel)
+    model = build_model(source.config, dtype, device, parallel, config.model_impl)
     if config.load_format == "dummy":
         fill_dummy(model, config.seed)
     elif source.gguf is not None:

@@ -8,7 +8,6 @@ from cairn.config import EngineConfig
 from cairn.errors import ConfigError
 from cairn.models.registry import read_spec
 from cairn.models.source import ModelSource
-from cairn.models.split import rank_spec
 
 
 def check_tp(config: EngineConfig, source: ModelSource, device: torch.device) -> None:
@@ -24,14 +23,17 @@ def check_tp(config: EngineConfig, source: ModelSource, device: torch.device) ->
             "each rank needs one; lower tp, show more devices with CUDA_VISIBLE_DEVICES, or use "
             "device=cpu"
         )
-    for name, possible in (("model_impl", "cairn"), ("quantization", "none")):
+    for name, impossible, possible in (
+        ("model_impl", "transformers", "cairn"),
+        ("quantization", "int8", "none"),
+    ):
         value = getattr(config, name)
-        if value != possible:
+        if value == impossible:
             raise ConfigError(
                 f"tp is {config.tp} and {name} is {value!r}, which one rank alone can do; use "
                 f"tp=1, or {name}={possible}"
             )
-    rank_spec(read_spec(source.config), config.tp)
+    read_spec(source.config, config.model_impl, tp=config.tp)
 
 
 def rank_device(kind: str, rank: int) -> torch.device:

@@ -89,7 +89,7 @@ def native_sparsity(config: EngineConfig) -> NativeSparsity | None:
     """How the model was trained to attend sparsely; None for an ordinary one."""
     if config.model_impl == "transformers":
         return None
-    return read_spec(locate(config).config).sparsity
+    return read_spec(locate(config).config, config.model_impl).sparsity
 
 
 def _setting(policy: str, budget: float | None, topk: int, options: dict[str, Any]) -> Setting:

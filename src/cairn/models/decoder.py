@@ -1,168 +1,218 @@
-"""A decoder-only transformer over a paged KV cache, built from its spec, or a rank's part of one.
+"""A decoder-only transformer over a paged KV cache, made from its spec.
 
-All rows of a step, of any number of sequences, go through as one flat batch [rows, hidden]. What
-belongs to which sequence is known to attention alone, which is a function handed in.
+All rows of a step, of any number of sequences, go through as one flat batch [rows, hidden]. Only
+attention knows which row belongs to which sequence. A model chooses the attention and the
+feed-forward of every layer; those here are the usual ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping
 from copy import copy
 
 import torch
 
 from cairn.attention.attend import Attend
-from cairn.models.hils_attention import CosSin, HiLSAttention
+from cairn.models.interface import LanguageModel
 from cairn.models.layers import Embedding, Factory, Linear, Parameter, RMSNorm
 from cairn.models.module import Module
-from cairn.models.rope import RopeParameters, Rotary, rotate, with_values_unrotated
-from cairn.models.spec import DecoderSpec, ModelSpec
+from cairn.models.rope import CosSin, Rotary, Rotation, rotate
+from cairn.models.spec import DecoderSpec
+from cairn.models.split import rank_spec
 
 Stream = torch.Tensor | None
-"""The residual stream before what was `added`; None where that is all of it."""
+"""The residual stream without the last addition; None where there is none yet."""
 
 
-def _norm(dim: int, spec: DecoderSpec, factory: Factory, *, split: bool = False) -> RMSNorm:
+class Attention(Module):
+    """Attention of one layer, its projections included."""
+
+    rotation: Rotation | None = None
+    """The angles that a call gets as `cos_sin`. Layers that ask for the same share them."""
+
+    def __call__(self, x: torch.Tensor, cos_sin: CosSin | None, attend: Attend) -> torch.Tensor:
+        """x [rows, hidden] -> [rows, hidden], the sum over all ranks"""
+        raise NotImplementedError
+
+    def add_normed(
+        self, x: torch.Tensor, norm: RMSNorm, cos_sin: CosSin | None, attend: Attend
+    ) -> torch.Tensor:
+        """x + self(norm(x)), which may be stored in x."""
+        return x + self(norm(x), cos_sin, attend)
+
+
+class FeedForward(Module):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, hidden] -> [rows, hidden], the sum over all ranks"""
+        raise NotImplementedError
+
+    def add_normed(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """x + self(norm(x)), which may be stored in x."""
+        return x + self(norm(x))
+
+
+MakeAttention = Callable[[DecoderSpec, int, Factory], Attention]
+MakeFeedForward = Callable[[DecoderSpec, int, Factory], FeedForward]
+"""(spec, layer, factory). The spec is a rank's: its heads and its share of the width."""
+
+
+def _norm(dim: int, spec: DecoderSpec, factory: Factory) -> RMSNorm:
     # OLMo rounds after the weight, the others before it.
-    return RMSNorm(dim, spec.norm_eps, factory, round_last=spec.post_norm, split=split)
+    return RMSNorm(dim, spec.norm_eps, factory, round_last=spec.post_norm)
 
 
-class SelfAttention(Module):
-    def __init__(self, spec: DecoderSpec, layer: int, factory: Factory) -> None:
-        own = spec.layers[layer]
-        self._layer = layer
-        self._head_dim = spec.dims.head_dim
-        self._heads = spec.dims.num_heads
-        self._widths = (
-            spec.dims.num_heads * spec.dims.head_dim,
-            spec.dims.num_kv_heads * spec.dims.head_dim,
-        )
-        query_width, kv_width = self._widths
+class SelfAttention(Attention):
+    """Heads of queries, keys and values, with or without norms and rope."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        layer: int,
+        factory: Factory,
+        *,
+        more_parts: Mapping[str, int] | None = None,
+        whole: Collection[str] = (),
+        norm_eps: float | None = None,
+    ) -> None:
+        """`more_parts` are projected together with queries, keys and values; see Linear. With
+        `norm_eps` the norms of heads have an epsilon of their own, and round after the weight."""
+        own, dims = spec.layers[layer], spec.dims
+        self._layer, self._heads, self._head_dim = layer, dims.num_heads, dims.head_dim
+        width, kv_width = dims.num_heads * dims.head_dim, dims.num_kv_heads * dims.head_dim
+        parts = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width, **(more_parts or {})}
+        self._widths = list(parts.values())
         self.qkv_proj = Linear(
-            spec.dims.hidden_size,
-            {"q_proj": query_width, "k_proj": kv_width, "v_proj": kv_width},
-            factory,
-            bias=own.qkv_bias,
-            split="out",
+            dims.hidden_size, parts, factory, bias=own.qkv_bias, split="out", whole=whole
         )
         self.o_proj = Linear(
-            query_width,
-            {"o_proj": spec.dims.hidden_size},
-            factory,
-            bias=own.output_bias,
-            split="in",
+            width, {"o_proj": dims.hidden_size}, factory, bias=own.output_bias, split="in"
         )
-        self._norm_heads = own.qk_norm == "head"
+        self._qk_norm = own.qk_norm
         if own.qk_norm != "none":
-            dims = (spec.dims.head_dim,) * 2 if self._norm_heads else self._widths
-            split = not self._norm_heads
-            self.q_norm = _norm(dims[0], spec, factory, split=split)
-            self.k_norm = _norm(dims[1], spec, factory, split=split)
-        self._has_norm = own.qk_norm != "none"
-
+            eps = spec.norm_eps if norm_eps is None else norm_eps
+            round_last = spec.post_norm or norm_eps is not None
+            split = own.qk_norm == "layer"
+            q_dim, k_dim = (width, kv_width) if split else (dims.head_dim, dims.head_dim)
+            self.q_norm = RMSNorm(q_dim, eps, factory, round_last=round_last, split=split)
+            self.k_norm = RMSNorm(k_dim, eps, factory, round_last=round_last, split=split)
         self._fused = factory.fused
         self._parallel = factory.parallel
+        if own.rope is not None:
+            # Kernels rotate by head. In torch one product rotates queries, keys and values at once.
+            together = (dims.num_heads + dims.num_kv_heads, dims.num_kv_heads)
+            heads = None if factory.fused else together
+            self.rotation = Rotation(own.rope, dims.head_dim, heads)
 
-    def __call__(
+    def __call__(self, x: torch.Tensor, cos_sin: CosSin | None, attend: Attend) -> torch.Tensor:
+        return self._output(self.qkv_proj(x), cos_sin, attend)
+
+    def add_normed(
+        self, x: torch.Tensor, norm: RMSNorm, cos_sin: CosSin | None, attend: Attend
+    ) -> torch.Tensor:
+        return self._output(self.qkv_proj(x, norm=norm), cos_sin, attend, add_to=x)
+
+    def _output(
         self,
-        x: torch.Tensor,
+        qkv: torch.Tensor,
         cos_sin: CosSin | None,
         attend: Attend,
-        *,
-        norm: RMSNorm | None = None,
         add_to: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        qkv = self.qkv_proj(x, norm=norm)
         if self._fused and cos_sin is not None:
             attended = self._attend_fused(qkv, cos_sin, attend)
         else:
             attended = self._attend(qkv, cos_sin, attend)
-        return self._parallel.sum(self.o_proj(attended.view(x.shape[0], -1), add_to=add_to))
+        return self._parallel.sum(self.o_proj(attended.reshape(len(qkv), -1), add_to=add_to))
 
     def _attend_fused(self, qkv: torch.Tensor, cos_sin: CosSin, attend: Attend) -> torch.Tensor:
         """Norm of heads, rotation and the write of keys and values in one kernel."""
-        if self._has_norm and not self._norm_heads:
-            qkv = self._normed(qkv)
         weights = None
-        if self._norm_heads:
+        if self._qk_norm == "layer":
+            qkv = self._normed(qkv)
+        elif self._qk_norm == "head":
             weights = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         query, _ = attend.write_rotated(self._layer, qkv, self._heads, cos_sin, weights)
         return attend.forward(self._layer, query)
 
     def _attend(self, qkv: torch.Tensor, cos_sin: CosSin | None, attend: Attend) -> torch.Tensor:
-        if self._has_norm:
+        if self._qk_norm != "none":
             qkv = self._normed(qkv)
-        # [rows, heads + 2 * kv_heads, head_dim], rotated all at once; values stand still.
-        qkv = qkv.view(qkv.shape[0], -1, self._head_dim)
+        # [rows, heads + 2 * kv_heads, head_dim]; the angles leave values as they are.
+        qkv = qkv.view(len(qkv), -1, self._head_dim)
         if cos_sin is not None:
             qkv = rotate(qkv, *cos_sin)
         return attend(self._layer, qkv[:, : self._heads], qkv[:, self._heads :])
 
     def _normed(self, qkv: torch.Tensor) -> torch.Tensor:
-        query_width, kv_width = self._widths
-        query = qkv[:, :query_width]
-        key = qkv[:, query_width : query_width + kv_width]
-        rest = qkv[:, query_width + kv_width :]
-        if self._norm_heads:
-            query = query.reshape(len(qkv), -1, self._head_dim)
-            key = key.reshape(len(qkv), -1, self._head_dim)
+        query, key, value = torch.split(qkv, self._widths, dim=-1)
+        if self._qk_norm == "head":
+            query, key = (x.reshape(len(x), -1, self._head_dim) for x in (query, key))
         query, key = self.q_norm(query), self.k_norm(key)
-        return torch.cat((query.flatten(1), key.flatten(1), rest), dim=-1)
+        return torch.cat((query.flatten(1), key.flatten(1), value), dim=-1)
 
 
-class MLP(Module):
-    def __init__(self, spec: DecoderSpec, factory: Factory) -> None:
-        width = spec.dims.intermediate_size
-        self.gate_up_proj = Linear(
-            spec.dims.hidden_size,
-            {"gate_proj": width, "up_proj": width},
-            factory,
-            bias=spec.mlp_bias,
-            split="out",
-        )
-        self.down_proj = Linear(
-            width, {"down_proj": spec.dims.hidden_size}, factory, bias=spec.mlp_bias, split="in"
-        )
+class MLP(FeedForward):
+    """down(silu(gate(x)) * up(x))"""
 
+    def __init__(self, spec: DecoderSpec, layer: int, factory: Factory) -> None:
+        hidden, width = spec.dims.hidden_size, spec.dims.intermediate_size
+        bias = spec.mlp_bias
+        gate_up = {"gate_proj": width, "up_proj": width}
+        self.gate_up_proj = Linear(hidden, gate_up, factory, bias=bias, split="out")
+        self.down_proj = Linear(width, {"down_proj": hidden}, factory, bias=bias, split="in")
         self._parallel = factory.parallel
 
-    def __call__(
-        self, x: torch.Tensor, *, norm: RMSNorm | None = None, add_to: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._parallel.sum(self.down_proj.after_silu(self.gate_up_proj(x)))
+
+    def add_normed(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         gate_up = self.gate_up_proj(x, norm=norm)
-        return self._parallel.sum(self.down_proj.after_silu(gate_up, add_to=add_to))
+        return self._parallel.sum(self.down_proj.after_silu(gate_up, add_to=x))
 
 
-def _attention(spec: DecoderSpec, layer: int, factory: Factory) -> SelfAttention | HiLSAttention:
-    kind = SelfAttention if spec.layers[layer].hils is None else HiLSAttention
-    return kind(spec, layer, factory)
-
-
-class PreNormLayer(Module):
-    def __init__(self, spec: DecoderSpec, layer: int, factory: Factory) -> None:
-        self.input_layernorm = _norm(spec.dims.hidden_size, spec, factory)
-        self.self_attn = _attention(spec, layer, factory)
+class DecoderLayer(Module):
+    def __init__(
+        self, spec: DecoderSpec, attention: Attention, feed_forward: FeedForward, factory: Factory
+    ) -> None:
+        self.self_attn = attention
         self.post_attention_layernorm = _norm(spec.dims.hidden_size, spec, factory)
-        self.mlp = MLP(spec, factory)
+        self.mlp = feed_forward
+
+    def __call__(
+        self, added: torch.Tensor, stream: Stream, cos_sin: CosSin | None, attend: Attend
+    ) -> tuple[torch.Tensor, Stream]:
+        """The residual stream is stream + added, before and after. The norm that follows does the
+        addition."""
+        raise NotImplementedError
+
+
+class PreNormLayer(DecoderLayer):
+    def __init__(
+        self, spec: DecoderSpec, attention: Attention, feed_forward: FeedForward, factory: Factory
+    ) -> None:
+        super().__init__(spec, attention, feed_forward, factory)
+        self.input_layernorm = _norm(spec.dims.hidden_size, spec, factory)
         self._products_do_more = factory.products_do_more
 
     def __call__(
         self, added: torch.Tensor, stream: Stream, cos_sin: CosSin | None, attend: Attend
     ) -> tuple[torch.Tensor, Stream]:
         if stream is None and self._products_do_more(len(added)):
-            x = self.self_attn(added, cos_sin, attend, norm=self.input_layernorm, add_to=added)
-            return self.mlp(x, norm=self.post_attention_layernorm, add_to=x), None
+            x = self.self_attn.add_normed(added, self.input_layernorm, cos_sin, attend)
+            return self.mlp.add_normed(x, self.post_attention_layernorm), None
         normed, stream = self.input_layernorm.add(added, stream)
         attended = self.self_attn(normed, cos_sin, attend)
         normed, stream = self.post_attention_layernorm.add(attended, stream)
         return self.mlp(normed), stream
 
 
-class PostNormLayer(Module):
-    def __init__(self, spec: DecoderSpec, layer: int, factory: Factory) -> None:
-        self.self_attn = _attention(spec, layer, factory)
-        self.post_attention_layernorm = _norm(spec.dims.hidden_size, spec, factory)
-        self.mlp = MLP(spec, factory)
+class PostNormLayer(DecoderLayer):
+    """Norms after attention and feed-forward, as OLMo has them."""
+
+    def __init__(
+        self, spec: DecoderSpec, attention: Attention, feed_forward: FeedForward, factory: Factory
+    ) -> None:
+        super().__init__(spec, attention, feed_forward, factory)
         self.post_feedforward_layernorm = _norm(spec.dims.hidden_size, spec, factory)
 
     def __call__(
@@ -174,29 +224,32 @@ class PostNormLayer(Module):
 
 
 class Decoder(Module):
-    def __init__(self, spec: DecoderSpec, factory: Factory) -> None:
+    """Embedding, layers and the last norm."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        factory: Factory,
+        attention: MakeAttention,
+        feed_forward: MakeFeedForward,
+    ) -> None:
         rows = spec.embedding_rows or spec.dims.vocab_size
         self.embed_tokens = Embedding(rows, spec.dims.hidden_size, factory)
         self._vocab_size = spec.dims.vocab_size
         self.lmk_embed: Parameter | None = None
         if spec.landmark_embedding:
             self.lmk_embed = Parameter((spec.dims.hidden_size,), factory)
-        layer_class = PostNormLayer if spec.post_norm else PreNormLayer
-        self.layers = [layer_class(spec, i, factory) for i in range(len(spec.layers))]
+        kind = PostNormLayer if spec.post_norm else PreNormLayer
+        self.layers: list[DecoderLayer] = [
+            kind(spec, attention(spec, i, factory), feed_forward(spec, i, factory), factory)
+            for i in range(len(spec.layers))
+        ]
         self.norm = _norm(spec.dims.hidden_size, spec, factory)
-        self._fused = factory.fused
-        self._rotated, self._unrotated = (
-            spec.dims.num_heads + spec.dims.num_kv_heads,
-            spec.dims.num_kv_heads,
-        )
-        # Layers with the same rope share its cosines and sines.
-        self._rope_of = [(layer.rope, layer.hils is not None) for layer in spec.layers]
+        wanted = {layer.self_attn.rotation for layer in self.layers}
         self._rotaries = {
-            rope: Rotary(
-                rope, spec.dims.head_dim, factory.dtype, factory.device, fused=factory.fused
-            )
-            for rope, _ in self._rope_of
-            if rope is not None
+            rotation: Rotary(rotation, factory.dtype, factory.device, fused=factory.fused)
+            for rotation in wanted
+            if rotation is not None
         }
 
     def __call__(
@@ -206,19 +259,14 @@ class Decoder(Module):
         lengths: torch.Tensor,
         attend: Attend,
     ) -> torch.Tensor:
-        # Each layer adds to the stream; the addition waits for the norm that follows it.
         added, stream = self._embed(token_ids), None
-        cos_sin = self._cos_sin(positions, lengths)
-        for layer, rope in zip(self.layers, self._rope_of, strict=True):
-            added, stream = layer(added, stream, cos_sin[rope], attend)
+        angles: dict[Rotation | None, CosSin] = {
+            rotation: rotary(positions, lengths) for rotation, rotary in self._rotaries.items()
+        }
+        for layer in self.layers:
+            cos_sin = angles.get(layer.self_attn.rotation)
+            added, stream = layer(added, stream, cos_sin, attend)
         return self.norm.add(added, stream)[0]
-
-    def with_layers(self, layers: Sequence[int]) -> Decoder:
-        """The same decoder with these of its layers only."""
-        short = copy(self)
-        short.layers = [self.layers[layer] for layer in layers]
-        short._rope_of = [self._rope_of[layer] for layer in layers]
-        return short
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.lmk_embed is None:
@@ -227,46 +275,42 @@ class Decoder(Module):
         x = self.embed_tokens(token_ids.masked_fill(landmark, 0))
         return torch.where(landmark[:, None], self.lmk_embed.weight, x)
 
-    def _cos_sin(
-        self, positions: torch.Tensor, lengths: torch.Tensor
-    ) -> dict[tuple[RopeParameters | None, bool], CosSin | None]:
-        """By rope and kind of layer: plain layers rotate queries, keys and values at once."""
-        turns = {rope: rotary(positions, lengths) for rope, rotary in self._rotaries.items()}
-        found: dict[tuple[RopeParameters | None, bool], CosSin | None] = {}
-        for rope, hils in dict.fromkeys(self._rope_of):
-            if rope is None:
-                found[rope, hils] = None
-            elif hils or self._fused:
-                found[rope, hils] = turns[rope]
-            else:
-                found[rope, hils] = with_values_unrotated(
-                    turns[rope], self._rotated, self._unrotated
-                )
-        return found
 
+class CausalLM(LanguageModel):
+    """Decoder and output head."""
 
-class CausalLM(Module):
-    """Decoder and output head. Module names are the checkpoint's names."""
-
-    def __init__(self, config: DecoderSpec, factory: Factory) -> None:
-        self.config = config
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        factory: Factory,
+        *,
+        attention: MakeAttention = SelfAttention,
+        feed_forward: MakeFeedForward = MLP,
+    ) -> None:
+        """`spec` describes the whole model, of which a rank makes its part."""
+        spec = rank_spec(spec, factory.parallel.size)
+        self.spec = spec.for_engine()
+        self._layer_specs = spec.layers
         self._parallel = factory.parallel
-        self.model = Decoder(config, factory)
-        if not config.tie_embeddings:
-            rows = config.head_rows or config.dims.vocab_size
+        self.model = Decoder(spec, factory, attention, feed_forward)
+        self.lm_head: Linear | None = None
+        if spec.tie_embeddings:
+            self.tied = {"lm_head.weight": self.model.embed_tokens}
+        else:
+            rows = spec.head_rows or spec.dims.vocab_size
             own = {"lm_head": -(-rows // factory.parallel.size)}
-            self.lm_head = Linear(config.dims.hidden_size, own, factory, split="out", total=rows)
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self.config.for_engine()
+            self.lm_head = Linear(spec.dims.hidden_size, own, factory, split="out", total=rows)
 
     def excerpt(self, kind_of: Callable[[int], Hashable]) -> CausalLM:
-        first: dict[Hashable, int] = {}
-        for layer, own in enumerate(self.config.layers):
-            first.setdefault((own, kind_of(layer)), layer)
+        first: dict[Hashable, DecoderLayer] = {}
+        for number, (spec, layer) in enumerate(
+            zip(self._layer_specs, self.model.layers, strict=True)
+        ):
+            kind = spec, type(layer.self_attn), type(layer.mlp), kind_of(number)
+            first.setdefault(kind, layer)
         short = copy(self)
-        short.model = self.model.with_layers(list(first.values()))
+        short.model = copy(self.model)
+        short.model.layers = list(first.values())
         return short
 
     def __call__(
@@ -280,7 +324,6 @@ class CausalLM(Module):
         hidden = self.model(token_ids, positions, lengths, attend)
         if logit_rows is not None:
             hidden = hidden[logit_rows]
-        tied = self.config.tie_embeddings
-        logits = self.model.embed_tokens.logits(hidden) if tied else self.lm_head(hidden)
+        head = self.model.embed_tokens.logits if self.lm_head is None else self.lm_head
         # Rows beyond the vocabulary, such as the landmark's, are no tokens.
-        return self._parallel.concat(logits)[:, : self.config.dims.vocab_size]
+        return self._parallel.concat(head(hidden))[:, : self.spec.vocab_size]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from cairn.errors import ConfigError
 from cairn.models.config_reader import ConfigReader
-from cairn.models.spec import Dimensions
+from cairn.models.rope import read_rope
+from cairn.models.spec import DecoderSpec, Dimensions, LayerSpec
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -69,3 +73,38 @@ def read_window(config: ConfigReader, layer_types: list[str]) -> int | None:
             "it must be at least 1"
         )
     return window
+
+
+def read_decoder(
+    config: ConfigReader,
+    dims: Dimensions,
+    layer_types: Sequence[str],
+    *,
+    window: int | None = None,
+    theta: float = 10_000.0,
+    eps: float = 1e-6,
+    scale_only: str | None = None,
+    mlp_bias: bool = False,
+    post_norm: bool = False,
+    **layer: Any,
+) -> DecoderSpec:
+    """A decoder whose layers differ at most in window and rope, by their type.
+
+    `theta` and `eps` are what the architecture takes where the config says nothing; `layer` are the
+    fields that all its LayerSpecs share. See `read_rope` for `scale_only`.
+    """
+    rope = read_rope(config, layer_types, theta, scale_only=scale_only)
+    of_type = {
+        kind: LayerSpec(window=window if kind == SLIDING else None, rope=own, **layer)
+        for kind, own in rope.by_layer_type.items()
+    }
+    return DecoderSpec(
+        architecture=config.architecture,
+        dims=dims,
+        norm_eps=config.take("rms_norm_eps", float, eps),
+        context_length=rope.context_length,
+        tie_embeddings=config.take("tie_word_embeddings", bool, False),
+        layers=tuple(of_type[kind] for kind in layer_types),
+        mlp_bias=mlp_bias,
+        post_norm=post_norm,
+    )

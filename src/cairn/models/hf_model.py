@@ -8,7 +8,6 @@ running one token through the model with a function that only takes notes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch import nn
 
 from cairn.attention.attend import Attend
 from cairn.errors import ConfigError, LoadError
+from cairn.models.interface import LanguageModel
 from cairn.models.spec import ModelSpec
 
 _NAME = "cairn_paged"
@@ -58,7 +58,7 @@ def load_transformers_model(
     return TransformersModel(model.eval().to(device), str(folder))
 
 
-class TransformersModel:
+class TransformersModel(LanguageModel):
     def __init__(self, model: Any, source: str) -> None:
         self._model = model
         config = model.config.get_text_config()
@@ -66,7 +66,7 @@ class TransformersModel:
         self._check_rope(config, source)
         self._check_masks(config, layers, source)
         first = layers[0]
-        self._spec = ModelSpec(
+        self.spec = ModelSpec(
             architecture=type(model).__name__,
             vocab_size=config.vocab_size,
             num_heads=first.heads,
@@ -76,13 +76,6 @@ class TransformersModel:
             windows=tuple(layer.window for layer in layers),
             context_length=config.max_position_embeddings,
         )
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self._spec
-
-    def excerpt(self, kind_of: Callable[[int], Hashable]) -> TransformersModel:
-        return self
 
     def __call__(
         self,
@@ -99,7 +92,7 @@ class TransformersModel:
             logits_to_keep=0 if logit_rows is None else logit_rows,
             cairn_attend=attend,
         ).logits[0]
-        return logits[:, : self._spec.vocab_size]
+        return logits[:, : self.spec.vocab_size]
 
     @staticmethod
     def _check_rope(config: Any, source: str) -> None:

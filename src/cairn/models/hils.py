@@ -12,17 +12,32 @@ from typing import Literal
 
 from cairn.errors import ConfigError
 from cairn.models.config_reader import ConfigReader
+from cairn.models.decoder import Attention, CausalLM, SelfAttention
 from cairn.models.fields import FULL, SLIDING, read_dimensions
+from cairn.models.hils_attention import HiLSAttention, ScoringSpec
+from cairn.models.layers import Factory
 from cairn.models.rope import RopeParameters, read_rope
-from cairn.models.spec import DecoderSpec, Dimensions, HiLSSpec, LayerSpec, NativeSparsity, QKNorm
+from cairn.models.spec import DecoderSpec, Dimensions, LayerSpec, NativeSparsity, QKNorm
 
 Variant = Literal["qwen", "olmo"]
 
-_HILS_NORM_EPS = 1e-6  # of queries, keys and scoring queries, whatever rms_norm_eps says
 _ROW_MULTIPLE = 32  # embedding tables that hold the landmark are padded to it
 
 
-def read_spec(config: ConfigReader) -> DecoderSpec:
+def build(config: ConfigReader, factory: Factory) -> CausalLM:
+    decoder, scoring = _read_spec(config), _scoring(config)
+    assert decoder.sparsity is not None
+    sparse_layers = frozenset(decoder.sparsity.layers)
+
+    def attention(spec: DecoderSpec, layer: int, factory: Factory) -> Attention:
+        if layer in sparse_layers:
+            return HiLSAttention(spec, layer, factory, scoring)
+        return SelfAttention(spec, layer, factory)
+
+    return CausalLM(decoder, factory, attention=attention)
+
+
+def _read_spec(config: ConfigReader) -> DecoderSpec:
     variant = _variant(config)
     # Presets alone may have heads of another size: no checkpoint has them.
     dims = read_dimensions(config, own_head_dim=config.is_preset)
@@ -40,7 +55,6 @@ def read_spec(config: ConfigReader) -> DecoderSpec:
         window=None,
         rope=hils_rope if config.take("apply_hils_rope", bool, False) else None,
         qk_norm=_norm_kind(config, "layerwise_qk_norm"),
-        hils=_hils_spec(config),
     )
     plain_layer = LayerSpec(
         window=window,
@@ -178,16 +192,15 @@ def _norm_kind(config: ConfigReader, name: str) -> QKNorm:
     return "layer" if config.take(name, bool, False) else "head"
 
 
-def _hils_spec(config: ConfigReader) -> HiLSSpec:
+def _scoring(config: ConfigReader) -> ScoringSpec:
     calibrated = config.take("enable_lmk_q_proj", bool, False)
     rank = config.take("lmk_q_lora_dim", int, -1)
     shared = config.take("shared_q_c", bool, False)
     if shared and not config.take("enable_prior_query", bool, True):
         raise config.unsupported("shared_q_c", True, "without enable_prior_query it has no use")
-    return HiLSSpec(
+    return ScoringSpec(
         calibration=max(rank, 0) if calibrated else None,
-        norm_eps=_HILS_NORM_EPS,
-        norm_scoring=_norm_kind(config, "layerwise_lmkq_norm"),
+        norm=_norm_kind(config, "layerwise_lmkq_norm"),
         shared_prior=shared,
     )
 

@@ -1,26 +1,30 @@
-"""What the runner asks of a model, Cairn's own or another library's."""
+"""What the runner and the loader ask of a model, Cairn's own or another library's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Protocol
+from collections.abc import Callable, Hashable, Mapping
 
 import torch
 
 from cairn.attention.attend import Attend
+from cairn.models.layers import Embedding
+from cairn.models.module import Module
 from cairn.models.spec import ModelSpec
 
 
-class LanguageModel(Protocol):
-    @property
-    def spec(self) -> ModelSpec: ...
+class LanguageModel(Module):
+    """A model, or one rank's part of it. Names of modules are the checkpoint's names."""
+
+    spec: ModelSpec
+    tied: Mapping[str, Embedding] = {}
+    """Tensors that a checkpoint may leave out, because they are copies of an embedding."""
 
     def excerpt(self, kind_of: Callable[[int], Hashable]) -> LanguageModel:
         """The same model with one layer of each kind, or the model itself.
 
-        Layers differ if `kind_of` or the model says so, and keep their numbers.
+        Layers are of one kind if `kind_of` and the model say so. They keep their numbers.
         """
-        ...
+        return self
 
     def __call__(
         self,
@@ -29,4 +33,5 @@ class LanguageModel(Protocol):
         lengths: torch.Tensor,  # [rows] sequence length a row is rotated for, see Rotary
         attend: Attend,
         logit_rows: torch.Tensor | None,  # [n] rows whose logits are wanted; None for all
-    ) -> torch.Tensor: ...  # [n, vocab_size]
+    ) -> torch.Tensor:  # [n, vocab_size]
+        raise NotImplementedError

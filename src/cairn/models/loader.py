@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
@@ -10,12 +10,12 @@ from typing import Protocol
 import torch
 
 from cairn.errors import LoadError
-from cairn.models.decoder import CausalLM
+from cairn.models.config_reader import ConfigReader
+from cairn.models.interface import LanguageModel
 from cairn.models.layers import Embedding, Factory, Linear, named_slots
 from cairn.models.parallel import Alone, Parallel
 from cairn.models.quantize import QuantizationError
-from cairn.models.spec import DecoderSpec
-from cairn.models.split import rank_spec
+from cairn.models.registry import build
 
 Progress = Callable[[int, int], None]
 """progress(done, total) after each tensor."""
@@ -24,15 +24,15 @@ _DUMMY_STD = 0.02
 
 
 def build_model(
-    spec: DecoderSpec,
+    config: ConfigReader,
     dtype: torch.dtype,
     device: torch.device,
     parallel: Parallel | None = None,
-) -> CausalLM:
-    """All of the model, or what one of several ranks has of it."""
+    impl: str = "cairn",
+) -> LanguageModel:
+    """The model that config.json describes, without its weights, or a rank's part of it."""
     fused = device.type == "cuda" and dtype != torch.float64 and find_spec("triton") is not None
-    parallel = parallel or Alone()
-    return CausalLM(rank_spec(spec, parallel.size), Factory(dtype, device, fused, parallel))
+    return build(config, Factory(dtype, device, fused, parallel or Alone()), impl)
 
 
 class WeightSource(Protocol):
@@ -47,26 +47,33 @@ class WeightSource(Protocol):
 
 
 def fill(
-    model: CausalLM, weights: WeightSource, source: Path, progress: Progress | None = None
+    model: LanguageModel, weights: WeightSource, source: Path, progress: Progress | None = None
 ) -> None:
     """Stream weights into the model. `source` names them in errors."""
+    _check_names(model, weights.names, source)
+
+    def counted() -> Iterator[tuple[Path, str, torch.Tensor]]:
+        for done, found in enumerate(weights.tensors(), start=1):
+            yield found
+            if progress is not None:
+                progress(done, len(weights.names))
+
+    write_tensors(model, counted(), source)
+
+
+def write_tensors(
+    model: LanguageModel,
+    tensors: Iterable[tuple[Path | str, str, torch.Tensor]],
+    source: Path | str,
+) -> None:
+    """Write (file, name, tensor) to the model, which must need all of them and no others."""
     slots = named_slots(model)
-    # Buffers that old exports carry; they follow from the config.
-    names = {name for name in weights.names if not name.endswith("rotary_emb.inv_freq")}
-    tied = "lm_head.weight" if model.config.tie_embeddings else None
-    missing = sorted(slots.keys() - names)
-    if missing:
-        raise LoadError(f"{source}: {_listed(missing)} missing from the checkpoint")
-    unexpected = sorted(names - slots.keys() - {tied})
-    if unexpected:
-        raise LoadError(
-            f"{source}: {_listed(unexpected)} not part of {model.config.architecture} as its "
-            "config describes it"
-        )
-    tied_head: tuple[Path, torch.Tensor] | None = None
-    for done, (path, name, tensor) in enumerate(weights.tensors(), start=1):
-        if name == tied:
-            tied_head = path, tensor
+    copies: list[tuple[Path | str, str, torch.Tensor]] = []
+    names = set()
+    for path, name, tensor in tensors:
+        names.add(name)
+        if name in model.tied:
+            copies.append((path, name, tensor))
         elif name in slots:
             slot = slots[name]
             if tuple(tensor.shape) != slot.shape:
@@ -79,28 +86,47 @@ def fill(
                     f"{path}: tensor {name} has type {tensor.dtype}; only float weights are read"
                 )
             slot.write(tensor)
-        if progress is not None:
-            progress(done, len(weights.names))
-    if tied_head is not None:
-        _check_tied(model, *tied_head)
+    _check_names(model, names, source)
+    for path, name, tensor in copies:
+        # A copy in the file is redundant; a different one means the config is wrong.
+        if not model.tied[name].agrees_with(tensor):
+            raise LoadError(
+                f"{path}: tensor {name} differs from the embedding although "
+                "tie_word_embeddings is true; set it to false in config.json"
+            )
 
 
-def fill_dummy(model: CausalLM, seed: int) -> None:
+def _check_names(model: LanguageModel, names: Collection[str], source: Path | str) -> None:
+    slots = named_slots(model).keys()
+    missing = sorted(slots - set(names))
+    if missing:
+        raise LoadError(f"{source}: {_listed(missing)} missing from the checkpoint")
+    # Buffers that old exports carry follow from the config.
+    given = {name for name in names if not name.endswith("rotary_emb.inv_freq")}
+    unexpected = sorted(given - slots - model.tied.keys())
+    if unexpected:
+        raise LoadError(
+            f"{source}: {_listed(unexpected)} not part of {model.spec.architecture} as its "
+            "config describes it"
+        )
+
+
+def fill_dummy(model: LanguageModel, seed: int) -> None:
     """Random weights: matrices N(0, 0.02), norm weights 1, biases 0. They are drawn as a checkpoint
     would have them, so that they do not depend on how many ranks share the model."""
-    weight = model.model.embed_tokens.weight
+    some = next(tensor for _, tensor in model.named_tensors())
     for _, slot in sorted(named_slots(model).items()):
-        tensor = weight.new_zeros(slot.shape)
+        tensor = some.new_zeros(slot.shape)
         if slot.is_norm:
             tensor.fill_(1.0)
         elif tensor.dim() > 1:
-            generator = torch.Generator(weight.device).manual_seed(seed)
+            generator = torch.Generator(some.device).manual_seed(seed)
             tensor.normal_(0.0, _DUMMY_STD, generator=generator)
             seed += 1
         slot.write(tensor)
 
 
-def quantize(model: CausalLM) -> QuantizationError:
+def quantize(model: LanguageModel) -> QuantizationError:
     """Turn all matrices to int8, one after the other, and measure what that changes."""
     lost = kept = 0.0
     errors: dict[str, float] = {}
@@ -113,15 +139,6 @@ def quantize(model: CausalLM) -> QuantizationError:
             errors[name] = (difference / size) ** 0.5 if size else 0.0
     worst = max(errors, key=lambda name: errors[name])
     return QuantizationError((lost / kept) ** 0.5 if kept else 0.0, errors[worst], worst)
-
-
-def _check_tied(model: CausalLM, path: Path, tensor: torch.Tensor) -> None:
-    """A tied head in the file is redundant; a different one means the config is wrong."""
-    if not model.model.embed_tokens.agrees_with(tensor):
-        raise LoadError(
-            f"{path}: tensor lm_head.weight differs from the embedding although "
-            "tie_word_embeddings is true; set it to false in config.json"
-        )
 
 
 def _listed(names: list[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -32,11 +33,15 @@ class Parallel(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class Alone:
-    """One device has everything."""
+    """One device has everything, and there is nobody to talk to.
 
-    rank = 0
-    size = 1
+    With a `size` above 1 it has the shapes of one rank among several, but cannot compute.
+    """
+
+    rank: int = 0
+    size: int = 1
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         return x

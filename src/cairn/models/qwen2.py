@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from cairn.models.config_reader import ConfigReader
+from cairn.models.decoder import CausalLM
 from cairn.models.fields import (
     FULL,
     SLIDING,
+    read_decoder,
     read_dimensions,
     read_layer_types,
     read_window,
 )
-from cairn.models.rope import read_rope
-from cairn.models.spec import DecoderSpec, Dimensions, LayerSpec, QKNorm
+from cairn.models.layers import Factory
+from cairn.models.spec import Dimensions
 
 
-def read_spec(config: ConfigReader) -> DecoderSpec:
+def build(config: ConfigReader, factory: Factory) -> CausalLM:
     # The head size is always hidden_size / heads, and o_proj never has a bias.
     dims = read_dimensions(config, own_head_dim=False)
-    return read_qwen(config, dims, qk_norm="none", qkv_bias=True, output_bias=False)
+    types, window = read_windows(config, dims)
+    return CausalLM(read_decoder(config, dims, types, window=window, qkv_bias=True), factory)
 
 
-def read_qwen(
-    config: ConfigReader, dims: Dimensions, *, qk_norm: QKNorm, qkv_bias: bool, output_bias: bool
-) -> DecoderSpec:
+def read_windows(config: ConfigReader, dims: Dimensions) -> tuple[list[str], int | None]:
+    """The type of every layer, and the window of sliding ones."""
     use_window = config.take("use_sliding_window", bool, False)
     full_layers = config.take("max_window_layers", int, 28)
     has_window = use_window and config.peek("sliding_window") is not None
@@ -34,22 +36,4 @@ def read_qwen(
         raise config.unsupported(
             "layer_types", SLIDING, "use_sliding_window must be true for such layers"
         )
-    window = read_window(config, types)
-    rope = read_rope(config, types, default_theta=10_000.0)
-    return DecoderSpec(
-        architecture=config.architecture,
-        dims=dims,
-        norm_eps=config.take("rms_norm_eps", float, 1e-6),
-        context_length=rope.context_length,
-        tie_embeddings=config.take("tie_word_embeddings", bool, False),
-        layers=tuple(
-            LayerSpec(
-                window=window if t == SLIDING else None,
-                rope=rope.by_layer_type[t],
-                qk_norm=qk_norm,
-                qkv_bias=qkv_bias,
-                output_bias=output_bias,
-            )
-            for t in types
-        ),
-    )
+    return types, read_window(config, types)

@@ -160,21 +160,34 @@ def _scaled_context(rope: RopeParameters, context: int) -> int:
     return context
 
 
+CosSin = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The angles that a layer asks for."""
+
+    rope: RopeParameters
+    head_dim: int
+    heads: tuple[int, int] | None = None
+    """Heads that are rotated, and heads behind them that stay as they are, for layers that rotate
+    all of them at once. None: one row of angles for every head."""
+
+
 class Rotary:
     """Turns positions into the cosines and sines that rotate queries and keys."""
 
     def __init__(
         self,
-        rope: RopeParameters,
-        head_dim: int,
+        rotation: Rotation,
         dtype: torch.dtype,
         device: torch.device,
         *,
         fused: bool = False,
     ) -> None:
-        self._rope = rope
+        rope, head_dim = rotation.rope, rotation.head_dim
+        self._rope, self._head_dim, self._heads = rope, head_dim, rotation.heads
         self._fused = fused and rope.kind != "dynamic"
-        self._head_dim = head_dim
         # Angles as transformers computes them, in float32; more only for float64 models.
         self._angle_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self._dtype = dtype
@@ -185,13 +198,21 @@ class Rotary:
         still[0] = False
         self._frequencies = frequencies.masked_fill(still, 0)  # [head_dim / 2]
 
-    def __call__(
-        self, positions: torch.Tensor, lengths: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions, lengths [rows] -> cos, sin [rows, 1, head_dim], as `rotate` takes them.
+    def __call__(self, positions: torch.Tensor, lengths: torch.Tensor) -> CosSin:
+        """positions, lengths [rows] -> cos, sin [rows, 1 or all heads, head_dim], for `rotate`.
 
         `lengths` is the sequence length each row is rotated for; only dynamic scaling reads it.
         """
+        cos, sin = self._angles(positions, lengths)
+        if self._heads is None:
+            return cos, sin
+        rotated, unrotated = ((len(cos), heads, self._head_dim) for heads in self._heads)
+        return (
+            torch.cat((cos.expand(rotated), cos.new_ones(unrotated)), 1),
+            torch.cat((sin.expand(rotated), sin.new_zeros(unrotated)), 1),
+        )
+
+    def _angles(self, positions: torch.Tensor, lengths: torch.Tensor) -> CosSin:
         frequencies = self._frequencies
         if self._fused:
             from cairn.kernels.rope_angles import rope_angles
@@ -210,21 +231,6 @@ class Rotary:
         stretch = rope.factor * length / rope.original_context - (rope.factor - 1)
         theta = rope.theta * stretch ** (dim / (dim - 2))  # [rows]
         return 1.0 / theta[:, None] ** self._exponents  # [rows, head_dim / 2]
-
-
-def with_values_unrotated(
-    cos_sin: tuple[torch.Tensor, torch.Tensor], rotated: int, unrotated: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos, sin [rows, 1, dim] -> [rows, rotated + unrotated, dim], which leave the last heads
-    as they are: queries, keys and values then go through `rotate` together."""
-    cos, sin = cos_sin
-    rows, _, dim = cos.shape
-    shape = (rows, rotated, dim)
-    still = (rows, unrotated, dim)
-    return (
-        torch.cat((cos.expand(shape), cos.new_ones(still)), 1),
-        torch.cat((sin.expand(shape), sin.new_zeros(still)), 1),
-    )
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

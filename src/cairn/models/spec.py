@@ -49,26 +49,12 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class HiLSSpec:
-    """A layer that scores landmarks with a query of its own."""
-
-    calibration: int | None
-    """Rank of what is added to the query for scoring; 0 for a full matrix in its place, None to
-    score with the query itself."""
-    norm_eps: float  # of queries, keys and scoring queries
-    norm_scoring: QKNorm
-    shared_prior: bool
-    """One learned query per head pools all landmarks, instead of each landmark row's own."""
-
-
-@dataclass(frozen=True, slots=True)
 class LayerSpec:
     window: int | None  # rows a query sees, itself included; None for all
     rope: RopeParameters | None  # None: queries and keys are not rotated
     qk_norm: QKNorm = "none"
     qkv_bias: bool = False
     output_bias: bool = False
-    hils: HiLSSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,6 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from cairn.models.config_reader import ConfigReader
-from cairn.models.registry import read_spec
-from cairn.models.spec import DecoderSpec
 
 
 class HiLSConfig(PretrainedConfig):
@@ -24,9 +22,9 @@ class HiLSConfig(PretrainedConfig):
         config.cairn_fields = fields
         return made
 
-    def decoder(self) -> DecoderSpec:
+    def reader(self) -> ConfigReader:
         assert self.cairn_fields is not None, "the config was not read from a config.json"
-        return read_spec(ConfigReader(self.cairn_fields, f"config.json of {self.name_or_path}"))
+        return ConfigReader(self.cairn_fields, f"config.json of {self.name_or_path}")
 
 
 class QwenHiLSConfig(HiLSConfig):

@@ -15,9 +15,9 @@ from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.runtime_context import get_server_args
 from torch import nn
 
-from cairn.errors import ConfigError, LoadError
-from cairn.models.layers import named_slots
-from cairn.models.loader import build_model
+from cairn.errors import ConfigError
+from cairn.models.decoder import CausalLM
+from cairn.models.loader import build_model, write_tensors
 from cairn.sglang.backend import CairnAttnBackend
 from cairn.sglang.hf_config import HiLSConfig
 from cairn.sglang.options import refuse_overrides
@@ -32,13 +32,13 @@ class HiLSForCausalLM(nn.Module):
         refuse_overrides(args.json_model_override_args)
         if quant_config is not None:
             raise ConfigError("quantization is set; HiLS models have their weights as they are")
-        decoder = config.decoder()
-        spec = decoder.for_engine()
-        if spec.dynamic_rope_context is not None:
-            raise ConfigError("rope_scaling is dynamic, which hsa in SGLang has not")
         device = torch.empty(0).device
-        self.cairn = build_model(decoder, torch.get_default_dtype(), device)
-        self.cairn_spec = spec
+        model = build_model(config.reader(), torch.get_default_dtype(), device)
+        assert isinstance(model, CausalLM)
+        if model.spec.dynamic_rope_context is not None:
+            raise ConfigError("rope_scaling is dynamic, which hsa in SGLang has not")
+        self.cairn = model
+        self.cairn_spec = model.spec
         # SGLang finds weights as parameters; these are Cairn's own tensors.
         self.weights = nn.ParameterList(
             nn.Parameter(tensor, requires_grad=False) for _, tensor in self.cairn.named_tensors()
@@ -67,33 +67,14 @@ class HiLSForCausalLM(nn.Module):
         return self.logits_processor(input_ids, step.of_tokens(hidden), self.lm_head, forward_batch)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        slots = named_slots(self.cairn)
-        tied = "lm_head.weight" if self.cairn.config.tie_embeddings else None
-        missing = set(slots)
-        for name, tensor in weights:
-            if name == tied or name.endswith("rotary_emb.inv_freq"):
-                continue
-            if name not in slots:
-                raise LoadError(
-                    f"tensor {name} is not part of the model as its config describes it"
-                )
-            if tuple(tensor.shape) != slots[name].shape:
-                raise LoadError(
-                    f"tensor {name} has shape {list(tensor.shape)}, the config asks for "
-                    f"{list(slots[name].shape)}"
-                )
-            slots[name].write(tensor)
-            missing.discard(name)
-        if missing:
-            raise LoadError(f"tensors {', '.join(sorted(missing)[:5])} are missing")
+        source = self.cairn_spec.architecture
+        write_tensors(self.cairn, ((source, *named) for named in weights), source)
         self.post_load_weights()
 
     def post_load_weights(self) -> None:
         """Rows beyond the vocabulary, such as the landmark's, are no tokens."""
-        model = self.cairn
-        tied = model.config.tie_embeddings
-        head = model.model.embed_tokens.weight if tied else model.lm_head.dense()
-        rows = head[: self.cairn_spec.vocab_size]
+        head, embedding = self.cairn.lm_head, self.cairn.model.embed_tokens
+        rows = (embedding.weight if head is None else head.dense())[: self.cairn_spec.vocab_size]
         self.lm_head.weight = nn.Parameter(rows, requires_grad=False)
 
 
