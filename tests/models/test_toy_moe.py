@@ -132,7 +132,7 @@ def test_batches_with_cold_and_warm_prefixes(folder: Path) -> None:
 
 def test_sparse_attention_with_a_host_tier(folder: Path) -> None:
     prompt = tokens_of(150)
-    options = {"model_impl": IMPL, "chunked_prefill_size": 32, **DENSE}
+    options: dict[str, Any] = {"model_impl": IMPL, "chunked_prefill_size": 32, **DENSE}
     with load(folder, **DENSE) as llm:
         expected = llm.generate(prompt, max_tokens=20, ignore_eos=True).token_ids
     with tiered(folder, frames=7, **options) as llm:

@@ -31,8 +31,8 @@ class Experts(FeedForward):
         weights = weights / weights.sum(-1, keepdim=True)
         # Every expert computes every row: slow, and the shapes do not depend on what is chosen.
         out = torch.zeros_like(x)
-        for weight, expert in zip(weights.split(1, -1), self.experts, strict=True):
-            out += weight * expert(x)
+        for i, expert in enumerate(self.experts):
+            out += weights[:, i : i + 1] * expert(x)
         return out
 
 

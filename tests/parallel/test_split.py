@@ -41,7 +41,7 @@ def test_shares_of_a_tensor_put_together(rows: int, size: int) -> None:
     parts = []
     for rank in range(size):
         target = torch.full((part, 3), float("nan"))
-        slot = TensorSlot((part, 3), target.copy_)  # type: ignore[arg-type]
+        slot = TensorSlot((part, 3), target.copy_)
         shared = slot.share(0, Alone(rank, size), rows)
         assert shared.shape == (rows, 3)
         shared.write(whole)

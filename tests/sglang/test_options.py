@@ -9,8 +9,7 @@ import pytest
 
 from cairn.errors import ConfigError
 from cairn.sglang.layers import describe
-from cairn.sglang.options import option_names, read_plan, refuse_overrides
-from cairn.sglang.server import refuse_features
+from cairn.sglang.options import option_names, read_plan, refuse_features, refuse_overrides
 from tests.sglang.lanes import spec_of
 
 PLAIN, HILS = spec_of(None, 20, 2), spec_of(8, 20, 2)

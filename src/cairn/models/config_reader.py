@@ -110,7 +110,7 @@ class ConfigReader:
         return dict(self._values)
 
     def has(self, name: str) -> bool:
-        """The field is there, if only as null."""
+        """Whether the field is there, null included."""
         return name in self._values
 
     def peek(self, name: str) -> Any:
@@ -130,7 +130,7 @@ class ConfigReader:
         return ConfigError(f"{self.source}: {name} is {value!r}, which is not supported; {remedy}")
 
     def finish(self) -> None:
-        """Refuse what nobody took."""
+        """Refuse fields that nobody took."""
         for name, value in self._values.items():
             if name in self._taken or name in _NO_EFFECT or name in self._ignored:
                 continue

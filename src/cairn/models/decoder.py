@@ -14,8 +14,7 @@ import torch
 
 from cairn.attention.attend import Attend
 from cairn.models.interface import LanguageModel
-from cairn.models.layers import Embedding, Factory, Linear, Parameter, RMSNorm
-from cairn.models.module import Module
+from cairn.models.layers import Embedding, Factory, Linear, Module, Parameter, RMSNorm
 from cairn.models.rope import CosSin, Rotary, Rotation, rotate
 from cairn.models.spec import DecoderSpec
 from cairn.models.split import rank_spec
@@ -170,34 +169,23 @@ class MLP(FeedForward):
         return self._parallel.sum(self.down_proj.after_silu(gate_up, add_to=x))
 
 
-class DecoderLayer(Module):
+class PreNormLayer(Module):
+    """Calls take and return the residual stream as stream + added. The norm that follows does the
+    addition."""
+
     def __init__(
         self, spec: DecoderSpec, attention: Attention, feed_forward: FeedForward, factory: Factory
     ) -> None:
+        self.input_layernorm = _norm(spec.dims.hidden_size, spec, factory)
         self.self_attn = attention
         self.post_attention_layernorm = _norm(spec.dims.hidden_size, spec, factory)
         self.mlp = feed_forward
+        self._fuses_norms = factory.fuses_norms
 
     def __call__(
         self, added: torch.Tensor, stream: Stream, cos_sin: CosSin | None, attend: Attend
     ) -> tuple[torch.Tensor, Stream]:
-        """The residual stream is stream + added, before and after. The norm that follows does the
-        addition."""
-        raise NotImplementedError
-
-
-class PreNormLayer(DecoderLayer):
-    def __init__(
-        self, spec: DecoderSpec, attention: Attention, feed_forward: FeedForward, factory: Factory
-    ) -> None:
-        super().__init__(spec, attention, feed_forward, factory)
-        self.input_layernorm = _norm(spec.dims.hidden_size, spec, factory)
-        self._products_do_more = factory.products_do_more
-
-    def __call__(
-        self, added: torch.Tensor, stream: Stream, cos_sin: CosSin | None, attend: Attend
-    ) -> tuple[torch.Tensor, Stream]:
-        if stream is None and self._products_do_more(len(added)):
+        if stream is None and self._fuses_norms(len(added)):
             x = self.self_attn.add_normed(added, self.input_layernorm, cos_sin, attend)
             return self.mlp.add_normed(x, self.post_attention_layernorm), None
         normed, stream = self.input_layernorm.add(added, stream)
@@ -206,13 +194,15 @@ class PreNormLayer(DecoderLayer):
         return self.mlp(normed), stream
 
 
-class PostNormLayer(DecoderLayer):
-    """Norms after attention and feed-forward, as OLMo has them."""
+class PostNormLayer(Module):
+    """The same with norms after attention and feed-forward, as OLMo has them."""
 
     def __init__(
         self, spec: DecoderSpec, attention: Attention, feed_forward: FeedForward, factory: Factory
     ) -> None:
-        super().__init__(spec, attention, feed_forward, factory)
+        self.self_attn = attention
+        self.post_attention_layernorm = _norm(spec.dims.hidden_size, spec, factory)
+        self.mlp = feed_forward
         self.post_feedforward_layernorm = _norm(spec.dims.hidden_size, spec, factory)
 
     def __call__(
@@ -239,9 +229,9 @@ class Decoder(Module):
         self.lmk_embed: Parameter | None = None
         if spec.landmark_embedding:
             self.lmk_embed = Parameter((spec.dims.hidden_size,), factory)
-        kind = PostNormLayer if spec.post_norm else PreNormLayer
-        self.layers: list[DecoderLayer] = [
-            kind(spec, attention(spec, i, factory), feed_forward(spec, i, factory), factory)
+        layer_class = PostNormLayer if spec.post_norm else PreNormLayer
+        self.layers = [
+            layer_class(spec, attention(spec, i, factory), feed_forward(spec, i, factory), factory)
             for i in range(len(spec.layers))
         ]
         self.norm = _norm(spec.dims.hidden_size, spec, factory)
@@ -302,11 +292,9 @@ class CausalLM(LanguageModel):
             self.lm_head = Linear(spec.dims.hidden_size, own, factory, split="out", total=rows)
 
     def excerpt(self, kind_of: Callable[[int], Hashable]) -> CausalLM:
-        first: dict[Hashable, DecoderLayer] = {}
-        for number, (spec, layer) in enumerate(
-            zip(self._layer_specs, self.model.layers, strict=True)
-        ):
-            kind = spec, type(layer.self_attn), type(layer.mlp), kind_of(number)
+        first: dict[Hashable, PreNormLayer | PostNormLayer] = {}
+        for i, layer in enumerate(self.model.layers):
+            kind = self._layer_specs[i], type(layer.self_attn), type(layer.mlp), kind_of(i)
             first.setdefault(kind, layer)
         short = copy(self)
         short.model = copy(self.model)

@@ -101,16 +101,16 @@ class GGUFFile:
         if kind == "none":
             return None
         scaling = {"rope_type": kind, "factor": self._get(name, "rope.scaling.factor", 1.0)}
-        original = self._get(name, "rope.scaling.original_context_length", None)
+        original = self._get(name, "rope.scaling.original_context_length")
         if original is not None:
             scaling["original_max_position_embeddings"] = original
         return scaling
 
-    def _get(self, architecture: str, key: str, default: Any) -> Any:
+    def _get(self, architecture: str, key: str, default: Any = None) -> Any:
         return self.metadata.get(f"{architecture}.{key}", default)
 
     def _number(self, architecture: str, key: str) -> Any:
-        value = self._get(architecture, key, None)
+        value = self._get(architecture, key)
         if not isinstance(value, int | float) or not value > 0:
             raise ConfigError(
                 f"{self.path}: {architecture}.{key} is {value!r}; a positive number is needed"
@@ -146,7 +146,7 @@ class GGUFFile:
         values = values.reshape([int(size) for size in reversed(tensor.shape)])
         if self.metadata["general.architecture"] == "llama":
             values = self._unpermuted(tensor.name, values)
-        import torch  # here: who asks for the tokenizer alone need not wait for it
+        import torch  # here, so that reading the tokenizer alone does not wait for it
 
         return torch.from_numpy(np.array(values, dtype=np.float32))
 

@@ -1,8 +1,8 @@
 """Any transformers model on Cairn's paged attention, through transformers' own attention interface.
 
 The model's code stays as it is; its attention layers call a function registered under our name,
-which hands queries, keys and values to the step's `attend`. What the layers look like is learnt by
-running one token through the model with a function that only takes notes.
+which hands queries, keys and values to the step's `attend`. To learn the shapes of its layers, one
+token runs through the model with a function that only records the calls.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _attention(
     if cairn_attend is None:
         raise RuntimeError("cairn's attention was called outside of an engine step")
     if isinstance(cairn_attend, _Probe):
-        return cairn_attend.note(module, query, key, value, scaling, kwargs), None
+        return cairn_attend.record(module, query, key, value, scaling, kwargs), None
     layer: int = module.layer_idx  # type: ignore[assignment]
     # [1, heads, rows, dim] -> [rows, heads, dim]
     key_value = torch.cat((key[0], value[0])).transpose(0, 1)
@@ -144,13 +144,13 @@ def _attention(
 
 
 class _Probe:
-    """Takes notes of every attention call, by layer."""
+    """Records every attention call, by layer."""
 
     def __init__(self, source: str) -> None:
         self._source = source
         self.layers: dict[int, _Layer] = {}
 
-    def note(
+    def record(
         self,
         module: nn.Module,
         query: torch.Tensor,
@@ -204,13 +204,9 @@ def _probe(model: Any, source: str) -> list[_Layer]:
             "interface; models with other kinds of layers are not supported"
         )
     first = layers[0]
+    same_size = (first.heads, first.kv_heads, first.head_dim, first.head_dim)
     for layer in layers:
-        same = (layer.heads, layer.kv_heads, layer.head_dim) == (
-            first.heads,
-            first.kv_heads,
-            first.head_dim,
-        )
-        if not same or layer.value_dim != layer.head_dim:
+        if (layer.heads, layer.kv_heads, layer.head_dim, layer.value_dim) != same_size:
             raise ConfigError(f"{source}: its layers differ in heads or head size: {layers}")
         if not math.isclose(layer.scale, first.scale):
             raise ConfigError(f"{source}: its layers differ in the scale of attention: {layers}")

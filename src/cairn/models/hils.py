@@ -1,14 +1,13 @@
 """HiLS: models trained with hierarchical sparse attention, in a Qwen3 and an OLMo3 variant.
 
-Every page of the cache ends in a landmark row, which no tokenizer knows. Layers marked HiLS select
-pages by their landmarks; the others are ordinary layers with a sliding window.
+The last row of every page is a landmark row, which is no token. HiLS layers select pages by their
+landmarks; the others are ordinary layers with a sliding window.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Literal
 
 from cairn.errors import ConfigError
 from cairn.models.config_reader import ConfigReader
@@ -18,8 +17,6 @@ from cairn.models.hils_attention import HiLSAttention, ScoringSpec
 from cairn.models.layers import Factory
 from cairn.models.rope import RopeParameters, read_rope
 from cairn.models.spec import DecoderSpec, Dimensions, LayerSpec, NativeSparsity, QKNorm
-
-Variant = Literal["qwen", "olmo"]
 
 _ROW_MULTIPLE = 32  # embedding tables that hold the landmark are padded to it
 
@@ -38,18 +35,19 @@ def build(config: ConfigReader, factory: Factory) -> CausalLM:
 
 
 def _read_spec(config: ConfigReader) -> DecoderSpec:
-    variant = _variant(config)
+    config.require("model_type", ("qwen_hils", "olmo_hils"), None)
+    olmo = config.peek("model_type") == "olmo_hils"
     # Presets alone may have heads of another size: no checkpoint has them.
     dims = read_dimensions(config, own_head_dim=config.is_preset)
     _refuse_ablations(config)
-    sparse_layers = _sparse_layers(config, variant, dims.num_layers)
+    sparse_layers = _sparse_layers(config, olmo, dims.num_layers)
     window, hils_window = _windows(config)
     hides_rows = config.take("mask_lmk_token", bool, False)
     if hides_rows and window == 1:
         raise config.unsupported(
             "sliding_window", 1, "with mask_lmk_token a landmark row would see nothing"
         )
-    plain_rope, hils_rope, context = _ropes(config, variant, dims)
+    plain_rope, hils_rope, context = _ropes(config, olmo)
     bias = config.take("attention_bias", bool, False)
     hils_layer = LayerSpec(
         window=None,
@@ -59,7 +57,7 @@ def _read_spec(config: ConfigReader) -> DecoderSpec:
     plain_layer = LayerSpec(
         window=window,
         rope=plain_rope,
-        qk_norm="head" if variant == "qwen" else "layer",
+        qk_norm="layer" if olmo else "head",
         qkv_bias=bias,
         output_bias=bias,
     )
@@ -74,21 +72,12 @@ def _read_spec(config: ConfigReader) -> DecoderSpec:
         layers=tuple(
             hils_layer if i in sparse_layers else plain_layer for i in range(dims.num_layers)
         ),
-        post_norm=variant == "olmo",
+        post_norm=olmo,
         sparsity=_sparsity(config, dims, sparse_layers, hils_window, hides_rows),
-        embedding_rows=dims.vocab_size if external and variant == "olmo" else padded,
+        embedding_rows=dims.vocab_size if external and olmo else padded,
         head_rows=dims.vocab_size if external else padded,
         landmark_embedding=external,
     )
-
-
-def _variant(config: ConfigReader) -> Variant:
-    kind = config.peek("model_type")
-    if kind == "qwen_hils":
-        return "qwen"
-    if kind == "olmo_hils":
-        return "olmo"
-    raise config.unsupported("model_type", kind, "supported: qwen_hils, olmo_hils")
 
 
 def _refuse_ablations(config: ConfigReader) -> None:
@@ -103,7 +92,7 @@ def _refuse_ablations(config: ConfigReader) -> None:
     config.take_optional("max_window_layers", int)
 
 
-def _sparse_layers(config: ConfigReader, variant: Variant, num_layers: int) -> frozenset[int]:
+def _sparse_layers(config: ConfigReader, olmo: bool, num_layers: int) -> frozenset[int]:
     every = config.take_positive("full_attn_interleave", 4)
     first = config.take("num_swa_layers", int, 0)
     layers = frozenset(i for i in range(first, num_layers) if (i - first) % every == every - 1)
@@ -117,7 +106,7 @@ def _sparse_layers(config: ConfigReader, variant: Variant, num_layers: int) -> f
     types = config.take_optional("layer_types", list)
     derived = [FULL if i in layers else SLIDING for i in range(num_layers)]
     # The Qwen variant does not read it.
-    if variant == "olmo" and types is not None and types != derived:
+    if olmo and types is not None and types != derived:
         raise config.unsupported(
             "layer_types", types, "it must follow from full_attn_interleave and num_swa_layers"
         )
@@ -125,7 +114,7 @@ def _sparse_layers(config: ConfigReader, variant: Variant, num_layers: int) -> f
 
 
 def _windows(config: ConfigReader) -> tuple[int | None, int]:
-    """Of the plain layers, None if they see everything, and of the HiLS layers."""
+    """Window of the plain layers, None if they see everything, and window of the HiLS layers."""
     uses_window = config.take("use_sliding_window", bool, False)
     given = config.has("sliding_window")
     window = config.take_positive("sliding_window", 4096)
@@ -141,10 +130,8 @@ def _windows(config: ConfigReader) -> tuple[int | None, int]:
     return (window if uses_window else None), hils_window
 
 
-def _ropes(
-    config: ConfigReader, variant: Variant, dims: Dimensions
-) -> tuple[RopeParameters, RopeParameters, int]:
-    """Of plain layers, of HiLS layers, and the context length."""
+def _ropes(config: ConfigReader, olmo: bool) -> tuple[RopeParameters, RopeParameters, int]:
+    """Rope of plain layers, rope of HiLS layers, and the context length."""
     nested = config.peek("rope_parameters")
     if isinstance(nested, dict) and (FULL in nested or SLIDING in nested):
         raise config.unsupported(
@@ -182,7 +169,7 @@ def _ropes(
         special = RopeParameters(
             theta=theta, kind="hope", original_context=hope_context, rotated_share=share
         )
-    if variant == "qwen":
+    if not olmo:
         return special, special, read.context_length
     # OLMo's plain layers keep plain rope, and its HiLS layers too unless use_hope is set.
     return plain, special if uses_hope else plain, read.context_length

@@ -7,8 +7,7 @@ from collections.abc import Callable, Hashable, Mapping
 import torch
 
 from cairn.attention.attend import Attend
-from cairn.models.layers import Embedding
-from cairn.models.module import Module
+from cairn.models.layers import Embedding, Module
 from cairn.models.spec import ModelSpec
 
 

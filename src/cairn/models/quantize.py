@@ -1,8 +1,8 @@
 """Weight-only int8: each output row of a matrix as int8 numbers and one scale.
 
-A CPU that generates one token at a time waits for weights; a quarter of the bytes is a quarter of
-the wait. Activations are rounded to bfloat16 for the int8 product; with many rows, where compute
-counts and not bytes, the weights are widened again. The two ways agree up to the order of sums.
+A CPU that generates one token at a time waits for weights, and int8 has a quarter of the bytes.
+Activations are rounded to bfloat16 for the int8 product. With many rows compute is the limit, not
+memory, so the weights are widened again. Both ways agree up to the order of sums.
 """
 
 from __future__ import annotations

@@ -21,15 +21,9 @@ _KNOWN_FIELDS = {
     "linear": {"factor"},
     "dynamic": {"factor"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
-    "yarn": {
-        "factor",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    },
+    "yarn": set(
+        "factor attention_factor beta_fast beta_slow mscale mscale_all_dim truncate".split()
+    ),
 }
 
 
@@ -49,9 +43,9 @@ class RopeParameters:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     least_frequency: float = 0.0
-    """Slower dimensions, which would not come round within the context, stand still."""
+    """Dimensions of a lower frequency, too low for one turn in the context, do not turn."""
     rotated_share: float = 1.0
-    """Of a "hope" rope: pairs of dimensions that turn; the others stand still."""
+    """Share of the pairs of dimensions that a "hope" rope turns; the others do not turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,28 +106,27 @@ def _parse(
         raise config.unsupported(
             f"{field}.rope_type", kind, f"supported: {', '.join(_KNOWN_FIELDS)}"
         )
-    # `finetuned` was written by early YaRN exports and never read.
-    common = {"rope_type", "type", "rope_theta", "original_max_position_embeddings", "finetuned"}
+    known = _KNOWN_FIELDS[kind] | {"rope_theta", "original_max_position_embeddings"}
+    numbers: dict[str, Any] = {}
     for name, value in values.items():
-        if name == "partial_rotary_factor" and value in (None, 1, 1.0):
+        # `finetuned` was written by early YaRN exports and never read; null means the default.
+        if value is None or name in ("rope_type", "type", "finetuned"):
             continue
-        if name not in common | _KNOWN_FIELDS[kind] and value is not None:
+        if name == "partial_rotary_factor" and value == 1:
+            continue
+        if name not in known:
             raise config.unsupported(f"{field}.{name}", value, f"rope type {kind!r} has no such")
-    numbers = {
-        name: values[name]
-        for name in _KNOWN_FIELDS[kind] | {"rope_theta", "original_max_position_embeddings"}
-        if values.get(name) is not None  # null means the default
-    }
-    for name, value in numbers.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if name == "truncate":
-            is_number = isinstance(value, bool)
-        if not is_number or (name != "truncate" and not 0 < value < math.inf):
+            if not isinstance(value, bool):
+                raise ConfigError(
+                    f"{config.source}: {field}.{name} is {value!r}; it must be true or false"
+                )
+        elif not is_number or not 0 < value < math.inf:
             raise ConfigError(
                 f"{config.source}: {field}.{name} is {value!r}; it must be a positive number"
-                if name != "truncate"
-                else f"{config.source}: {field}.{name} is {value!r}; it must be true or false"
             )
+        numbers[name] = value
     theta = float(numbers.pop("rope_theta", theta))
     own_original = numbers.pop("original_max_position_embeddings", None)
     original = context
@@ -191,6 +184,8 @@ class Rotary:
         # Angles as transformers computes them, in float32; more only for float64 models.
         self._angle_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self._dtype = dtype
+        if device.type == "meta":
+            return  # never called, and torch takes seconds to import arithmetic for this device
         exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device)
         self._exponents = exponents.to(self._angle_dtype) / head_dim
         frequencies, self._scale = _frequencies(rope, head_dim, self._exponents)
@@ -258,12 +253,12 @@ def _frequencies(
 
 
 def _hope(rope: RopeParameters, dim: int, exponents: torch.Tensor) -> torch.Tensor:
-    """The first pairs of dimensions turn, from once a row to once in theta rows."""
+    """Only the first pairs of dimensions turn, with wavelengths from 1 to theta."""
     turning = min(max(round(rope.rotated_share * dim / 2), 1), dim // 2)
     index = torch.arange(dim // 2, dtype=exponents.dtype, device=exponents.device)
     base = rope.theta
     if not base:
-        # The slowest pair comes round once in the trained context.
+        # The slowest pair completes one turn in the trained context.
         base = (rope.original_context / (2 * math.pi)) ** (turning / max(turning - 1, 1))
     return torch.where(index < turning, base ** (-index / turning), 0)
 

@@ -32,7 +32,7 @@ class ModelSource:
     folder: Path | None = None
     gguf: GGUFFile | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """How a model without generation_config.json is to draw tokens."""
+    """Sampling parameters of a model that has no generation_config.json."""
 
     def eos_token_ids(self) -> frozenset[int]:
         """End tokens of generation_config.json and config.json, one or several each."""
@@ -49,11 +49,11 @@ class ModelSource:
         return frozenset(ids)
 
     def sampling_fields(self) -> dict[str, Any]:
-        """How the model's makers would have it draw tokens, as generation_config.json says."""
+        """Sampling parameters that generation_config.json recommends."""
         generation = self._generation() or self.sampling
         named = _SAMPLING if generation.get("do_sample") is not False else ("repetition_penalty",)
         given = {name: generation.get(name) for name in named}
-        if given.get("top_k") == 0:  # theirs for all tokens
+        if given.get("top_k") == 0:  # which means all tokens there
             del given["top_k"]
         return {name: value for name, value in given.items() if value is not None}
 

@@ -1,13 +1,11 @@
 """How a decoder is divided among ranks: each has whole kv heads with their query heads, a share of
 the MLP's width, and a share of the vocabulary.
 
-The vocabulary's shares are equal and the last ones are padded; nothing else can be padded without
-computing what nobody wants, so sizes that do not divide are refused.
+The vocabulary is padded to equal shares. Other sizes must be divisible: padding would cost compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from cairn.errors import ConfigError
@@ -26,7 +24,11 @@ def rank_spec(spec: DecoderSpec, tp_size: int) -> DecoderSpec:
     }
     for name, size in sizes.items():
         if size % tp_size:
-            possible = [n for n in range(1, dims.num_kv_heads + 1) if _divides(n, sizes.values())]
+            possible = [
+                n
+                for n in range(1, dims.num_kv_heads + 1)
+                if all(size % n == 0 for size in sizes.values())
+            ]
             raise ConfigError(
                 f"tp is {tp_size} and {spec.architecture} has {name} {size}, which cannot be "
                 f"divided by it; use tp={' or '.join(map(str, possible))}"
@@ -40,7 +42,3 @@ def rank_spec(spec: DecoderSpec, tp_size: int) -> DecoderSpec:
             intermediate_size=dims.intermediate_size // tp_size,
         ),
     )
-
-
-def _divides(n: int, sizes: Iterable[int]) -> bool:
-    return all(size % n == 0 for size in sizes)

@@ -13,9 +13,8 @@ from cairn.errors import ConfigError
 from cairn.models.spec import ModelSpec
 from cairn.sglang.hooks import missing_hooks
 from cairn.sglang.layers import describe
-from cairn.sglang.options import FIELD, read_plan
+from cairn.sglang.options import FIELD, read_plan, refuse_features
 from cairn.sglang.pool import adopt_pool
-from cairn.sglang.server import refuse_features
 from cairn.sglang.sparse import SparseAttention
 
 _log = logging.getLogger("cairn")
@@ -106,7 +105,3 @@ class CairnAttnBackend(AttentionBackend):
 
     def support_triton(self) -> bool:
         return self._req_to_token.device.type == "cuda"
-
-
-def make_backend(runner: Any) -> CairnAttnBackend:
-    return CairnAttnBackend(runner)

@@ -1,12 +1,12 @@
-"""Whether the plug-in is there, in this environment: SGLang itself goes on without it.
+"""Checks that SGLang has the plug-in, since SGLang starts without it if it fails.
 
-`cairn doctor --sglang` prints what is found here, and a test asserts it.
+`cairn doctor --sglang` prints the findings, and a test asserts them.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cairn.sglang.hooks import missing_hooks
@@ -25,7 +25,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Loads SGLang's plug-ins, as its server does, and looks at what they left behind."""
+    """Load SGLang's plug-ins, as its server does, and look for each part of ours."""
     try:
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -40,7 +40,7 @@ def examine() -> list[Finding]:
         load_plugins()
     except Exception as error:  # whatever SGLang raises here keeps it from serving at all
         return [*findings, Finding("plug-ins", f"SGLang cannot load them: {error!r}")]
-    return [*findings, *(_look(what, problem) for what, problem in _checks())]
+    return [*findings, *(_look(what, problem) for what, problem in _CHECKS.items())]
 
 
 def _entry_point() -> Finding:
@@ -63,17 +63,8 @@ def _look(what: str, problem: Callable[[], str | None]) -> Finding:
         return Finding(what, f"this SGLang is different: {error}")
 
 
-def _checks() -> Iterator[tuple[str, Callable[[], str | None]]]:
-    yield "registration", _registration
-    yield f"--attention-backend {NAME}", _choice
-    yield "backend", _backend
-    yield "model classes", _models
-    yield "model configs", _configs
-    yield "hooks", missing_hooks
-
-
 def _registration() -> str | None:
-    """Once more, so that what SGLang swallowed is seen."""
+    """Register again, to see the error that SGLang only logged."""
     from cairn.sglang.plugin import register
 
     try:
@@ -113,3 +104,14 @@ def _configs() -> str | None:
         if made != "cairn.sglang.hf_config":
             return f"{model_type} would be read by {made}"
     return None
+
+
+_CHECKS: dict[str, Callable[[], str | None]] = {
+    "registration": _registration,
+    f"--attention-backend {NAME}": _choice,
+    "backend": _backend,
+    "model classes": _models,
+    "model configs": _configs,
+    "hooks": missing_hooks,
+}
+"""What must be there -> what is wrong with it, None if nothing is."""

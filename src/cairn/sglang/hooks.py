@@ -1,7 +1,8 @@
-"""Places where stock SGLang takes Triton for granted.
+"""Replaces what stock SGLang does with Triton, where Triton cannot do it.
 
-Which backends can do without is a list of names there, and its page allocator has kernels for page
-sizes that are powers of two. On a CPU, and for the 63 tokens of a HiLS page, torch does the same.
+SGLang has a fixed list of the backends that work without Triton, and its page allocator has kernels
+for page sizes that are powers of two. On a CPU, and for the 63 tokens of a HiLS page, torch does
+the same.
 """
 
 from __future__ import annotations
@@ -72,27 +73,10 @@ def alloc_extend(
     *rest: Any,
     **named: Any,
 ) -> torch.Tensor | None:
+    given = (prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens)
     if _has_kernels(allocator):
-        return original(
-            allocator,
-            prefix_lens,
-            prefix_lens_cpu,
-            seq_lens,
-            seq_lens_cpu,
-            last_loc,
-            extend_num_tokens,
-            *rest,
-            **named,
-        )
-    size = allocator.page_size
-    needed = int((_pages(seq_lens_cpu, size) - _pages(prefix_lens_cpu, size)).sum())
-    if not _make_room(allocator, needed):
-        return None
-    slots = extend_slots(
-        prefix_lens, seq_lens, last_loc, allocator.free_pages, size, extend_num_tokens
-    )
-    allocator.free_pages = allocator.free_pages[needed:]
-    return slots
+        return original(allocator, *given, *rest, **named)
+    return _alloc(allocator, *given)
 
 
 def alloc_decode(
@@ -106,13 +90,27 @@ def alloc_decode(
 ) -> torch.Tensor | None:
     if _has_kernels(allocator):
         return original(allocator, seq_lens, seq_lens_cpu, last_loc, *rest, **named)
+    before, before_cpu = seq_lens - 1, seq_lens_cpu - 1
+    return _alloc(allocator, before, before_cpu, seq_lens, seq_lens_cpu, last_loc, len(seq_lens))
+
+
+def _alloc(
+    allocator: Any,
+    prefix_lens: torch.Tensor,
+    prefix_lens_cpu: torch.Tensor,
+    seq_lens: torch.Tensor,
+    seq_lens_cpu: torch.Tensor,
+    last_loc: torch.Tensor,
+    total: int,
+) -> torch.Tensor | None:
+    """Slots of the new tokens; None if there are too few free pages."""
     size = allocator.page_size
-    needed = int((seq_lens_cpu % size == (1 if size > 1 else 0)).sum())
-    if not _make_room(allocator, needed):
+    needed = int((_pages(seq_lens_cpu, size) - _pages(prefix_lens_cpu, size)).sum())
+    if needed > len(allocator.free_pages):
+        allocator.merge_and_sort_free()
+    if needed > len(allocator.free_pages):
         return None
-    slots = extend_slots(
-        seq_lens - 1, seq_lens, last_loc, allocator.free_pages, size, len(seq_lens)
-    )
+    slots = extend_slots(prefix_lens, seq_lens, last_loc, allocator.free_pages, size, total)
     allocator.free_pages = allocator.free_pages[needed:]
     return slots
 
@@ -149,9 +147,3 @@ def _pages(tokens: torch.Tensor, page_size: int) -> torch.Tensor:
 def _has_kernels(allocator: Any) -> bool:
     size = allocator.page_size
     return torch.device(allocator.device).type != "cpu" and size & (size - 1) == 0
-
-
-def _make_room(allocator: Any, pages: int) -> bool:
-    if pages > len(allocator.free_pages):
-        allocator.merge_and_sort_free()
-    return pages <= len(allocator.free_pages)

@@ -1,4 +1,4 @@
-"""What SGLang's own models are made of, as far as attention goes."""
+"""Describes SGLang's own models by their attention layers."""
 
 from __future__ import annotations
 

@@ -30,13 +30,13 @@ def _register() -> None:
     from sglang.srt.models.registry import ModelRegistry
     from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
 
-    from cairn.sglang.backend import make_backend
+    from cairn.sglang.backend import CairnAttnBackend
     from cairn.sglang.hf_config import register_configs
     from cairn.sglang.hooks import register_hooks
 
     register_configs()
     ModelRegistry.register(MODELS, overwrite=True, strict=True)
     register_hooks()
-    register_attention_backend(NAME)(make_backend)
+    register_attention_backend(NAME)(CairnAttnBackend)
     if NAME not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([NAME])

@@ -51,7 +51,8 @@ class RecordedSteps:
         self._no_prompt = empty(rows, dtype=torch.int32)
 
     def step(self, num_seqs: int) -> Step:
-        """Its host arrays say nothing: no backend that can be recorded reads them."""
+        """A decode step of `num_seqs` sequences. Its host arrays are made up: backends that can be
+        recorded do not read them."""
         rows = num_seqs * self._per_seq
         ones = np.ones(rows, dtype=np.int64)
         nowhere = np.zeros((rows, 1), dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Cairn's attention, put together for pages that somebody else hands out."""
+"""Cairn's sparse attention over pages that SGLang allocates."""
 
 from __future__ import annotations
 

@@ -38,11 +38,11 @@ class Step:
 
 
 class PageLives:
-    """Which life of a page its landmark belongs to.
+    """Counts how often each page was allocated, so that a landmark of an earlier life is not used.
 
-    SGLang tells nobody when it recycles a page. But the first row of a page is written once per
-    life, through the backend, and in stream order before anything reads the page: that write counts
-    the life. What was sealed in an earlier one no longer matches.
+    SGLang does not say when it recycles a page. But the first row of a page is written once per
+    life, through the backend, and in stream order before anything reads the page. That write raises
+    the count, and landmarks made before it no longer match.
     """
 
     def __init__(self, num_pages: int, device: torch.device) -> None:

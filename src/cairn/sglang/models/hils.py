@@ -20,8 +20,7 @@ from cairn.models.decoder import CausalLM
 from cairn.models.loader import build_model, write_tensors
 from cairn.sglang.backend import CairnAttnBackend
 from cairn.sglang.hf_config import HiLSConfig
-from cairn.sglang.options import refuse_overrides
-from cairn.sglang.server import refuse_features
+from cairn.sglang.options import refuse_features, refuse_overrides
 
 
 class HiLSForCausalLM(nn.Module):
