@@ -40,6 +40,10 @@ def load(folder: Path, **options: Any) -> LLM:
     return llm
 
 
+def no_model(config: object, factory: object) -> dict[str, str]:
+    return {}
+
+
 class Reference:
     """The whole sequence at once, without a cache."""
 
@@ -154,6 +158,7 @@ def test_two_ranks_share_every_expert(folder: Path) -> None:
         ("cairn", "architecture ToyMoeForCausalLM is not supported"),
         ("tests.models.toy_moe:make", "model_impl 'tests.models.toy_moe:make' cannot be imported"),
         ("no_such_module:build", "No module named 'no_such_module'"),
+        ("tests.models.test_toy_moe:no_model", "returns dict, which is no cairn.models.interface"),
     ],
 )
 def test_a_model_that_is_not_found_is_named(folder: Path, impl: str, message: str) -> None:

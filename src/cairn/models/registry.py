@@ -33,6 +33,11 @@ def build(config: ConfigReader, factory: Factory, impl: str = "cairn") -> Langua
     `impl` is the option model_impl: "cairn" for a model of this package, or "module:function".
     """
     model = _find(config, impl)(config, factory)
+    if not isinstance(model, LanguageModel):
+        raise ConfigError(
+            f"model_impl {impl!r} returns {type(model).__name__}, which is no "
+            "cairn.models.interface.LanguageModel"
+        )
     config.finish()
     return model
 
