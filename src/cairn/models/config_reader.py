@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 from cairn.errors import ConfigError
 
@@ -73,10 +73,6 @@ class ConfigReader:
             raise ConfigError(f"{self.source}: architectures must be a list with one name")
         return names[0]
 
-    @overload
-    def take(self, name: str, kind: type[T]) -> T: ...
-    @overload
-    def take(self, name: str, kind: type[T], default: T) -> T: ...
     def take(self, name: str, kind: type[T], default: T | None = None) -> T:
         """A field of the given type; null counts as absent, absent without default is an error."""
         value = self.take_optional(name, kind)
@@ -100,7 +96,7 @@ class ConfigReader:
         return value
 
     def take_positive(self, name: str, default: int | None = None) -> int:
-        value = self.take(name, int) if default is None else self.take(name, int, default)
+        value = self.take(name, int, default)
         if value < 1:
             raise ConfigError(f"{self.source}: {name} is {value}; it must be at least 1")
         return value

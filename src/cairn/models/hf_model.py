@@ -47,7 +47,7 @@ def load_transformers_model(
             "model_impl=transformers needs the transformers package: pip install 'cairn[hf]'"
         ) from error
     AttentionInterface.register(_NAME, _attention)
-    # Our function masks by itself: no mask is made.
+    # Our attention does the masking, so transformers need not make a mask.
     AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
     try:
         model = AutoModelForCausalLM.from_pretrained(

@@ -251,10 +251,10 @@ some inputs, and the ranks' results must be summed."""
 class Linear(Module):
     """x @ W.T + b, where W may be several checkpoint matrices stacked at load.
 
-    `parts` maps the name of each matrix to the rows of it that this rank has. They stand in the
-    checkpoint where the layer stands in the model: q_proj, k_proj, v_proj beside qkv_proj, o_proj
-    in its own place. Parts named in `whole` are on every rank, whatever `split` says; `total` rows
-    in the checkpoint may be fewer than all ranks have.
+    `parts` maps the name of each matrix to the number of its rows that this rank has. In a
+    checkpoint these names replace the last part of the module's name: q_proj, k_proj and v_proj for
+    qkv_proj. Parts named in `whole` are on every rank, whatever `split` says. `total` is the number
+    of rows in the checkpoint, which may be fewer than all ranks have.
 
     On a CPU W is kept as blocks of a few output columns, [blocks, in, out / blocks], and
     multiplied as one batched product: with few rows that runs at the speed of memory, which one

@@ -32,7 +32,7 @@ class Parallel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """One device has everything, and there is nobody to talk to.
+    """One device has the whole model, so nothing is exchanged.
 
     With a `size` above 1 it has the shapes of one rank among several, but cannot compute.
     """

@@ -18,7 +18,7 @@ _ALLOCATOR = f"{_CACHE}.allocator.paged.PagedTokenToKVPoolAllocator"
 
 
 def _hooks() -> dict[str, Callable[..., Any]]:
-    # Newer versions of SGLang have taken `common` apart.
+    # Newer versions of SGLang have split `common` into several modules.
     newer = find_spec(f"{_CACHE}.allocation") is not None
     return {
         "sglang.srt.utils.common.support_triton": support_triton,

@@ -30,8 +30,8 @@ def describe(
         for what, has in refused:
             if has(layer):
                 raise ConfigError(
-                    f"layer {layer.layer_id} of {architecture} has {what}, which hsa has not; use "
-                    "another --attention-backend"
+                    f"layer {layer.layer_id} of {architecture} has {what}, which hsa does not "
+                    "support; use another --attention-backend"
                 )
     shapes = {
         (layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim, layer.scaling)

@@ -1,8 +1,8 @@
 """SGLang's KV pool, laid out so that Cairn's kernels can read it.
 
-SGLang has a layout [pages, heads, rows, dim] of its own (`use_hnd`), keys and values apart. Cairn's
-has the values' heads behind the keys'. One tensor of each layer is both: SGLang's buffers become
-the two halves of Cairn's, and all that SGLang writes or moves by slot still ends up in its place.
+SGLang has a layout [pages, heads, rows, dim] (`use_hnd`), with one tensor for keys and one for
+values. Cairn's layout has the heads of values behind those of keys, in one tensor. So SGLang's two
+buffers become the two halves of Cairn's tensor, and SGLang still writes and moves slots in them.
 """
 
 from __future__ import annotations

@@ -28,12 +28,11 @@ class RecordedSteps:
         *,
         max_seqs: int,
         max_pages: int,
-        device: torch.device,
     ) -> None:
         self._geometry = geometry
         self._lives = lives
         self._num_groups = num_groups
-        self._device = device
+        self._device = device = lives.counts.device
         self._per_seq = 2 if geometry.has_landmark_row else 1
         rows = max_seqs * self._per_seq
 

@@ -85,7 +85,7 @@ class SparseAttention:
             dtype=dtype,
             device=device,
             groups=self._groups,
-            # In a recorded step the landmark row of a sequence counts as one by itself.
+            # In a recorded step the landmark row of a sequence counts as another sequence.
             max_seqs=max_seqs * (2 if geometry.has_landmark_row else 1),
             hides_landmark_rows=native is not None and native.hides_landmark_rows,
         )
@@ -152,7 +152,6 @@ class SparseAttention:
             len(self._groups),
             max_seqs=max_seqs,
             max_pages=self._max_pages,
-            device=self._lives.counts.device,
         )
 
     def begin_recording(self, num_seqs: int) -> None:

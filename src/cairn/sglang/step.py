@@ -1,8 +1,8 @@
 """From SGLang's batch to Cairn's: the rows of a step, and the page tables they read.
 
 SGLang counts tokens. Where a model ends each page with a landmark row, that row rides in the step
-of the page's last token: SGLang never sees it, its KV lies in the page behind the tokens, and page
-ids stay SGLang's own.
+of the page's last token. SGLang never sees it, its KV is in the page behind the tokens, and page
+ids are SGLang's.
 """
 
 from __future__ import annotations

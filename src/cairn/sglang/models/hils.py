@@ -35,7 +35,7 @@ class HiLSForCausalLM(nn.Module):
         model = build_model(config.reader(), torch.get_default_dtype(), device)
         assert isinstance(model, CausalLM)
         if model.spec.dynamic_rope_context is not None:
-            raise ConfigError("rope_scaling is dynamic, which hsa in SGLang has not")
+            raise ConfigError("rope_scaling is dynamic, which hsa does not support in SGLang")
         self.cairn = model
         self.cairn_spec = model.spec
         # SGLang finds weights as parameters; these are Cairn's own tensors.
