@@ -17,7 +17,7 @@ import torch
 
 from cairn.attention.attend import Attend
 from cairn.attention.backend import AttentionBackend, Graph, SparseBackend
-from cairn.attention.batch import to_device
+from cairn.attention.batch import AttentionBatch, to_device
 from cairn.engine.graphs import StepGraphs, most_decode_rows, recorded_sizes
 from cairn.engine.inputs import Draws, StepInputs
 from cairn.engine.logprobs import TokenLogprob, token_logprobs
