@@ -101,8 +101,8 @@ def poison_free_memory(
         sparse_group = sparse_group if of is None else of
         by_page_id += [*landmarks.vectors.values(), *landmarks.biases.values()]
     if engine.runner.tier is not None:
-        by_page_id += engine.runner.tier._host.layers.values()
-    for tensor in (*pool.layers.values(), *by_page_id):
+        by_page_id += engine.runner.tier._host.tensors()
+    for tensor in (*pool.tensors(), *by_page_id):
         tensor.fill_(float("nan"))
     for g, allocator in enumerate(cache.allocators):
         random.Random(g).shuffle(allocator._free)  # pages lie anywhere

@@ -14,6 +14,7 @@ from cairn.attention.torch_backend import TorchBackend
 from cairn.engine.inputs import StepInputs
 from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
+from cairn.memory.layout import CacheLayout
 
 CPU = torch.device("cpu")
 
@@ -55,10 +56,11 @@ def test_matches_attention_by_hand(
     """lengths: (new rows, rows in the cache with them) of each sequence."""
     torch.manual_seed(0)
     dim, windows = 8, [None, 33, 1]
-    groups = group_layers(windows)
+    layout = CacheLayout.of_heads(kv_heads, dim, torch.float64)
+    groups = group_layers(windows, [layout] * len(windows))
     pages_of = [-(-total // page_size) for _, total in lengths]
     num_pages = sum(pages_of) + 5
-    pool = KVPool(groups, [num_pages] * 3, page_size, kv_heads, dim, torch.float64, CPU)
+    pool = KVPool(groups, [num_pages] * 3, page_size, CPU)
     shape = AttentionShape(heads, kv_heads, dim, dim**-0.5, page_size, torch.float64, CPU, groups)
     backend = TorchBackend(shape, pool)
     query = torch.randn(sum(new for new, _ in lengths), heads, dim, dtype=torch.float64)
@@ -67,7 +69,7 @@ def test_matches_attention_by_hand(
 
     tables = []
     for group in groups:
-        pool.layers[group.layers[0]].fill_(float("nan"))
+        pool.part(group.layers[0]).fill_(float("nan"))
         free = (1 + torch.randperm(num_pages)).tolist()
         table = torch.zeros(len(lengths), max(pages_of), dtype=torch.int32)
         for s in range(len(lengths)):

@@ -186,8 +186,8 @@ def test_window_layers_hold_a_window_of_memory(tmp_path: Path) -> None:
         assert most <= 5
         pool = llm.engine.runner._pool
         assert window.total < full.total / 10
-        full_bytes = sum(pool.layers[layer].nbytes for layer in (1,))
-        window_bytes = sum(pool.layers[layer].nbytes for layer in (0, 2))
+        full_bytes = sum(pool.part(layer).nbytes for layer in (1,))
+        window_bytes = sum(pool.part(layer).nbytes for layer in (0, 2))
         assert window_bytes < full_bytes / 4
         llm.engine.scheduler.cache.tree.clear()
         llm.engine.scheduler.check()

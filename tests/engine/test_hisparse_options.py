@@ -13,8 +13,13 @@ from cairn import LLM
 from cairn.attention.hsa.backend import HSABackend
 from cairn.config import EngineConfig
 from cairn.engine.attention_options import AttentionPlan
-from cairn.engine.hisparse_options import HiSparseOptions, check_together, hisparse_options
-from cairn.engine.tier_sizes import TierCosts, TierSizes, size_tier, split_group
+from cairn.engine.hisparse_options import (
+    HiSparseOptions,
+    check_together,
+    hisparse_options,
+    split_group,
+)
+from cairn.engine.memory_plan import TierCosts, TierSizes, size_tier
 from cairn.errors import ConfigError
 from cairn.kernels.interface import MOST_HOT_SLOTS
 from cairn.memory.device_swap import SwapBytes

@@ -97,8 +97,7 @@ def test_pages_stay_on_the_device_while_there_are_frames(folder: Path) -> None:
     prompt, chunk, frames = tokens_of(480), 32, 14
     with tiered(folder, frames=frames, chunked_prefill_size=chunk) as llm:
         stage, engine = stage_of(llm), llm.engine
-        layers = tier_of(engine)._host.layers
-        page_bytes = sum(tensor[0].nbytes for tensor in layers.values())
+        page_bytes = tier_of(engine)._host.page_bytes
         request = submit(engine, prompt)
         while not request.num_output:
             before = stage.bytes_in

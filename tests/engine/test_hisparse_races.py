@@ -174,7 +174,10 @@ class _HoldsNothing(PagedCache):
     def _complete(self, pages: SequencePages, computed: int) -> None:
         assert self.copies is not None
         for index in range(pages.completed, self.geometry.complete_pages(computed)):
-            page, frame = pages.tables[self._ids][index], pages.tables[self._frames][index]
+            page, frame = (
+                pages.tables[self._page_group][index],
+                pages.tables[self._frame_group][index],
+            )
             self.copies._to_start.append(Transfer(page, frame))
             self.copies._backing[page] = frame
             pages.completed = index + 1

@@ -14,7 +14,7 @@ import pytest
 
 from cairn import LLM, SamplingParams
 from cairn.engine.engine import Engine
-from cairn.engine.tier_sizes import TierSizes, size_tier
+from cairn.engine.memory_plan import TierSizes, size_tier
 from tests.engine.lanes import tier_of
 from tests.helpers import TINY_HILS, TINY_LLAMA, TINY_OLMO3, poison_free_memory
 
@@ -58,12 +58,12 @@ def tiered(
     def sized(*args: Any, **named: Any) -> TierSizes:
         sizes = size_tier(*args, **named)
         num_pages = [*sizes.num_pages[:-1], frames]
-        num_pages[sizes.ids] = pages
+        num_pages[sizes.page_group] = pages
         running = options.get("max_running_requests", 4)
         return replace(sizes, num_pages=num_pages, hot_slots=hot, max_running_requests=running)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cairn.engine.build.size_tier", sized)
+        patch.setattr("cairn.engine.memory_plan.size_tier", sized)
         tier = {
             "enable_hisparse": True,
             "kv_cache_gib": 1.0,
@@ -82,7 +82,7 @@ def check(engine: Engine) -> None:
     if lane is not None and lane.ran < lane.end:
         return
     memory = engine.scheduler.cache
-    (ids,) = (allocator for g, allocator in enumerate(memory.allocators) if g == memory._ids)
+    (ids,) = (allocator for g, allocator in enumerate(memory.allocators) if g == memory._page_group)
     lives = [
         ids.generation(page) if ids.refcount(page) else -1 for page in range(ids.num_pages + 1)
     ]

@@ -20,6 +20,7 @@ from cairn.eval.recall import attach, compare, measure, query_places
 from cairn.eval.settings import Setting, make_settings
 from cairn.memory.groups import LayerGroup
 from cairn.memory.kv_pool import KVPool
+from cairn.memory.layout import CacheLayout
 from cairn.trace import LayerRead
 from tests.helpers import TINY_HILS, byte_tokenizer, tokens_of, write_model
 
@@ -126,10 +127,10 @@ def test_shares_of_a_batch_by_hand() -> None:
     """Two sequences on pages anywhere, landmark rows with keys that would take everything."""
     kv_heads, heads, dim, size, scale = 2, 4, 8, 4, 0.3
     generator = torch.Generator().manual_seed(0)
-    groups = (LayerGroup("full", (0,)),)
-    pool = KVPool(groups, [20], size, kv_heads, dim, torch.float64, torch.device("cpu"))
-    pool.layers[0].copy_(torch.randn(pool.layers[0].shape, generator=generator))
-    pool.layers[0][:, :, size - 1] = 1e3
+    groups = (LayerGroup("full", (0,), layout=CacheLayout.of_heads(kv_heads, dim, torch.float64)),)
+    pool = KVPool(groups, [20], size, torch.device("cpu"))
+    pool.part(0).copy_(torch.randn(pool.part(0).shape, generator=generator))
+    pool.part(0)[:, :, size - 1] = 1e3
     shape = AttentionShape(
         heads, kv_heads, dim, scale, size, torch.float64, torch.device("cpu"), groups
     )
@@ -152,7 +153,7 @@ def test_shares_of_a_batch_by_hand() -> None:
             weights: dict[int, float] = {}
             for place in range(record.cache_row + 1):
                 if place % size < size - 1:
-                    key = pool.layers[0][int(table[place // size]), head // 2, place % size]
+                    key = pool.part(0)[int(table[place // size]), head // 2, place % size]
                     weight = math.exp(scale * float(query[row, head] @ key))
                     weights[place // size] = weights.get(place // size, 0.0) + weight
             expected = [weight / sum(weights.values()) for weight in weights.values()]

@@ -12,6 +12,7 @@ from cairn.engine.inputs import StepInputs
 from cairn.kernels.reference import paged_attention
 from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
+from cairn.memory.layout import CacheLayout
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +37,8 @@ def test_backends_agree_with_the_reference(
     torch.manual_seed(0)
     num_heads, kv_heads, dim = heads
     lengths = BATCHES[batch]
-    groups = group_layers([None, 100])
+    layout = CacheLayout.of_heads(kv_heads, dim, torch.bfloat16)
+    groups = group_layers([None, 100], [layout] * 2)
     new, total = (np.array(values) for values in zip(*lengths, strict=True))
     shape = AttentionShape(
         num_heads, kv_heads, dim, dim**-0.5, page_size, torch.bfloat16, device, groups, len(new)
@@ -46,14 +48,14 @@ def test_backends_agree_with_the_reference(
         pytest.skip(reason)
     counts = -(-total // page_size)
     pages = int(counts.sum()) + 3
-    pool = KVPool(groups, [pages] * 2, page_size, kv_heads, dim, torch.bfloat16, device)
+    pool = KVPool(groups, [pages] * 2, page_size, device)
     order = 1 + np.random.default_rng(0).permutation(pages)
     table = np.zeros((len(new), int(counts.max())), dtype=np.int32)
     used = 0
     for s, count in enumerate(counts):
         table[s, :count] = order[used : used + count]
         used += count
-    for tensor in pool.layers.values():
+    for tensor in pool.tensors():
         tensor.normal_()
     inputs = StepInputs.made_up(page_size, new, total, [table] * len(groups))
     step = inputs.send(device, True).batch
@@ -65,7 +67,7 @@ def test_backends_agree_with_the_reference(
         out = attention.forward(layer, query, metadata).float()
         expected, _ = paged_attention(
             query,
-            pool.layers[layer],
+            pool.part(layer),
             to_device(table, device),
             total.tolist(),
             new.tolist(),

@@ -15,7 +15,9 @@ from cairn.engine.plan import StepPlan
 from cairn.engine.runner import InFlight
 from cairn.memory import prompt_stage
 from cairn.memory.copies import Transfer
+from cairn.memory.groups import LayerGroup
 from cairn.memory.host_pool import HostPool
+from cairn.memory.layout import CacheLayout
 from cairn.memory.movers import StreamMover
 from cairn.memory.pinned import CudaRegistry
 from cairn.memory.prompt_stage import StagedStep
@@ -188,7 +190,7 @@ def delay(llm: LLM, place: str) -> None:
     if place == "steps":
         llm.engine.runner.launch = lagging  # type: ignore[method-assign]
     # What nobody owns holds something else: numbers, since NaN might be drawn as no token at all.
-    for tensor in (*pool.layers.values(), *tier._host.layers.values()):
+    for tensor in (*pool.tensors(), *tier._host.tensors()):
         tensor.fill_(3.0)
     for g, allocator in enumerate(cache.allocators):
 
@@ -202,9 +204,10 @@ def delay(llm: LLM, place: str) -> None:
 def test_host_memory_is_registered_and_given_back() -> None:
     registry = CudaRegistry(CUDA)
     for _ in range(2):
-        host = HostPool((0, 1), 3, 16, 2, 16, torch.bfloat16, device=CUDA)
-        assert all(tensor.is_pinned() for tensor in host.layers.values())
-        tensor = host.layers[1]
+        layout = CacheLayout.of_heads(2, 16, torch.bfloat16)
+        host = HostPool(LayerGroup("kv", (0, 1), layout=layout), 3, 16, device=CUDA)
+        assert all(tensor.is_pinned() for tensor in host.tensors())
+        tensor = host.part(1)
         assert registry.register(tensor.data_ptr(), tensor.nbytes) is not None  # once is enough
         # Nobody else is blamed for that.
         assert torch.arange(5, device=CUDA).sum().item() == 10
@@ -214,7 +217,7 @@ def test_host_memory_is_registered_and_given_back() -> None:
 
 def test_the_engine_gives_host_memory_back(folders: dict[str, Path]) -> None:
     with tiered(folders["many"], frames=28, hot=48, **OPTIONS) as llm:
-        tensors = list(tier_of(llm.engine)._host.layers.values())
+        tensors = tier_of(llm.engine)._host.tensors()
         assert all(tensor.is_pinned() for tensor in tensors)
         llm.generate(PROMPTS[0], max_tokens=4)
     assert not any(tensor.is_pinned() for tensor in tensors)

@@ -17,6 +17,7 @@ from cairn.engine.inputs import StepInputs
 from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.landmarks import LandmarkPool, LandmarkShape
+from cairn.memory.layout import CacheLayout
 from cairn.sparsity.config import ALL_ROWS, SparseConfig
 from cairn.sparsity.policy import Landmark, Policy, PolicyShape
 from cairn.sparsity.quest import QuestPolicy
@@ -72,7 +73,8 @@ def run(case: Case, device: torch.device, *, kernels: bool, seed: int = 0) -> Re
     new, total = np.array(case.new), np.array(case.total)
     counts = -(-total // case.page_size)
     pages = int(counts.sum()) + 4
-    groups = group_layers([None])
+    layout = CacheLayout.of_heads(case.kv_heads, case.dim, case.dtype)
+    groups = group_layers([None], [layout])
     scale = case.dim**-0.5
     shape = AttentionShape(
         case.heads,
@@ -100,12 +102,12 @@ def run(case: Case, device: torch.device, *, kernels: bool, seed: int = 0) -> Re
         dense_below=case.options.get("dense_below", 0),
         dense_prompt_below=case.options.get("dense_prompt_below", 0),
     )
-    pool = KVPool(groups, [pages], case.page_size, case.kv_heads, case.dim, case.dtype, device)
+    pool = KVPool(groups, [pages], case.page_size, device)
     landmark_shape = LandmarkShape(
         (0,), policy.landmark_heads, policy.landmark_width, policy.has_bias, case.dtype
     )
     landmarks = LandmarkPool(landmark_shape, pages, device)
-    for tensor in (pool.layers[0], *landmarks.vectors.values(), *landmarks.biases.values()):
+    for tensor in (pool.part(0), *landmarks.vectors.values(), *landmarks.biases.values()):
         tensor.fill_(NAN)
     order = 1 + np.random.default_rng(seed).permutation(pages)
     table = np.zeros((len(new), int(counts.max())), dtype=np.int32)
@@ -118,8 +120,8 @@ def run(case: Case, device: torch.device, *, kernels: bool, seed: int = 0) -> Re
             held = rows[:, i * case.page_size : (i + 1) * case.page_size].to(device)
             # The reference multiplies what it masks; the kernels do not touch it.
             beyond = NAN if kernels and not config.reads_densely else 0
-            pool.layers[0][int(table[s, i])] = beyond
-            pool.layers[0][int(table[s, i]), :, : held.shape[1]] = held
+            pool.part(0)[int(table[s, i])] = beyond
+            pool.part(0)[int(table[s, i]), :, : held.shape[1]] = held
         sealed = table[s, : past[s] // case.page_size].astype(np.int64)
         prior = torch.randn(len(sealed), case.heads, case.dim).to(case.dtype).to(device)
         if len(sealed):
@@ -148,10 +150,10 @@ def run(case: Case, device: torch.device, *, kernels: bool, seed: int = 0) -> Re
     size = (int(new.sum()), case.heads, case.dim)
     query, scores_with = (torch.randn(size).to(case.dtype).to(device) for _ in range(2))
     scoring = Scoring(scores_with, scores_with) if native else None
-    contents = pool.layers[0].clone()
+    contents = pool.part(0).clone()
     backend.launching(batch, None)
     metadata = backend.prepare(batch)
-    pool.layers[0].copy_(contents)  # the step's rows are written after it was prepared
+    pool.part(0).copy_(contents)  # the step's rows are written after it was prepared
     backend.begin(metadata)
     out = backend.forward(0, query, metadata, scoring)
     told = {row: backend.selections(metadata, row)[0] for row in case.traced}

@@ -22,6 +22,7 @@ from cairn.memory.groups import LayerGroup
 from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.memory.host_pool import HostPool
 from cairn.memory.kv_pool import KVPool
+from cairn.memory.layout import CacheLayout
 
 SHAPES = [(2, 1, 3, 12), (1, 4, 2, 8), (3, 5, 7, 40), (8, 16, 32, 600)]
 """kv heads, sequences, pages each selects, hot slots."""
@@ -47,16 +48,16 @@ def check(
     `page`: its rows and their width."""
     torch.manual_seed(seqs)
     width, frames, num_pages, (size, dim) = 3 * topk + 5, 6, 4 * slots, page
-    groups = [LayerGroup("full", ()), LayerGroup("resident", (0,), 8, copy_of=0)]
+    layout = CacheLayout.of_heads(kv_heads, dim, dtype)
+    groups = [LayerGroup("full", ()), LayerGroup("resident", (0,), 8, 0, layout)]
     cpu = torch.device("cpu")
     pools = [
-        KVPool(groups, [num_pages, frames], size, kv_heads, dim, dtype, where, hot_slots=slots)
-        for where in (cpu, device)
+        KVPool(groups, [num_pages, frames], size, where, hot_slots=slots) for where in (cpu, device)
     ]
-    host = HostPool((0,), num_pages, size, kv_heads, dim, dtype, device=device)
-    host.layers[0].copy_(torch.randn(host.layers[0].shape))
+    host = HostPool(groups[1], num_pages, size, device=device)
+    host.part(0).copy_(torch.randn(host.part(0).shape))
     for pool in pools:
-        pool.layers[0].fill_(float("nan"))
+        pool.part(0).fill_(float("nan"))
     oracle = HiSparseCoordinator(
         pools[0], host, num_frames=frames, hot_slots=slots, asynchronous=False
     )
@@ -89,10 +90,10 @@ def check(
             oracle._frame_of.to(device),
             frames + 1,
         )
-        on_device = pools[1].layers[0]
+        on_device = pools[1].part(0)
         copy_missed(
             scratch.misses,
-            host.layers[0],
+            host.part(0),
             on_device,
             frames + 1,
             arrived=hot.arrived,
@@ -117,8 +118,8 @@ def check(
         stats = oracle.stats
         assert scratch.totals.tolist() == [stats.resident, stats.hits, stats.misses, 0]
         assert torch.equal(
-            pools[1].layers[0][frames + 1 :].cpu().nan_to_num(7),
-            pools[0].layers[0][frames + 1 :].nan_to_num(7),
+            pools[1].part(0)[frames + 1 :].cpu().nan_to_num(7),
+            pools[0].part(0)[frames + 1 :].nan_to_num(7),
         )
     assert oracle.stats.misses > 0 and oracle.stats.hits > 0
     assert hot.used.max() < LATE
@@ -135,10 +136,11 @@ def check_stage(
     """Every entry is told where its page is, each page is staged once, and its bytes are there."""
     torch.manual_seed(blocks)
     num_pages, frames, size, dim = 60, 20, 4, 6
-    groups = [LayerGroup("full", ()), LayerGroup("resident", (0, 1), 8, copy_of=0)]
-    pool = KVPool(groups, [num_pages, frames], size, kv_heads, dim, dtype, device, hot_slots=4)
-    host = HostPool((0, 1), num_pages, size, kv_heads, dim, dtype, device=device)
-    for tensor in host.layers.values():
+    layout = CacheLayout.of_heads(kv_heads, dim, dtype)
+    groups = [LayerGroup("full", ()), LayerGroup("resident", (0, 1), 8, 0, layout)]
+    pool = KVPool(groups, [num_pages, frames], size, device, hot_slots=4)
+    host = HostPool(groups[1], num_pages, size, device=device)
+    for tensor in host.tensors():
         tensor.copy_(torch.randn(tensor.shape))
     frame_of = torch.zeros(num_pages + 1, dtype=torch.int32, device=device)
     swap = DeviceSwap(
@@ -171,7 +173,7 @@ def check_stage(
                 assert torch.equal(now[then >= 0], then[then >= 0])
                 ids = pages[block, head, :count].cpu()[then < 0].long()
                 for half in (head, kv_heads + head):
-                    there = host.layers[layer][ids, half]
+                    there = host.part(layer)[ids, half]
                     assert torch.equal(swap.stage.cpu()[-1 - now[then < 0], half], there)
         assert swap.totals == [0, 0, 0, totals]
     frame_of[1:] = torch.arange(1, num_pages + 1, device=device)
@@ -186,12 +188,14 @@ def check_pages(device: torch.device, dtype: torch.dtype) -> None:
     """Whole pages of all layers go where they should, both ways, and nowhere else."""
     torch.manual_seed(0)
     layers = (3, 1, 2)
-    host = HostPool(layers, 8, 5, 2, 6, dtype, device=device)
-    for tensor in host.layers.values():
+    host = HostPool(
+        LayerGroup("kv", layers, layout=CacheLayout.of_heads(2, 6, dtype)), 8, 5, device=device
+    )
+    for tensor in host.tensors():
         tensor.copy_(torch.randn(tensor.shape))
-    there = {layer: tensor.clone() for layer, tensor in host.layers.items()}
+    there = {layer: host.part(layer).clone() for layer in host.layers}
     here = {layer: torch.zeros(6, 4, 5, 6, dtype=dtype, device=device) for layer in host.layers}
-    on_host = LayerMemory.of(host.layers.values(), device)
+    on_host = LayerMemory.of(host.tensors(), device)
     on_device = LayerMemory.of(here.values(), device)
     pages, frames = torch.tensor([7, 2, 5], device=device), torch.tensor([1, 5, 2], device=device)
     copy_pages(on_host, on_device, pages, frames)
@@ -205,5 +209,5 @@ def check_pages(device: torch.device, dtype: torch.dtype) -> None:
         torch.cuda.synchronize()
     for layer in layers:
         there[layer][[7, 2, 5]] = here[layer].cpu()[[1, 5, 2]]
-        assert torch.equal(host.layers[layer], there[layer])
+        assert torch.equal(host.part(layer), there[layer])
     host.close()

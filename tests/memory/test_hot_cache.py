@@ -17,6 +17,7 @@ from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.memory.host_pool import HostPool
 from cairn.memory.hot_cache import HotCache
 from cairn.memory.kv_pool import KVPool
+from cairn.memory.layout import CacheLayout
 
 CPU = torch.device("cpu")
 
@@ -110,10 +111,11 @@ HEADS, SIZE, DIM = 2, 4, 3
 
 
 def make(pages: int, frames: int, hot: int) -> tuple[HiSparseCoordinator, HostPool, KVPool]:
-    groups = [LayerGroup("full", ()), LayerGroup("resident", (0, 5), 8, copy_of=0)]
-    pool = KVPool(groups, [pages, frames], SIZE, HEADS, DIM, torch.float32, CPU, hot_slots=hot)
-    host = HostPool((0, 5), pages, SIZE, HEADS, DIM, torch.float32, device=CPU)
-    for tensor in (*pool.layers.values(), *host.layers.values()):
+    layout = CacheLayout.of_heads(HEADS, DIM, torch.float32)
+    groups = [LayerGroup("full", ()), LayerGroup("resident", (0, 5), 8, 0, layout)]
+    pool = KVPool(groups, [pages, frames], SIZE, CPU, hot_slots=hot)
+    host = HostPool(groups[1], pages, SIZE, device=CPU)
+    for tensor in (*pool.tensors(), *host.tensors()):
         tensor.fill_(float("nan"))
     tier = HiSparseCoordinator(pool, host, num_frames=frames, hot_slots=hot, asynchronous=False)
     return tier, host, pool
@@ -122,7 +124,8 @@ def make(pages: int, frames: int, hot: int) -> tuple[HiSparseCoordinator, HostPo
 @given(data=st.data())
 def test_what_is_read_is_what_the_host_has(data: st.DataObject) -> None:
     tier, host, pool = make(pages=12, frames=3, hot=4)
-    for layer, tensor in host.layers.items():
+    for layer in host.layers:
+        tensor = host.part(layer)
         tensor[1:] = torch.randn(tensor[1:].shape) + layer
     frames = {
         page: i + 1 for i, page in enumerate(data.draw(st.sets(st.integers(1, 12), max_size=3)))
@@ -150,20 +153,18 @@ def test_what_is_read_is_what_the_host_has(data: st.DataObject) -> None:
                     assert at == 0
                     continue
                 for place in (head, head + HEADS):
-                    assert torch.equal(
-                        pool.layers[layer][at, place], host.layers[layer][page, place]
-                    )
+                    assert torch.equal(pool.part(layer)[at, place], host.part(layer)[page, place])
         assert covered == rows
     assert tier.check([1] * 13) == []
 
 
 def test_backups_go_out_and_counters_tell() -> None:
     tier, host, pool = make(pages=4, frames=2, hot=2)
-    pool.layers[0][1], pool.layers[5][1] = 1.0, 5.0
+    pool.part(0)[1], pool.part(5)[1] = 1.0, 5.0
     tier.begin_step(CopyEdits((Transfer(3, 1),)))
     tier.back_up([Transfer(3, 1)])
     assert tier.poll() == [Transfer(3, 1)] and tier.wait() == []
-    assert (host.layers[0][3] == 1).all() and (host.layers[5][3] == 5).all()
+    assert (host.part(0)[3] == 1).all() and (host.part(5)[3] == 5).all()
     size = 2 * HEADS * SIZE * DIM * 4
     assert tier.stats.bytes_out == 2 * size
     pages = torch.tensor([[[3], [-1]]])
@@ -175,7 +176,7 @@ def test_backups_go_out_and_counters_tell() -> None:
     assert (tier.stats.resident, tier.stats.hits, tier.stats.misses) == (1, 1, 1)
     assert tier.stats.bytes_in == size // HEADS
     tier.begin_step(CopyEdits((Transfer(3, 2),), (Transfer(3, 2),)))
-    assert (pool.layers[5][2] == 5).all()
+    assert (pool.part(5)[2] == 5).all()
     assert tier.stats.bytes_in == size // HEADS + 2 * size
 
 

@@ -19,6 +19,7 @@ from cairn.memory import prompt_stage
 from cairn.memory.groups import LayerGroup
 from cairn.memory.host_pool import HostPool
 from cairn.memory.kv_pool import KVPool
+from cairn.memory.layout import CacheLayout
 from cairn.memory.prompt_stage import PromptStage, StagedStep, consecutive
 
 CPU = torch.device("cpu")
@@ -108,10 +109,11 @@ class Device:
 def read_layers(device: Device, prefers: float) -> bool:
     """Launch a step over all layers; whether attention found every page when it ran."""
     layers = tuple(range(LAYERS))
-    groups = [LayerGroup("resident", layers, 16, copy_of=0)]
-    pool = KVPool(groups, [FRAMES], 4, 1, 2, torch.float64, CPU)
-    host = HostPool(layers, PAGES, 4, 1, 2, torch.float64, device=CPU)
-    for tensor in (*pool.layers.values(), *host.layers.values()):
+    layout = CacheLayout.of_heads(1, 2, torch.float64)
+    groups = [LayerGroup("resident", layers, 16, 0, layout)]
+    pool = KVPool(groups, [FRAMES], 4, CPU)
+    host = HostPool(groups[0], PAGES, 4, device=CPU)
+    for tensor in (*pool.tensors(), *host.tensors()):
         tensor.normal_()
     frames = np.zeros(PAGES + 1, dtype=np.int32)
     frames[[3, 7, 12]] = [4, 1, 6]
@@ -126,23 +128,21 @@ def read_layers(device: Device, prefers: float) -> bool:
     step: StagedStep = stage.step([(layer, staged) for layer in layers], ahead=True)
     stage.begin(step)
     for layer in layers:
-        new = torch.randn_like(pool.layers[layer][6])  # the step writes page 12
-        device.launch(partial(pool.layers[layer][6].copy_, new))
+        new = torch.randn_like(pool.part(layer)[6])  # the step writes page 12
+        device.launch(partial(pool.part(layer)[6].copy_, new))
         stage.fill(step)
-        here = [
-            pool.layers[layer][f] if f else host.layers[layer][p] for p, f in _where(pages, frames)
-        ]
-        buffer = stage.layers[layer]
+        here = [pool.part(layer)[f] if f else host.part(layer)[p] for p, f in _where(pages, frames)]
+        buffer = stage.part(layer)
 
         def attend(buffer: torch.Tensor = buffer, here: list[torch.Tensor] = here) -> None:
             found.append(torch.equal(buffer[torch.from_numpy(places)], torch.stack(here)))
 
         device.launch(attend)
         stage.release(step)
-    assert not stage.layers and step.read == LAYERS
+    assert not stage._staged and step.read == LAYERS
     device.run(prefers, random.Random(1))
     assert len(found) == LAYERS
-    assert stage.bytes_in == LAYERS * 3 * host.layers[0][0].nbytes
+    assert stage.bytes_in == LAYERS * 3 * host.part(0)[0].nbytes
     return all(found)
 
 

@@ -14,13 +14,15 @@ import pytest
 
 @pytest.fixture(scope="package", autouse=True)
 def quick_start() -> Iterator[None]:
-    multiprocessing.set_forkserver_preload(["cairn.engine.rank_process", "tests.parallel.ranks"])
+    multiprocessing.set_forkserver_preload(
+        ["cairn.engine.parallel.rank_process", "tests.parallel.ranks"]
+    )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cairn.engine.ranks._START_METHOD", "forkserver")
+        patch.setattr("cairn.engine.parallel.ranks._START_METHOD", "forkserver")
         yield
 
 
 @pytest.fixture
 def spawned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks are started as they are everywhere else."""
-    monkeypatch.setattr("cairn.engine.ranks._START_METHOD", "spawn")
+    monkeypatch.setattr("cairn.engine.parallel.ranks._START_METHOD", "spawn")

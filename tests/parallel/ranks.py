@@ -10,7 +10,7 @@ import torch
 
 from cairn import LLM
 from cairn.engine.engine import Engine
-from cairn.engine.lead_runner import LeadRunner
+from cairn.engine.parallel.lead_runner import LeadRunner
 from cairn.sparsity.mean import MeanPolicy
 from cairn.sparsity.policy import Landmark
 from tests.engine.tiered import PAGE

@@ -92,8 +92,8 @@ def test_a_rank_that_is_killed_while_idle_is_noticed(folder: Path) -> None:
 
 
 def test_a_stuck_rank_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cairn.engine.rank_group.PATIENCE", timedelta(seconds=3))
-    monkeypatch.setattr("cairn.engine.ranks._CAUSE_SECONDS", 0.1)
+    monkeypatch.setattr("cairn.engine.parallel.rank_group.PATIENCE", timedelta(seconds=3))
+    monkeypatch.setattr("cairn.engine.parallel.ranks._CAUSE_SECONDS", 0.1)
 
     def generate(llm: LLM) -> None:
         llm.generate(tokens_of(8), max_tokens=2)

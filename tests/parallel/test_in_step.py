@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cairn import LLM, SamplingParams
-from cairn.engine.pool_sizes import size_pools
+from cairn.engine.memory_plan import size_pools
 from cairn.engine.request import Request
 from cairn.errors import RankError
 from cairn.memory.copies import Transfer
@@ -59,7 +59,7 @@ def scarce(folder: Path, pages: int, **options: Any) -> LLM:
         return [min(count, pages) for count in size_pools(*args)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cairn.engine.build.size_pools", sized)
+        patch.setattr("cairn.engine.memory_plan.size_pools", sized)
         return load(folder, 2, **options)
 
 

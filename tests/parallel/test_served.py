@@ -36,6 +36,7 @@ def test_a_server_on_two_ranks(tmp_path: Path) -> None:
             return text
 
         assert ask() == expected
+        assert httpx.get(f"{server.url}/server_info").json()["tp_size"] == 2
         engine = server.engine_pid()
         (rank,) = ranks_of(engine)
         os.kill(rank, signal.SIGKILL)

@@ -9,7 +9,7 @@ import torch
 
 from cairn.attention.batch import Scoring
 from cairn.memory.geometry import PageGeometry
-from cairn.models.spec import ModelSpec, NativeSparsity
+from cairn.models.spec import AttentionSpec, ModelSpec, NativeSparsity
 from cairn.sglang.options import read_plan
 from cairn.sglang.sparse import SparseAttention, make_pool
 from tests.sglang.pages import Pages, Running
@@ -26,11 +26,10 @@ def spec_of(chunk_size: int | None, window: int, kv_heads: int) -> ModelSpec:
     return ModelSpec(
         architecture="Test",
         vocab_size=VOCAB,
-        num_heads=2 * kv_heads,
-        num_kv_heads=kv_heads,
-        head_dim=DIM,
-        scale=DIM**-0.5,
-        windows=(None if native is None else 21, None),
+        layers=tuple(
+            AttentionSpec(2 * kv_heads, kv_heads, DIM, DIM**-0.5, window)
+            for window in (None if native is None else 21, None)
+        ),
         context_length=4096,
         sparsity=native,
     )
@@ -55,7 +54,7 @@ class Lane:
         self.rng = random.Random(seed)
         generator = torch.Generator().manual_seed(seed)
         # By layer, token, position: query, key, value and scoring query side by side.
-        width = 2 * self.spec.num_heads + 2 * kv_heads
+        width = 2 * self.spec.layers[0].num_heads + 2 * kv_heads
         shape = (LAYERS, VOCAB + 1, 1024, width, DIM)
         self._contents = torch.randn(shape, generator=generator, dtype=dtype)
         self.attention, self.geometry = self._attention(num_pages, interpreted)
@@ -119,7 +118,7 @@ class Lane:
         step = attention.step
         assert step is not None
         ids = step.token_ids(tokens, LANDMARK)
-        heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
+        heads, kv_heads = self.spec.layers[0].num_heads, self.spec.layers[0].num_kv_heads
         native = self.spec.sparsity
         outputs = []
         for layer in range(LAYERS):

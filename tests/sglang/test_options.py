@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cairn.errors import ConfigError
+from cairn.models.spec import AttentionSpec
 from cairn.sglang.layers import describe
 from cairn.sglang.options import option_names, read_plan, refuse_features, refuse_overrides
 from tests.sglang.lanes import spec_of
@@ -107,7 +108,7 @@ def layer(layer_id: int, **changed: Any) -> SimpleNamespace:
 
 def test_a_model_is_described_by_its_attention_layers() -> None:
     spec = describe([layer(1), layer(0)], "Llama", 61, 512)
-    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.scale) == (4, 2, 16, 0.25)
+    assert spec.layers == (AttentionSpec(4, 2, 16, 0.25),) * 2
     assert spec.windows == (None, None) and spec.sparsity is None
 
 

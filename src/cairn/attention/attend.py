@@ -54,7 +54,7 @@ class Attend:
         from cairn.kernels.rope_kv import rope_kv
 
         q_weight, k_weight, eps = (None, None, 0.0) if norm is None else norm
-        pool, places = self._pool.layers[layer], self._places(layer)
+        pool, places = self._pool.part(layer), self._places(layer)
         return rope_kv(qkv, *cos_sin, q_weight, k_weight, eps, pool, *places, heads, scoring)
 
     def forward(

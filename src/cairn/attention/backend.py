@@ -19,6 +19,7 @@ from cairn.memory.groups import LayerGroup
 from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.landmarks import LandmarkPool
+from cairn.memory.layout import KV
 from cairn.sparsity.config import SparseConfig
 from cairn.sparsity.registry import import_class
 from cairn.sparsity.selection import Selection
@@ -40,6 +41,9 @@ class AttentionShape:
     """Most sequences of a step; in a recorded decode step every row counts as one."""
     hides_landmark_rows: bool = False
     """The last row of a page is a landmark row that dense layers do not see."""
+    scales: tuple[float, ...] = ()
+    """By layer, where layers differ in heads, head size or scale; the numbers above are then those
+    of one kind of layer."""
 
 
 class Graph(NamedTuple):
@@ -120,8 +124,12 @@ class DenseBackend(Backend):
     head_dims: ClassVar[tuple[int, ...] | None] = None  # None for any
     keeps_one_plan: ClassVar[bool] = False
     """A second `prepare` for a layer group makes the first one's metadata invalid."""
+    serves_mixed_layers: ClassVar[bool] = False
+    """Layers may differ in heads, head size and scale."""
     hides_rows: ClassVar[bool] = False
     """Can leave landmark rows out."""
+    reads: ClassVar[tuple[str, ...]] = (KV,)
+    """Parts of the cache that it needs in every layer."""
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
         self._shape = shape
@@ -133,6 +141,12 @@ class DenseBackend(Backend):
         if shape.dtype not in cls.dtypes:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in cls.dtypes)
             return f"the type is {str(shape.dtype).removeprefix('torch.')}; it has {names}"
+        if shape.scales and not cls.serves_mixed_layers:
+            return "layers differ in heads, head size or scale, and it serves one kind"
+        for group in shape.groups:
+            kept = [part.name for part in group.layout.parts]
+            if group.layers and not set(cls.reads) <= set(kept):
+                return f"layers keep {', '.join(kept)}; it reads {', '.join(cls.reads)}"
         if cls.head_dims is not None and shape.head_dim not in cls.head_dims:
             sizes = ", ".join(map(str, cls.head_dims))
             return f"heads have size {shape.head_dim}; it has {sizes}"

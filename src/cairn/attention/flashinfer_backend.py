@@ -11,6 +11,7 @@ import torch
 from cairn.attention.backend import AttentionShape, DenseBackend, missing_module
 from cairn.attention.batch import AttentionBatch
 from cairn.memory.kv_pool import KVPool
+from cairn.memory.layout import KV
 
 _WORKSPACE = 256 * 2**20
 
@@ -59,7 +60,7 @@ class FlashInferBackend(DenseBackend):
                 "sm_scale": shape.scale,
                 "window_left": -1 if group.window is None else group.window - 1,
                 "q_data_type": shape.dtype,
-                "kv_data_type": shape.dtype,
+                "kv_data_type": group.layout.part(KV).dtype,
             }
             heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim, size)
             if batch.decodes:
@@ -72,7 +73,7 @@ class FlashInferBackend(DenseBackend):
         return wrappers
 
     def attend(self, layer: int, query: torch.Tensor, metadata: list[Any]) -> torch.Tensor:
-        pool = self._pool.layers[layer]
+        pool = self._pool.part(layer)
         # [pages, 2, kv_heads, page_size, dim]
         paired = pool.view(pool.shape[0], 2, -1, *pool.shape[2:])
         wrapper = metadata[self._pool.group_of[layer]]

@@ -88,10 +88,9 @@ class SglKernelBackend(DenseBackend):
         return None if mixed and self._pays_to_gather(batch) else Graph("dense", mixed)
 
     def _pays_to_gather(self, batch: AttentionBatch) -> bool:
-        shape = self._shape
         if _TILE % batch.page_size or batch.page_size == _TILE:
             return False
-        row_bytes = 2 * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize
+        row_bytes = max(group.layout.page_bytes(1) for group in self._shape.groups)
         cached = int(batch.kv_lens.sum())
         if cached * row_bytes > _MOST_GATHERED:
             return False
@@ -123,7 +122,7 @@ class SglKernelBackend(DenseBackend):
         """Keys, values [large pages, _TILE, kv_heads, dim] and the page table."""
         from cairn.kernels.gather_pages import gather_pages
 
-        pool = self._pool.layers[layer]
+        pool = self._pool.part(layer)
         ratio = _TILE // pool.shape[2]
         size = (len(gathered.pages) // ratio, pool.shape[1], _TILE, pool.shape[3])
         large = gathered.workspace.take("pages", *size, dtype=pool.dtype)

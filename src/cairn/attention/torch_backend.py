@@ -19,6 +19,7 @@ from cairn.attention.backend import DenseBackend
 from cairn.attention.batch import AttentionBatch, to_device
 from cairn.attention.clearing import clear_begun_pages
 from cairn.memory.groups import LayerGroup
+from cairn.memory.layout import KV
 
 _QUERY_BLOCK = 128  # bounds the mask and what a causal block reads in vain
 
@@ -70,6 +71,7 @@ class TorchBackend(DenseBackend):
     name = "torch"
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
     hides_rows = True
+    serves_mixed_layers = True
 
     # -- once per step ------------------------------------------------------------------------
 
@@ -117,7 +119,7 @@ class TorchBackend(DenseBackend):
                 mask = mask.masked_fill(to_device(hidden, table.device), float("-inf"))[
                     :, None, None, :
                 ]
-            slices.append(self._slices(pages))
+            slices.append(_slices(group, pages))
             peers.append(_Peers(len(which), int(count), mask))
         return _Decode(
             rows=to_device(batch.cu_query[seqs[order]], table.device),
@@ -125,12 +127,6 @@ class TorchBackend(DenseBackend):
             slices=torch.cat(slices),
             peers=tuple(peers),
         )
-
-    def _slices(self, pages: torch.Tensor) -> torch.Tensor:
-        """pages [..., pages] -> places of their (page, head) slices, by sequence and head."""
-        heads = 2 * self._shape.num_kv_heads  # of keys, then of values
-        index = torch.arange(heads, device=pages.device)
-        return (pages[..., None, :] * heads + index[:, None]).flatten()
 
     def _chunk(self, batch: AttentionBatch, g: int, group: LayerGroup, s: int) -> _Chunk:
         size, device = batch.page_size, batch.device
@@ -157,8 +153,8 @@ class TorchBackend(DenseBackend):
                 )
             )
         return _Chunk(
-            slices=self._slices(
-                batch.groups[g].page_table[s, first_page : -(-kv_len // size)].long()
+            slices=_slices(
+                group, batch.groups[g].page_table[s, first_page : -(-kv_len // size)].long()
             ),
             num_keys=kv_len - first_page * size,
             blocks=tuple(blocks),
@@ -181,28 +177,32 @@ class TorchBackend(DenseBackend):
         for chunk in group.chunks:
             # [kv_heads, keys, dim] each
             copied = self._gather(layer, chunk.slices)
-            both = copied.view(2, self._shape.num_kv_heads, -1, query.shape[-1])
+            both = copied.view(2, self._pool.kv_heads(layer), -1, query.shape[-1])
             key, value = both[:, :, : chunk.num_keys]
             for block in chunk.blocks:
-                out[block.rows] = self._extend(
-                    query[block.rows], key[:, block.keys], value[:, block.keys], block.mask
+                out[block.rows] = _extend(
+                    query[block.rows],
+                    key[:, block.keys],
+                    value[:, block.keys],
+                    block.mask,
+                    self._scale(layer),
                 )
         return out
 
     def _decode(self, layer: int, query: torch.Tensor, decode: _Decode) -> torch.Tensor:
         """query [seqs, heads, dim]: one row per sequence, over all its pages."""
         _, heads, dim = query.shape
-        kv_heads = self._shape.num_kv_heads
+        kv_heads = self._pool.kv_heads(layer)
         copied = self._gather(layer, decode.slices)  # [slices, page_size, dim]
         outs = []
         row = begin = 0
         for peers in decode.peers:
-            end = begin + peers.seqs * 2 * kv_heads * peers.pages
+            end = begin + peers.seqs * self._pool.part(layer).shape[1] * peers.pages
             key, value = copied[begin:end].view(peers.seqs, 2, kv_heads, -1, dim).unbind(1)
             # The query heads of a kv head are like so many queries: [seqs, kv_heads, group, dim].
             own = query[row : row + peers.seqs].reshape(peers.seqs, kv_heads, -1, dim)
             out = F.scaled_dot_product_attention(
-                own, key, value, attn_mask=peers.mask, scale=self._shape.scale
+                own, key, value, attn_mask=peers.mask, scale=self._scale(layer)
             )
             outs.append(out.reshape(peers.seqs, heads, dim))
             row, begin = row + peers.seqs, end
@@ -210,23 +210,34 @@ class TorchBackend(DenseBackend):
 
     def _gather(self, layer: int, slices: torch.Tensor) -> torch.Tensor:
         """Copy (page, head) slices: [slices, page_size, dim]"""
-        pool = self._pool.layers[layer]
+        pool = self._pool.part(layer)
         return pool.view(-1, *pool.shape[2:]).index_select(0, slices)
 
-    def _extend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
-    ) -> torch.Tensor:
-        """query [rows, heads, dim] over key, value [kv_heads, keys, dim] of the same sequence."""
-        rows, heads, dim = query.shape
-        kv_heads, keys, _ = key.shape
-        # [kv_heads, group, rows, dim] against [kv_heads, 1 -> group, keys, dim]
-        grouped = query.reshape(rows, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
-        shape = (kv_heads, heads // kv_heads, keys, dim)
-        out = F.scaled_dot_product_attention(
-            grouped,
-            key[:, None].expand(shape),
-            value[:, None].expand(shape),
-            attn_mask=mask,
-            scale=self._shape.scale,
-        )
-        return out.permute(2, 0, 1, 3).reshape(rows, heads, dim)
+    def _scale(self, layer: int) -> float:
+        return self._shape.scales[layer] if self._shape.scales else self._shape.scale
+
+
+def _extend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """query [rows, heads, dim] over key, value [kv_heads, keys, dim] of the same sequence."""
+    rows, heads, dim = query.shape
+    kv_heads, keys, _ = key.shape
+    # [kv_heads, group, rows, dim] against [kv_heads, 1 -> group, keys, dim]
+    grouped = query.reshape(rows, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
+    shape = (kv_heads, heads // kv_heads, keys, dim)
+    out = F.scaled_dot_product_attention(
+        grouped,
+        key[:, None].expand(shape),
+        value[:, None].expand(shape),
+        attn_mask=mask,
+        scale=scale,
+    )
+    return out.permute(2, 0, 1, 3).reshape(rows, heads, dim)
+
+
+def _slices(group: LayerGroup, pages: torch.Tensor) -> torch.Tensor:
+    """pages [..., pages] -> places of their (page, head) slices, by sequence and head."""
+    heads = group.layout.part(KV).shape[0]  # of keys, then of values
+    index = torch.arange(heads, device=pages.device)
+    return (pages[..., None, :] * heads + index[:, None]).flatten()

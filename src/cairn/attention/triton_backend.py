@@ -98,7 +98,7 @@ class TritonBackend(DenseBackend):
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         g = self._pool.group_of[layer]
         window = self._shape.groups[g].window
-        pool = self._pool.layers[layer]
+        pool = self._pool.part(layer)
         hide = self._shape.hides_landmark_rows
         if metadata.decode_rows is not None:
             paged_decode(

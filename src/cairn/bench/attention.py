@@ -16,6 +16,7 @@ from cairn.engine.inputs import StepInputs
 from cairn.errors import ConfigError
 from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
+from cairn.memory.layout import CacheLayout
 
 PAGE_SIZE = 64
 
@@ -32,7 +33,11 @@ class Case:
 
     @property
     def kv_bytes(self) -> int:
-        return 2 * self.seqs * self.length * self.kv_heads * self.head_dim * 2
+        return self.seqs * self.layout.page_bytes(self.length)
+
+    @property
+    def layout(self) -> CacheLayout:
+        return CacheLayout.of_heads(self.kv_heads, self.head_dim, torch.bfloat16)
 
     @property
     def flops(self) -> float:
@@ -92,7 +97,7 @@ def time_cuda(call: Callable[[], Any], repeat: int = 20) -> float:
 
 def measure(case: Case, backend: str, device: torch.device) -> float | str:
     """Seconds of one layer's attention, or the reason why the backend cannot run it."""
-    groups = group_layers([None])
+    groups = group_layers([None], [case.layout])
     dtype = torch.bfloat16
     shape = AttentionShape(
         case.num_heads,
@@ -110,8 +115,8 @@ def measure(case: Case, backend: str, device: torch.device) -> float | str:
         return reason
     per_seq = -(-case.length // PAGE_SIZE)
     pages = case.seqs * per_seq
-    pool = KVPool(groups, [pages], PAGE_SIZE, case.kv_heads, case.head_dim, dtype, device)
-    pool.layers[0].normal_()
+    pool = KVPool(groups, [pages], PAGE_SIZE, device)
+    pool.part(0).normal_()
     order = 1 + np.random.default_rng(0).permutation(pages)
     table = order.reshape(case.seqs, per_seq).astype(np.int32)
     new = np.full(case.seqs, case.new_rows)

@@ -16,8 +16,8 @@ from cairn.bench.collector import settled
 from cairn.bench.workloads import Workload, make_workload, settle_lengths
 from cairn.cli_flags import check_at_least, collect
 from cairn.config import EngineConfig
-from cairn.engine.build import resolve_device, resolve_dtype
 from cairn.engine.locate import locate
+from cairn.engine.resolve import resolve_device, resolve_dtype
 from cairn.engine.sampling_params import SamplingParams
 from cairn.errors import ConfigError
 from cairn.llm import LLM, Stream

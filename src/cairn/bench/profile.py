@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from cairn.bench.report import measure_engine
 from cairn.bench.workloads import seeded
-from cairn.engine.build import resolve_device
+from cairn.engine.resolve import resolve_device
 from cairn.engine.sampling_params import SamplingParams
 from cairn.errors import ConfigError
 from cairn.llm import LLM

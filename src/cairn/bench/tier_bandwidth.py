@@ -10,7 +10,7 @@ import torch
 
 from cairn.bench.collector import release
 from cairn.bench.tier_engines import TierBench
-from cairn.engine.build import resolve_device
+from cairn.engine.resolve import resolve_device
 from cairn.errors import ConfigError
 from cairn.memory.copies import CopyEdits, Transfer
 from cairn.memory.device_swap import SwapShape
@@ -18,6 +18,7 @@ from cairn.memory.groups import LayerGroup
 from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.memory.host_pool import HostPool
 from cairn.memory.kv_pool import KVPool
+from cairn.memory.layout import CacheLayout
 
 _KV_HEADS, _HEAD_DIM = 8, 128  # of the 0.6B shape
 _BURSTS = 6
@@ -28,23 +29,15 @@ _WHOLE_PAGES = 128  # copied at once
 def bandwidth(bench: TierBench) -> Iterator[dict[str, Any]]:
     device = resolve_device(bench.device)
     dtype = getattr(torch, bench.dtype)
-    page_bytes = 2 * _KV_HEADS * bench.page_size * _HEAD_DIM * dtype.itemsize
+    layout = CacheLayout.of_heads(_KV_HEADS, _HEAD_DIM, dtype)
+    page_bytes = layout.page_bytes(bench.page_size)
     num_pages = int(bench.bandwidth_gib * 2**30) // page_bytes
     most = max(bench.burst_rows)
     slots = most * bench.topk
     frames = min(_WHOLE_PAGES, num_pages)
-    groups = [LayerGroup("full", ()), LayerGroup("resident", (0,), 1, copy_of=0)]
-    pool = KVPool(
-        groups,
-        [num_pages, frames],
-        bench.page_size,
-        _KV_HEADS,
-        _HEAD_DIM,
-        dtype,
-        device,
-        hot_slots=slots,
-    )
-    host = HostPool((0,), num_pages, bench.page_size, _KV_HEADS, _HEAD_DIM, dtype, device=device)
+    groups = [LayerGroup("full", ()), LayerGroup("resident", (0,), 1, 0, layout)]
+    pool = KVPool(groups, [num_pages, frames], bench.page_size, device, hot_slots=slots)
+    host = HostPool(groups[1], num_pages, bench.page_size, device=device)
     tier = HiSparseCoordinator(
         pool,
         host,
@@ -54,7 +47,7 @@ def bandwidth(bench: TierBench) -> Iterator[dict[str, Any]]:
         kernels=SwapShape(most, bench.topk, 1) if device.type == "cuda" else None,
     )
     plain: dict[str, float] = {}
-    for name, rate in _plain(host.layers[0], pool.layers[0], device):
+    for name, rate in _plain(host.part(0), pool.part(0), device):
         plain[name] = rate
         yield {"part": "bandwidth", "what": f"plain copy, {name}", "gb_per_s": round(rate, 2)}
 

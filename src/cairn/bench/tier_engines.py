@@ -18,9 +18,9 @@ from cairn.attention.hsa.backend import HSABackend
 from cairn.bench.collector import release, settled
 from cairn.bench.subclass import as_subclass
 from cairn.config import EngineConfig
-from cairn.engine.build import resolve_dtype
 from cairn.engine.locate import locate
 from cairn.engine.request import Request
+from cairn.engine.resolve import resolve_dtype
 from cairn.engine.sampling_params import SamplingParams
 from cairn.llm import LLM
 from cairn.memory.cache import PagedCache
@@ -95,7 +95,7 @@ class TierBench:
         source = locate(EngineConfig(model=self.model))
         spec = read_spec(source.config)
         dtype = resolve_dtype(self.dtype, source.config, torch.device(self.device))
-        return 2 * len(spec.windows) * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+        return sum(group.page_bytes(1) for group in spec.groups(dtype))
 
 
 @contextmanager
@@ -152,8 +152,8 @@ def drift(llm: LLM, change: float) -> None:
 
 def drop_copies(cache: PagedCache) -> None:
     """Free every page of the device that no request holds; host memory keeps all of them."""
-    while cache.copies is not None and cache.tree.evictable_pages(cache._frames):
-        cache._evict(cache._frames)
+    while cache.copies is not None and cache.tree.evictable_pages(cache._frame_group):
+        cache._evict(cache._frame_group)
 
 
 class _NotCopying(DeviceSwap):
@@ -189,7 +189,7 @@ class Running:
         cache = self._llm.engine.scheduler.cache
         pages = cache.geometry.pages(self._llm.engine.max_tokens)
         most = self._llm.engine.scheduler.limits.max_running_requests
-        return min(most, cache.allocators[cache._ids].num_pages // pages)
+        return min(most, cache.allocators[cache._page_group].num_pages // pages)
 
     def grow_to(self, count: int) -> float:
         """Have so many run, and return the seconds that took."""
@@ -229,7 +229,7 @@ def stop_copying(llm: LLM) -> bool:
     from cairn.kernels.swap_in import Misses
 
     backend.kernels._swap = runner.tier.swap = swap = as_subclass(_NotCopying, runner.tier.swap)
-    swap.nothing = Misses.empty(swap._pool.kv_heads, 1, swap.frame_of.device)
+    swap.nothing = Misses.empty(swap._host.layout.heads, 1, swap.frame_of.device)
     if runner.largest_graph:
         runner.record_graphs(most_rows=0)
     return True

@@ -15,7 +15,7 @@ from rich.markup import escape
 from cairn import __version__
 from cairn.attention.backend import backend_class, backend_names
 from cairn.bench.report import print_rows
-from cairn.engine.build import resolve_device
+from cairn.engine.resolve import resolve_device
 
 _PACKAGES = (
     "torch numpy safetensors tokenizers jinja2 rich gguf huggingface_hub triton transformers"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from cairn.attention.backend import AUTO_SPARSE, SparseBackend, sparse_class
 from cairn.config import EngineConfig
 from cairn.errors import ConfigError
+from cairn.memory.layout import KV
 from cairn.models.spec import ModelSpec, NativeSparsity
 from cairn.sparsity.config import ALL_ROWS, SparseConfig
 from cairn.sparsity.policy import Fusion, Policy, PolicyShape, Strategy
@@ -49,9 +50,7 @@ class AttentionPlan:
 
 def plan_attention(config: EngineConfig, spec: ModelSpec, device: str) -> AttentionPlan:
     """`device` is the type of device the engine runs on."""
-    given = config.attention_backend
-    if given is None:
-        given = os.environ.get("ATTN_BACKEND") or "auto"
+    given = "auto" if config.attention_backend is None else config.attention_backend
     names = [name.strip() for name in given.split(",")]
     kind = sparse_class(names)
     if spec.sparsity is not None:
@@ -129,7 +128,7 @@ def _training_free(
             f"hsa_topk must be at least {sinks}"
         )
     window = config.hsa_window or _WINDOW
-    fusion = kind.fusion if config.hsa_fusion is None else _fusion(config.hsa_fusion)
+    fusion = cast("Fusion", config.hsa_fusion or kind.fusion)
     dense_below, dense_prompt_below = config.hsa_dense_below or 0, 0
     # With lse weights attention over all pages is dense attention: rows that would select every
     # page lose nothing. In host memory pages are found by selection, however few there are.
@@ -140,9 +139,10 @@ def _training_free(
         dense_prompt_below = max(all_selected, pays.prompt)
     if config.hsa_prefill != "sparse":
         dense_prompt_below = ALL_ROWS
+    layers = _layers(config.hsa_layers, spec)
     return SparseConfig(
-        policy=make_policy(name, _policy_shape(spec)),
-        layers=_layers(config.hsa_layers, spec),
+        policy=make_policy(name, _policy_shape(spec, layers)),
+        layers=layers,
         topk=topk,
         window=window,
         strategy=_strategy(config, kind.strategy),
@@ -187,7 +187,7 @@ def _native(
     kind = policy_class(native.policy)
     topk = native.topk if config.hsa_topk is None else config.hsa_topk
     sparse = SparseConfig(
-        policy=make_policy(native.policy, _policy_shape(spec)),
+        policy=make_policy(native.policy, _policy_shape(spec, native.layers)),
         layers=native.layers,
         topk=topk,
         window=native.window,
@@ -207,8 +207,22 @@ def _native(
     return AttentionPlan(("auto",), sparse, native.chunk_size, backend, (summary,), tuple(warnings))
 
 
-def _policy_shape(spec: ModelSpec) -> PolicyShape:
-    return PolicyShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.scale)
+def _policy_shape(spec: ModelSpec, layers: Sequence[int]) -> PolicyShape:
+    """Of the sparse layers, which share one policy."""
+    first = spec.layers[layers[0]]
+    for layer in layers:
+        if spec.layers[layer] != first:
+            raise ConfigError(
+                f"hsa_layers: layers {layers[0]} and {layer} of {spec.architecture} differ in "
+                "heads, scale or what they keep in the cache; name layers that are alike"
+            )
+    kept = [part.name for part in first.layout.parts]
+    if KV not in kept:
+        raise ConfigError(
+            f"attention_backend is hsa, which reads keys and values of heads; layers of "
+            f"{spec.architecture} keep {', '.join(kept)}: use another backend"
+        )
+    return PolicyShape(first.num_heads, first.num_kv_heads, first.head_dim, first.scale)
 
 
 def _hsa_options(config: EngineConfig) -> list[str]:
@@ -217,15 +231,7 @@ def _hsa_options(config: EngineConfig) -> list[str]:
 
 
 def _strategy(config: EngineConfig, default: Strategy) -> Strategy:
-    match config.hsa_selection_strategy:
-        case "group" | "head" | "softmax_head" as given:
-            return given
-        case _:
-            return default
-
-
-def _fusion(name: str) -> Fusion:
-    return "landmark" if name == "landmark" else "lse"
+    return cast("Strategy", config.hsa_selection_strategy or default)
 
 
 def _layers(given: str | None, spec: ModelSpec) -> tuple[int, ...]:

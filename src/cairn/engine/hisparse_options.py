@@ -1,10 +1,10 @@
-"""`--enable-hisparse` and `--hisparse-config`: what is asked for, and what it cannot go with."""
+"""`--enable-hisparse` and `--hisparse-config`: their options, and what they exclude."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -14,7 +14,9 @@ from cairn.attention.backend import AUTO_SPARSE, sparse_class
 from cairn.config import EngineConfig
 from cairn.engine.attention_options import DEFAULT_PAGE_SIZE, AttentionPlan
 from cairn.errors import ConfigError
+from cairn.memory.groups import LayerGroup
 from cairn.models.spec import ModelSpec
+from cairn.sparsity.config import SparseConfig
 
 _MOST = 2**31 - 1
 _THREADS = tuple(32 << i for i in range(6))  # of a block: whole warps, a power of two of them
@@ -94,13 +96,9 @@ def hisparse_options(config: EngineConfig) -> HiSparseOptions | None:
     return HiSparseOptions(**values)
 
 
-def apply_to_attention(
-    config: EngineConfig, options: HiSparseOptions, spec: ModelSpec
-) -> EngineConfig:
-    """The options of attention that the tier's options imply."""
-    if config.attention_backend is None and not os.environ.get("ATTN_BACKEND"):
-        config = replace(config, attention_backend=AUTO_SPARSE)
-    names = (config.attention_backend or os.environ.get("ATTN_BACKEND") or "").split(",")
+def imply(config: EngineConfig, options: HiSparseOptions, spec: ModelSpec) -> EngineConfig:
+    """The config with the options of attention that the tier's options imply."""
+    names = (config.attention_backend or "").split(",")
     if options.top_k is None or sparse_class(name.strip() for name in names) is None:
         return config
     native = None if spec.sparsity is None else spec.sparsity.chunk_size
@@ -125,13 +123,15 @@ def check_together(
     attention: AttentionPlan,
     device: torch.device,
     refused: str | None,
-) -> None:
-    """Refuse what the tier cannot serve; `refused`: why kernels for sparse attention cannot run."""
+) -> SparseConfig:
+    """Refuse what the tier cannot serve; `refused`: why kernels for sparse attention cannot run.
+
+    Returns the sparse attention that the tier is for.
+    """
     if attention.sparse is None:
         raise ConfigError(
-            f"enable_hisparse needs sparse attention and attention_backend is "
-            f"{config.attention_backend or os.environ.get('ATTN_BACKEND')!r}; use "
-            "attention_backend=hsa, or leave enable_hisparse out"
+            "enable_hisparse needs sparse attention and attention_backend is "
+            f"{config.attention_backend!r}; use attention_backend=hsa, or leave enable_hisparse out"
         )
     assert attention.backend is not None
     if not attention.backend.serves_tier:
@@ -153,3 +153,19 @@ def check_together(
         raise ConfigError(
             "hisparse_config: swap_in_block_size is for CUDA and the device is cpu; leave it out"
         )
+    return attention.sparse
+
+
+def split_group(groups: Sequence[LayerGroup], sparse: SparseConfig) -> tuple[LayerGroup, ...]:
+    """Take the sparse layers out of their group, which keeps the page ids, into one of frames."""
+    (ids,) = (g for g, group in enumerate(groups) if sparse.layers[0] in group.layers)
+    dense = tuple(layer for layer in groups[ids].layers if layer not in sparse.layers)
+    kept = [replace(group, layers=dense) if g == ids else group for g, group in enumerate(groups)]
+    # Rows below `dense_below` see everything before them, which must then be on the device.
+    window = max(sparse.window, sparse.dense_below)
+    return (*kept, LayerGroup("resident", sparse.layers, window, ids, groups[ids].layout))
+
+
+def prompt_stages(sparse: SparseConfig) -> int:
+    """Buffers that pages of prompts are staged in: a second one where they are read densely."""
+    return 2 if sparse.dense_prompt_below else 1

@@ -103,7 +103,7 @@ class Runner:
         """Where pages live in host memory."""
         self._residency: Residency | None = None  # where kernels make use of it
         if tier is not None and tier.swap is not None:
-            self._residency = Residency(tier.ids, tier.num_pages, num_slots)
+            self._residency = Residency(tier.page_group, tier.num_pages, num_slots)
 
     @property
     def backend(self) -> AttentionBackend:

@@ -93,7 +93,7 @@ class DensePages:
     def _shares(self, layer: int, query: torch.Tensor, row: _Row) -> torch.Tensor:
         """query [heads, dim] -> [heads, pages]"""
         wide = torch.promote_types(query.dtype, torch.float32)
-        kv_heads, size = self._pool.kv_heads, self._pool.page_size
+        kv_heads, size = self._pool.kv_heads(layer), self._pool.page_size
         own = query.to(wide).view(kv_heads, -1, query.shape[-1]) * self._scale
         pages = torch.from_numpy(row.pages[self._pool.group_of[layer]]).to(query.device)
         masses = []

@@ -81,7 +81,7 @@ def attach(llm: LLM) -> DensePages:
 
     def wrap(backend: AttentionBackend, pool: KVPool) -> AttentionBackend:
         landmarks = cache.geometry.has_landmark_row
-        scale = engine.spec.scale
+        scale = engine.spec.layers[layers[0]].scale
         watchers.append(
             DensePages(backend, pool, layers=layers, scale=scale, landmark_rows=landmarks)
         )

@@ -109,16 +109,18 @@ class PagedCache:
         self.stats = CacheStats()
         self._windowed = [g for g, group in enumerate(self.groups) if group.window is not None]
         # The group of frames, -1 where there is none, and the group whose pages they hold.
-        self._frames = next((g for g, x in enumerate(self.groups) if x.copy_of is not None), -1)
-        self._ids = self.groups[self._frames].copy_of or 0
+        self._frame_group = next(
+            (g for g, x in enumerate(self.groups) if x.copy_of is not None), -1
+        )
+        self._page_group = self.groups[self._frame_group].copy_of or 0
         self._sequences: set[SequencePages] = set()
         self._leaving: list[_Leaving] = []
 
     def _freed(self, group: int, page: int) -> None:
         if self.copies is not None:
-            if group == self._frames:
+            if group == self._frame_group:
                 self.copies.frame_freed(page)
-            elif group == self._ids:
+            elif group == self._page_group:
                 self.copies.page_freed(page)
         if self._on_free is not None:
             self._on_free(group, page)
@@ -164,7 +166,7 @@ class PagedCache:
         """Pages that live in host memory, by state; empty if none do."""
         if self.copies is None:
             return {}
-        return self.copies.count(self.allocators[self._ids].free_pages)
+        return self.copies.count(self.allocators[self._page_group].free_pages)
 
     def usage(self) -> list[GroupUsage]:
         result = []
@@ -263,7 +265,7 @@ class PagedCache:
                 raise PageError(f"no page of group {self.groups[group].name} is left to fetch into")
         frame = self.allocators[group].allocate()
         self.tree.attach(node, group, frame)
-        self.copies.fetch(node.pages[self._ids], frame)
+        self.copies.fetch(node.pages[self._page_group], frame)
 
     def _evict(self, group: int) -> None:
         self.tree.evict_one(group)
@@ -286,7 +288,7 @@ class PagedCache:
                 pages.generations[g].append(allocator.generation(page))
         if self.copies is not None:
             new = slice(pages.num_pages - count, None)
-            ids, frames = pages.tables[self._ids][new], pages.tables[self._frames][new]
+            ids, frames = pages.tables[self._page_group][new], pages.tables[self._frame_group][new]
             for page, frame in zip(ids, frames, strict=True):
                 self.copies.fill(page, frame)
         self.stats.allocated_pages += count * len(self.groups)
@@ -370,9 +372,12 @@ class PagedCache:
         """Pages whose last row is computed begin their way to the host."""
         assert self.copies is not None
         for index in range(pages.completed, self.geometry.complete_pages(computed)):
-            page, frame = pages.tables[self._ids][index], pages.tables[self._frames][index]
-            self.allocators[self._ids].retain(page)
-            self.allocators[self._frames].retain(frame)
+            page, frame = (
+                pages.tables[self._page_group][index],
+                pages.tables[self._frame_group][index],
+            )
+            self.allocators[self._page_group].retain(page)
+            self.allocators[self._frame_group].retain(frame)
             self.copies.complete(page, frame)
             pages.completed = index + 1
 
@@ -381,8 +386,8 @@ class PagedCache:
         if not done:
             return
         for page, frame in done:
-            self.tree.release_page(self._frames, frame)
-            self.tree.release_page(self._ids, page)
+            self.tree.release_page(self._frame_group, frame)
+            self.tree.release_page(self._page_group, page)
         leaving, self._leaving = self._leaving, []
         for left in leaving:
             self._publish(left.pages, left.token_ids, left.computed)
@@ -405,7 +410,7 @@ class PagedCache:
 
     def _is_durable(self, pages: SequencePages, index: int) -> bool:
         """A page is nowhere but on the device, or the host has its bytes."""
-        return self.copies is None or self.copies.is_durable(pages.tables[self._ids][index])
+        return self.copies is None or self.copies.is_durable(pages.tables[self._page_group][index])
 
     def _slide(self, pages: SequencePages) -> bool:
         """Give up what no later row can reach; True if that was anything."""
@@ -414,7 +419,7 @@ class PagedCache:
             first = self.groups[g].first_reachable_page(pages.reach, self.geometry.page_size)
             table = pages.tables[g]
             for index in range(pages.live_from[g], min(first, len(table))):
-                if g == self._frames and not self._is_durable(pages, index):
+                if g == self._frame_group and not self._is_durable(pages, index):
                     break
                 self.tree.release_page(g, table[index])
                 table[index] = NULL_PAGE
@@ -438,9 +443,9 @@ class PagedCache:
                     expected[page] += 1
                     if generation != allocator.generation(page):
                         problems.append(f"a table names page {page} of an earlier generation")
-            if g in (self._ids, self._frames):
+            if g in (self._page_group, self._frame_group):
                 for transfer in backing:
-                    expected[transfer.page if g == self._ids else transfer.frame] += 1
+                    expected[transfer.page if g == self._page_group else transfer.frame] += 1
             problems.extend(
                 f"page {page} of group {self.groups[g].name} has {allocator.refcount(page)} "
                 f"references and {expected[page]} holders"
@@ -461,13 +466,16 @@ class PagedCache:
         if self.copies is not None:
             of_pages, of_frames = (
                 [allocator.refcount(page) for page in range(allocator.num_pages + 1)]
-                for allocator in (self.allocators[self._ids], self.allocators[self._frames])
+                for allocator in (
+                    self.allocators[self._page_group],
+                    self.allocators[self._frame_group],
+                )
             )
             self.copies.check(of_pages, of_frames, problems.append)
             problems.extend(
-                f"page {node.pages[self._ids]} is cached but the host does not have it"
+                f"page {node.pages[self._page_group]} is cached but the host does not have it"
                 for node in self.tree.nodes()
-                if not self.copies.is_durable(node.pages[self._ids])
+                if not self.copies.is_durable(node.pages[self._page_group])
             )
         if problems:
             raise PageError("; ".join(problems))

@@ -1,4 +1,4 @@
-"""Where the bytes of pages are, where host memory stands behind the device: the books, no tensors.
+"""Which pages are on the device, in host memory, or in both. Bookkeeping only, no tensors.
 
 Page ids then name pages of host memory, as many as that holds. Pages of a second group, frames,
 are places on the device, and a page may be in one of them:
@@ -9,7 +9,7 @@ are places on the device, and a page may be in one of them:
         <-> HOST_ONLY  in host memory alone; read slice by slice, or fetched into a frame
          -> FREE
 
-What a step needs to know of it goes into the step's plan, and takes effect at its head.
+Changes that a step must know of go into its plan and take effect when the step begins.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ class Transfer(NamedTuple):
 
 
 class CopyEdits(NamedTuple):
-    """What changes at the head of a step, frames of pages first."""
+    """What changes when a step begins: first the frames of pages, then the fetches."""
 
     frames: tuple[Transfer, ...] = ()
-    """Pages that are in another frame than before, NULL_PAGE for none."""
+    """Pages with their new frames; NULL_PAGE if a page has none any more."""
     fetches: tuple[Transfer, ...] = ()
     """Pages to copy from the host into their frames."""
 
 
 class Mover(Protocol):
-    """Copies complete pages to the host while other things go on."""
+    """Copies complete pages to the host in the background."""
 
     def back_up(self, transfers: Sequence[Transfer]) -> None:
         """Start copies of frames to host pages, behind every step launched so far."""
         ...
 
     def poll(self) -> list[Transfer]:
-        """Copies that came to their end since it was last asked, in any order."""
+        """Copies that were completed since the last call, in any order."""
         ...
 
     def wait(self) -> list[Transfer]:
-        """The same, but waits for one if none has and any is under way."""
+        """As `poll`, but waits for one copy if none is complete and some are under way."""
         ...
 
 
@@ -77,7 +77,7 @@ class PageCopies:
     # -- what is where ------------------------------------------------------------------------
 
     def is_durable(self, page: int) -> bool:
-        """The host has its bytes."""
+        """The page is in host memory."""
         return bool(self._durable[page])
 
     def state(self, page: int, refcount: int) -> PageState:
@@ -111,7 +111,7 @@ class PageCopies:
         self._place(page, frame)
 
     def fetch(self, page: int, frame: int) -> None:
-        """Bring a page back that is in host memory alone; it is there from the next step on."""
+        """Copy a page that is in host memory alone into a frame, when the next step begins."""
         assert self._durable[page] and self._frame_of[page] == NULL_PAGE
         self._place(page, frame)
         self._fetches[frame] = page
@@ -137,10 +137,10 @@ class PageCopies:
         return self._settle(self._mover.poll()) if self._backing else []
 
     def wait(self) -> list[Transfer]:
-        """At least one copy that is done; none if none is under way, or it failed."""
+        """At least one completed copy; none if none is under way or the copy failed."""
         if not self._backing:
             return []
-        self.start()  # what could not be started when it was to be
+        self.start()  # an earlier start may have failed
         return self._settle(self._mover.wait())
 
     def frame_freed(self, frame: int) -> None:
@@ -181,7 +181,7 @@ class PageCopies:
         return edits
 
     def put_back(self, edits: CopyEdits) -> None:
-        """A plan was not carried out, or not to its end: the next one says it again."""
+        """A plan was not carried out completely: the next plan repeats its edits."""
         for page, _ in edits.frames:
             self._edits[page] = self._frame_of[page]
         for page, frame in edits.fetches:
@@ -193,7 +193,8 @@ class PageCopies:
     def check(
         self, pages: Sequence[int], frames: Sequence[int], fail: Callable[[str], None]
     ) -> None:
-        """References of all pages and frames, the null ones included, against the books."""
+        """Compare the reference counts of all pages and frames, null ones included, with these
+        records."""
         found = Counter(self.state(page, count) for page, count in enumerate(pages) if page)
         if self.count(found[PageState.FREE]) != {state: found[state] for state in PageState}:
             fail("pages are miscounted by state")

@@ -1,5 +1,6 @@
 """Swap-in by kernels: the plan of `hot_cache` on the device, and a stage for prompts.
 
+For layers that keep keys and values of heads and nothing else that may leave the device.
 Decode steps go through the hot cache and can be recorded. A chunk of a prompt reads so many pages
 that a layer's are staged whole: all that its rows selected and that are in no frame are copied,
 once each, into memory that all layers share.
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 _BACKUP_PROGRAMS = 32  # enough for the link, and attention keeps the rest of the device
 _THREADS_BESIDE_ATTENTION = 8192
-"""That copy what is missing. Loads of a processor return in order, so that those of attention wait
-behind all that copies have asked of the host: these ask for no more than keeps the link busy."""
+"""Threads that copy missing slices. A processor's loads return in order, so attention's loads wait
+behind those of the copies: there are only as many as keep the link busy."""
 
 
 class SwapShape(NamedTuple):
@@ -37,7 +38,7 @@ class SwapShape(NamedTuple):
 
 
 class SwapBytes(NamedTuple):
-    """What the device keeps besides frames and hot slots."""
+    """Device memory of the tables, besides frames and hot slots."""
 
     per_page: int
     """For each page id: where every layer and kv head put it, who claims it, for the hot cache and
@@ -71,19 +72,19 @@ class DeviceSwap:
         self._first_hot = first_hot
         self._threads = shape.copy_threads
         device, num_pages = frame_of.device, len(frame_of)
-        heads = pool.kv_heads
+        heads = host.layout.heads
         self._hot: dict[int, HotTables] = {
             layer: HotTables.empty(heads, hot_slots, num_pages, device) for layer in host.layers
         }
         self._scratch = SwapScratch.empty(shape.max_seqs, heads, shape.topk, num_pages, device)
-        like = pool.layers[next(iter(host.layers))]
+        like = pool.part(host.layers[0])
         size = (shape.stage_pages, *like.shape[1:])
         self.stages = [
             torch.zeros(size, dtype=like.dtype, device=device) for _ in range(shape.stages)
         ]
         self._tables = StageTables.empty(heads, shape.stage_pages, num_pages, device)
-        self._on_device = LayerMemory.of((pool.layers[layer] for layer in host.layers), device)
-        self._on_host = LayerMemory.of(host.layers.values(), device)
+        self._on_device = LayerMemory.of((pool.part(layer) for layer in host.layers), device)
+        self._on_host = LayerMemory.of((host.part(layer) for layer in host.layers), device)
 
     @property
     def stage(self) -> torch.Tensor:
@@ -92,7 +93,7 @@ class DeviceSwap:
 
     @property
     def totals(self) -> list[int]:
-        """Of decode steps reads of resident pages, of hot ones and misses, and slices staged for
+        """Reads of resident pages, hot-cache hits and misses of decode steps, and slices staged for
         prompts. Waits for the device."""
         return [int(total) for total in self._scratch.totals.tolist()]
 
@@ -127,17 +128,17 @@ class DeviceSwap:
         # Launched without misses, too: attention waits for this launch before it starts.
         copy_missed(
             misses,
-            self._host.layers[layer],
-            self._pool.layers[layer],
+            self._host.part(layer),
+            self._pool.part(layer),
             self._first_hot,
             arrived=self._hot[layer].arrived,
             programs=_THREADS_BESIDE_ATTENTION // self._threads,
             threads=self._threads,
         )
-        return pieces_of(self._pool.layers[layer], self._threads)
+        return pieces_of(self._pool.part(layer), self._threads)
 
     def forget(self, layer: int) -> None:
-        """Somebody else has used the layer's hot slots."""
+        """Empty the layer's hot cache: its slots were overwritten."""
         self._hot[layer].pages.fill_(-1)
 
     def fetch(self, pages: torch.Tensor, frames: torch.Tensor) -> None:
@@ -170,7 +171,7 @@ class DeviceSwap:
         from cairn.kernels.swap_in import copy_missed
 
         claim_missing(self._tables, pages, counts, self.frame_of)
-        host, staged = self._host.layers[layer], self._tables.staged
+        host, staged = self._host.part(layer), self._tables.staged
         copy_missed(staged, host, self.stage, 0, threads=self._threads)
         return self._places(pages, counts, staged=True)
 

@@ -1,7 +1,7 @@
-"""Layer groups: layers that keep the same rows of the past share page tables and a page pool.
+"""Layer groups: layers that keep the same rows of the past, and the same of each row.
 
-Full layers keep every page. Sliding-window layers keep the pages their window can still reach and
-free the rest, so each group is sized and charged on its own.
+They share page tables and a page pool. Full layers keep every page. Sliding-window layers keep the
+pages their window can still reach and free the rest, so each group is sized and charged on its own.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from cairn.errors import ConfigError
 from cairn.memory.geometry import PageGeometry
+from cairn.memory.layout import NO_CACHE, CacheLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,17 @@ class LayerGroup:
     copy_of: int | None = None
     """The group whose pages these are device copies of, where it lives in host memory. Such a
     group holds at least what the window reaches; what it has given up can be fetched again."""
+    layout: CacheLayout = NO_CACHE
+    """What each of the layers keeps."""
+
+    def page_bytes(self, page_size: int) -> int:
+        """Of one page id, in all layers. Copies on the device are those of parts that may leave."""
+        layout = self.layout if self.copy_of is None else self.layout.leaving
+        return len(self.layers) * layout.page_bytes(page_size)
+
+    def staying_bytes(self, page_size: int) -> int:
+        """Of the parts of a page that never leave the device, in all layers."""
+        return len(self.layers) * self.layout.staying.page_bytes(page_size)
 
     def first_reachable_page(self, row: int, page_size: int) -> int:
         """The earliest page that a query at `row` or later can read."""
@@ -44,17 +56,27 @@ class LayerGroup:
         return min(pages, reach + geometry.pages(chunk_tokens) + 1)
 
 
-def group_layers(windows: Sequence[int | None]) -> tuple[LayerGroup, ...]:
-    """Group layers by window, full layers first. windows[i] belongs to layer i."""
-    distinct = sorted(set(windows), key=lambda window: (window is not None, window or 0))
-    return tuple(
-        LayerGroup(
-            name="full" if window is None else f"window-{window}",
-            layers=tuple(i for i, w in enumerate(windows) if w == window),
-            window=window,
-        )
-        for window in distinct
-    )
+def group_layers(
+    windows: Sequence[int | None], layouts: Sequence[CacheLayout] | None = None
+) -> tuple[LayerGroup, ...]:
+    """Group layers by window and layout, full layers first.
+
+    windows[i] and layouts[i] belong to layer i; without layouts the layers keep nothing.
+    """
+    layouts = layouts or [NO_CACHE] * len(windows)
+    members: dict[tuple[int | None, CacheLayout], list[int]] = {}
+    for layer, key in enumerate(zip(windows, layouts, strict=True)):
+        members.setdefault(key, []).append(layer)
+    # Groups of one window keep the order of their first layers.
+    ordered = sorted(members, key=lambda key: (key[0] is not None, key[0] or 0))
+    groups: list[LayerGroup] = []
+    for window, layout in ordered:
+        name = "full" if window is None else f"window-{window}"
+        alike = sum(group.window == window for group in groups)
+        name += f"-{alike + 1}" if alike else ""
+        layers = tuple(members[window, layout])
+        groups.append(LayerGroup(name, layers, window, layout=layout))
+    return tuple(groups)
 
 
 def max_tokens(

@@ -1,8 +1,8 @@
-"""Between selection and attention: every page that was selected is made readable on the device.
+"""Makes selected pages readable on the device, between selection and attention.
 
 A selected slice is looked for in three places: the page is resident in a frame; the layer's hot
 cache has the slice; else it is copied from host memory into the hot cache. Hot slots lie behind the
-frames in the same tensor, so that attention reads all of them by one kind of number.
+frames in the same tensor, so that one page number names either.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from cairn.memory.device_swap import DeviceSwap, SwapShape
 from cairn.memory.host_pool import HostPool
 from cairn.memory.hot_cache import HotCache
 from cairn.memory.kv_pool import KVPool
+from cairn.memory.layout import CachePart
 from cairn.memory.movers import InlineMover, StreamMover, ThreadMover
 from cairn.memory.prompt_stage import PromptStage
 
@@ -45,26 +46,26 @@ class HiSparseCoordinator:
         hot_slots: int,
         asynchronous: bool,
         kernels: SwapShape | None = None,
-        ids: int = 0,
+        page_group: int = 0,
         longest: int | None = None,
     ) -> None:
-        """`pool` has `hot_slots` pages behind its null page and `num_frames` frames; tables of
-        layer group `ids` name pages of `host`. `longest`: pages of the longest request, where
-        prompts are read densely."""
+        """`pool` has `hot_slots` pages behind its null page and `num_frames` frames.
+
+        Tables of layer group `page_group` name pages of `host`. `longest`: pages of the longest
+        request, where prompts are read densely.
+        """
         self._pool = pool
-        self.ids = ids
+        self.page_group = page_group
         self._host = host
         self._first_hot = num_frames + 1
-        device = next(iter(pool.layers.values())).device
-        self._device = device
-        num_pages = len(next(iter(host.layers.values())))
-        self.num_pages = num_pages - 1  # without the null page
-        self._page_bytes = sum(tensor[0].nbytes for tensor in host.layers.values())
-        self._slice_bytes = 2 * next(iter(host.layers.values()))[0, 0].nbytes
-        self._frame_of = torch.zeros(num_pages, dtype=torch.int32, device=device)
-        self.frames = np.zeros(num_pages, dtype=np.int32)
+        self._device = device = pool.device
+        self.num_pages = host.num_pages
+        heads = host.layout.heads
+        self._slice_bytes = host.page_bytes // (len(host.layers) * heads)
+        self._frame_of = torch.zeros(self.num_pages + 1, dtype=torch.int32, device=device)
+        self.frames = np.zeros(self.num_pages + 1, dtype=np.int32)
         """[pages] the same as the host knows it, for the step that is being launched."""
-        self._hot = {layer: HotCache(pool.kv_heads, hot_slots, device) for layer in host.layers}
+        self._hot = {layer: HotCache(heads, hot_slots, device) for layer in host.layers}
         self.swap: DeviceSwap | None = None
         """Stands in for `swap_in_selected_pages` where attention runs by kernels."""
         if kernels is not None:
@@ -90,7 +91,7 @@ class HiSparseCoordinator:
 
     @property
     def stats(self) -> TierStats:
-        """Of all steps launched; waits for them where the device does the counting."""
+        """Totals of all launched steps. Waits for the device where it does the counting."""
         stats = replace(self._stats)
         if self.swap is not None:
             resident, hits, misses, staged = self.swap.totals
@@ -105,7 +106,7 @@ class HiSparseCoordinator:
     # -- at the head of a step ----------------------------------------------------------------
 
     def begin_step(self, edits: CopyEdits) -> None:
-        """Pages that moved, and pages that come back whole."""
+        """Take over new frames of pages, and fetch whole pages from the host."""
         if edits.frames:
             moved = np.array(edits.frames)
             self.frames[moved[:, 0]] = moved[:, 1]
@@ -117,10 +118,10 @@ class HiSparseCoordinator:
             if self.swap is not None:
                 self.swap.fetch(pages, frames)
             else:
-                for layer, host in self._host.layers.items():
-                    device = self._pool.layers[layer]
-                    device[frames] = host[pages.cpu()].to(device.device)
-            self._stats.bytes_in += len(pages) * self._page_bytes
+                for layer in self._host.layers:
+                    for _, host, device in self._tensors(layer):
+                        device[frames] = host[pages.cpu()].to(device.device)
+            self._stats.bytes_in += len(pages) * self._host.page_bytes
             self._stats.stall_seconds += time.perf_counter() - begin
 
     # -- between selection and attention ------------------------------------------------------
@@ -183,16 +184,18 @@ class HiSparseCoordinator:
     def _copy_in(
         self, layer: int, heads: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        host, device = self._host.layers[layer], self._pool.layers[layer]
-        kv_heads = self._pool.kv_heads
-        flat_host, flat = host.flatten(0, 1), device.flatten(0, 1)
-        from_, into = pages * 2 * kv_heads + heads, (slots + self._first_hot) * 2 * kv_heads + heads
-        for half in (0, kv_heads):  # keys, values
-            flat[into + half] = flat_host[(from_ + half).cpu()].to(device.device)
-        self._stats.bytes_in += 2 * len(pages) * flat[0].nbytes
+        for part, host, device in self._tensors(layer):
+            slices = part.by_head(host)[pages.cpu(), :, heads.cpu()]
+            part.by_head(device)[slots + self._first_hot, :, heads] = slices.to(device.device)
+        self._stats.bytes_in += len(pages) * self._slice_bytes
+
+    def _tensors(self, layer: int) -> Iterator[tuple[CachePart, torch.Tensor, torch.Tensor]]:
+        """Parts of a layer that may leave, in host memory and on the device."""
+        for part in self._host.layout.parts:
+            yield part, self._host.part(layer, part.name), self._pool.part(layer, part.name)
 
     def rehearse(self) -> None:
-        """Copy the null page out and in, for who collects kernels and launches none."""
+        """Copy the null page out and in: names the kernels that warm-up must compile."""
         if self.swap is not None:
             null, _ = self._index([Transfer(0, 0)])
             self.swap.back_up(null, null)
@@ -206,7 +209,7 @@ class HiSparseCoordinator:
         begin = time.perf_counter()
         self._mover.back_up(transfers)
         self._stats.stall_seconds += time.perf_counter() - begin
-        self._stats.bytes_out += len(transfers) * self._page_bytes
+        self._stats.bytes_out += len(transfers) * self._host.page_bytes
 
     def poll(self) -> list[Transfer]:
         return self._mover.poll()
@@ -223,16 +226,17 @@ class HiSparseCoordinator:
             self.swap.back_up(pages, frames)
             return
         with torch.inference_mode():
-            for layer, host in self._host.layers.items():
-                host[pages.cpu()] = self._pool.layers[layer][frames].cpu()
+            for layer in self._host.layers:
+                for _, host, device in self._tensors(layer):
+                    host[pages.cpu()] = device[frames].cpu()
 
     def close(self) -> None:
-        """Wait for copies under way and let go of host memory."""
+        """Wait for copies under way and free host memory."""
         self._mover.close()
         self._host.close()
 
     def _index(self, transfers: Sequence[Transfer]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pages and frames on the device, without waiting for what it is doing."""
+        """Page and frame numbers as tensors on the device, sent without synchronizing."""
         index = torch.from_numpy(np.array(transfers, dtype=np.int64).T.copy())
         pages, frames = index.to(self._device, non_blocking=True)
         return pages, frames
@@ -240,16 +244,15 @@ class HiSparseCoordinator:
     # -- invariants ---------------------------------------------------------------------------
 
     def check(self, generation: Sequence[int]) -> list[str]:
-        """Slots whose bytes are not those of the page they are tagged with, in its present life."""
+        """Hot slots whose bytes differ from the page and generation they are tagged with."""
         problems = []
-        kv_heads = self._pool.kv_heads
         for layer, hot in self._hot.items():
-            host, device = self._host.layers[layer], self._pool.layers[layer]
             for head, slot, page, life in hot.held():
                 if generation[page] != life:
                     continue  # nobody asks for it any more
-                for place in (head, head + kv_heads):
-                    there, here = host[page, place], device[self._first_hot + slot, place]
+                for part, host, device in self._tensors(layer):
+                    there = part.by_head(host)[page, :, head]
+                    here = part.by_head(device)[self._first_hot + slot, :, head]
                     if not torch.equal(there, here.cpu()):
                         problems.append(f"slot {slot} of layer {layer} is not page {page}")
         return problems

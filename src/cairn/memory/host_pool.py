@@ -1,47 +1,57 @@
-"""Host memory behind page ids: keys and values of the layers that are read sparsely."""
+"""Host memory behind page ids: what layers keep that may leave the device."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 import torch
 
+from cairn.memory.groups import LayerGroup
+from cairn.memory.layout import KV
 from cairn.memory.pinned import CudaRegistry, PinnedMemory
 
 
 class HostPool:
-    """One tensor per layer, laid out as on the device: [pages, 2 * kv_heads, page_size, dim]."""
+    """One tensor for each layer and part of a group, laid out as on the device."""
 
     def __init__(
-        self,
-        layers: Sequence[int],
-        num_pages: int,
-        page_size: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        *,
-        device: torch.device,
+        self, group: LayerGroup, num_pages: int, page_size: int, *, device: torch.device
     ) -> None:
         """For page ids 0..num_pages, 0 being the null page; readable by `device`."""
-        shape = (num_pages + 1, 2 * kv_heads, page_size, head_dim)
+        self.layout = group.layout.leaving
+        self.num_pages = num_pages
+        self.page_bytes = len(group.layers) * self.layout.page_bytes(page_size)
+        """Of one page, in all layers."""
+        places = [(layer, part) for layer in group.layers for part in self.layout.parts]
+        sizes = [(num_pages + 1) * part.page_bytes(page_size) for _, part in places]
         self._pinned: PinnedMemory | None = None
         if device.type == "cuda":
-            nbytes = math.prod(shape) * dtype.itemsize
-            self._pinned = PinnedMemory(CudaRegistry(device), [nbytes] * len(layers))
-            tensors = [tensor.view(dtype).view(shape) for tensor in self._pinned.tensors]
+            self._pinned = PinnedMemory(CudaRegistry(device), sizes)
+            memory = list(self._pinned.tensors)
         else:
             # Untouched pages of a plain tensor cost nothing until they are written.
-            tensors = [torch.empty(shape, dtype=dtype) for _ in layers]
-        self.layers = dict(zip(layers, tensors, strict=True))
+            memory = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        self._parts: dict[int, dict[str, torch.Tensor]] = {layer: {} for layer in group.layers}
+        for (layer, part), own in zip(places, memory, strict=True):
+            shape = (num_pages + 1, *part.page_shape(page_size))
+            self._parts[layer][part.name] = own.view(part.known_dtype).view(shape)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(self._parts)
+
+    def part(self, layer: int, name: str = KV) -> torch.Tensor:
+        """[pages, *page shape]"""
+        return self._parts[layer][name]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All parts of all layers."""
+        return [tensor for parts in self._parts.values() for tensor in parts.values()]
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.layers.values())
+        return sum(tensor.nbytes for tensor in self.tensors())
 
     def close(self) -> None:
         """Let go of the memory; nothing may be using it any more."""
-        self.layers.clear()
+        self._parts.clear()
         if self._pinned is not None:
             self._pinned.close()

@@ -32,8 +32,8 @@ class HotCache:
     def __init__(self, kv_heads: int, slots: int, device: torch.device) -> None:
         self.slots = slots
         self._tags = torch.full((kv_heads, slots), _EMPTY, dtype=torch.int64, device=device)
-        # Slots are given up in the order of their last use. Of one step, misses count as used
-        # before hits: what was just loaded outlives what nobody asked for, not what was reused.
+        # The least recently used slot is given up first. Within a step, misses count as used
+        # before hits.
         self._used = torch.zeros(kv_heads, slots, dtype=torch.int64, device=device)
         self._clock = 0
 
@@ -98,7 +98,7 @@ class HotCache:
         )
 
     def forget(self) -> None:
-        """Nothing is held: a plan was not carried out to its end."""
+        """Empty the cache: a plan was not carried out completely."""
         self._tags.fill_(_EMPTY)
 
     def held(self) -> list[tuple[int, int, int, int]]:

@@ -1,19 +1,21 @@
-"""The tensors behind page ids: keys and values of every layer."""
+"""The tensors behind page ids: what every layer keeps on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from cairn.memory.groups import LayerGroup
+from cairn.memory.layout import KV
 
 
 class KVPool:
-    """K and V of each layer in one tensor [pages, 2 * kv_heads, page_size, head_dim], keys first.
+    """A tensor [pages, *page shape] for each part of each layer's cache. Page 0 is the null page.
 
-    One kv head's slice of a page is contiguous, which is what selection reads and a tier moves,
-    and a row's key and value are written at once. Page 0 is the null page.
+    Keys and values of heads are one part, [pages, 2 * kv_heads, page_size, head_dim], keys first:
+    one kv head's slice of a page is contiguous, which is what selection reads and a tier moves,
+    and a row's key and value are written at once.
     """
 
     def __init__(
@@ -21,63 +23,80 @@ class KVPool:
         groups: Sequence[LayerGroup],
         num_pages: Sequence[int],
         page_size: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
         device: torch.device,
         *,
         hot_slots: int = 0,
     ) -> None:
-        """`num_pages[g]` pages of each group behind the null page; a group of device copies has
-        `hot_slots` more behind those, which no page table names."""
+        """`num_pages[g]` pages of each group behind the null page.
+
+        A group of device copies has `hot_slots` more behind those, which no page table names. Its
+        parts that never leave the device are kept under the page ids of the group it copies.
+        """
         self.page_size = page_size
-        self.kv_heads = kv_heads
+        self.device = torch.empty(0, device=device).device  # with its index
         self.group_of: dict[int, int] = {}
-        self.layers: dict[int, torch.Tensor] = {}
+        """The group whose page table finds a layer's rows."""
+        self._parts: dict[int, dict[str, torch.Tensor]] = {}
+        self._by_group: list[list[torch.Tensor]] = [[] for _ in groups]
+        # Kernels of others multiply masked slots by zero: those must hold numbers.
+        make = torch.zeros if device.type == "cuda" else torch.empty
         for g, group in enumerate(groups):
-            extra = 0 if group.copy_of is None else hot_slots
-            shape = (num_pages[g] + 1 + extra, 2 * kv_heads, page_size, head_dim)
             for layer in group.layers:
                 self.group_of[layer] = g
-                # Kernels of others multiply masked slots by zero: those must hold numbers.
-                make = torch.zeros if device.type == "cuda" else torch.empty
-                self.layers[layer] = make(shape, dtype=dtype, device=device)
+                self._parts[layer] = {}
+            for part in group.layout.parts:
+                home, extra = g, 0
+                if group.copy_of is not None:
+                    home, extra = (g, hot_slots) if part.may_leave else (group.copy_of, 0)
+                shape = (num_pages[home] + 1 + extra, *part.page_shape(page_size))
+                for layer in group.layers:
+                    tensor = make(shape, dtype=part.known_dtype, device=device)
+                    self._parts[layer][part.name] = tensor
+                    self._by_group[home].append(tensor)
+
+    def part(self, layer: int, name: str = KV) -> torch.Tensor:
+        """[pages, *page shape]"""
+        return self._parts[layer][name]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All parts of all layers."""
+        for tensors in self._by_group:
+            yield from tensors
+
+    def kv_heads(self, layer: int) -> int:
+        return self.part(layer).shape[1] // 2
 
     def keys(self, layer: int) -> torch.Tensor:
         """[pages, page_size, kv_heads, head_dim], a view"""
-        return self.layers[layer][:, : self.kv_heads].transpose(1, 2)
+        return self.part(layer).transpose(1, 2).chunk(2, dim=2)[0]
 
     def values(self, layer: int) -> torch.Tensor:
         """[pages, page_size, kv_heads, head_dim], a view"""
-        return self.layers[layer][:, self.kv_heads :].transpose(1, 2)
-
-    @staticmethod
-    def page_bytes(
-        group: LayerGroup, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> int:
-        return 2 * len(group.layers) * page_size * kv_heads * head_dim * dtype.itemsize
+        return self.part(layer).transpose(1, 2).chunk(2, dim=2)[1]
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.layers.values())
+        return sum(tensor.nbytes for tensor in self.tensors())
 
     def write(
         self,
         layer: int,
         pages: torch.Tensor,  # [rows] page id of each row
         offsets: torch.Tensor,  # [rows] row within its page
-        key_value: torch.Tensor,  # [rows, 2 * kv_heads, head_dim], keys first
+        rows: torch.Tensor,  # [rows, *row shape], for keys and values keys first
+        name: str | None = None,
     ) -> None:
-        self.layers[layer][pages, :, offsets] = key_value
+        """Store new rows of a part, by default the first one of the layer's layout."""
+        parts = self._parts[layer]
+        tensor = next(iter(parts.values())) if name is None else parts[name]
+        tensor.movedim(-2, 1)[pages, offsets] = rows.to(tensor.dtype)
 
     def clear(self, group: int, pages: torch.Tensor) -> None:
         """Zero pages, [n] ids, in all layers of a group."""
-        for layer, g in self.group_of.items():
-            if g == group:
-                self.layers[layer].index_fill_(0, pages, 0)
+        for tensor in self._by_group[group]:
+            tensor.index_fill_(0, pages, 0)
 
     def fill_page(self, group: int, page: int, value: float) -> None:
         """Overwrite a page in all layers of a group; tests poison free pages with NaN."""
-        for layer, g in self.group_of.items():
-            if g == group:
-                self.layers[layer][page] = value
+        for tensor in self._by_group[group]:
+            tensor[page] = value

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from cairn.errors import PageError
+from cairn.memory.layout import CacheLayout, CachePart
 from cairn.memory.pages import NULL_PAGE
 
 
@@ -26,28 +27,32 @@ class LandmarkShape:
     dtype: torch.dtype
 
     @property
-    def bias_dtype(self) -> torch.dtype:
-        return torch.promote_types(self.dtype, torch.float32)
+    def vector(self) -> CachePart:
+        return CachePart("landmark", (self.heads, self.width), self.dtype, "page", may_leave=False)
+
+    @property
+    def bias(self) -> CachePart:
+        wide = torch.promote_types(self.dtype, torch.float32)
+        return CachePart("landmark_bias", (self.heads,), wide, "page", may_leave=False)
 
     @property
     def page_bytes(self) -> int:
-        """What a page's landmarks cost, over all layers."""
-        bias = self.bias_dtype.itemsize if self.has_bias else 0
-        return len(self.layers) * self.heads * (self.width * self.dtype.itemsize + bias) + 4
+        """What a page's landmarks and its generation cost, over all layers."""
+        layout = CacheLayout((self.vector, self.bias) if self.has_bias else (self.vector,))
+        return len(self.layers) * layout.page_bytes(1) + 4
 
 
 class LandmarkPool:
     def __init__(self, shape: LandmarkShape, num_pages: int, device: torch.device) -> None:
         """For page ids 0..num_pages, 0 being the null page."""
         self.shape = shape
-        size = (num_pages + 1, shape.heads)
-        self.vectors = {
-            layer: torch.empty(*size, shape.width, dtype=shape.dtype, device=device)
-            for layer in shape.layers
-        }
+
+        def empty(part: CachePart) -> torch.Tensor:
+            return torch.empty(num_pages + 1, *part.shape, dtype=part.dtype, device=device)
+
+        self.vectors = {layer: empty(shape.vector) for layer in shape.layers}
         self.biases = {
-            layer: torch.empty(*size, dtype=shape.bias_dtype, device=device)
-            for layer in (shape.layers if shape.has_bias else ())
+            layer: empty(shape.bias) for layer in (shape.layers if shape.has_bias else ())
         }
         # Generation each page was sealed in, 0 for never; on the device and, for checks, here.
         self.sealed = torch.zeros(num_pages + 1, dtype=torch.int32, device=device)
@@ -85,7 +90,7 @@ class LandmarkPool:
         """pages [n], sealed before; vectors [n, heads, width]; bias [n, heads]."""
         self.vectors[layer][pages] = vectors
         if bias is not None:
-            self.biases[layer][pages] = bias.to(self.shape.bias_dtype)
+            self.biases[layer][pages] = bias.to(self.shape.bias.known_dtype)
 
     def of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """All vectors [pages, heads, width] of a layer, and all biases."""
@@ -102,12 +107,12 @@ class LandmarkPool:
         return self.vectors[layer][pages], bias, self.sealed[pages] == generations
 
     def invalidate(self, pages: Sequence[int] | np.ndarray) -> None:
-        """Forget landmarks, for pages whose step did not come to its end."""
+        """Forget the landmarks of pages whose step failed."""
         index = np.asarray(pages, dtype=np.int64)
         index = index[index != NULL_PAGE]
         self._host_sealed[index] = 0
         self.sealed[self._sent(index)] = 0
 
     def _sent(self, array: np.ndarray) -> torch.Tensor:
-        """On the device, without waiting for what it is doing: these are less than 64 KiB."""
+        """A copy on the device, sent without synchronizing: CUDA buffers up to 64 KiB."""
         return torch.from_numpy(array).to(self.sealed.device, non_blocking=True)

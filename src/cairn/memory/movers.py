@@ -1,4 +1,4 @@
-"""Who carries complete pages to host memory: at once, a thread beside the engine, or a stream."""
+"""Ways to copy complete pages to host memory: at once, in a thread, or on a CUDA stream."""
 
 from __future__ import annotations
 

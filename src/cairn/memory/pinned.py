@@ -1,4 +1,4 @@
-"""Host memory that a GPU reads and writes by itself: pages of our own, registered with CUDA.
+"""Host memory that a GPU reads and writes directly: mapped here, and registered with CUDA.
 
 torch's allocator of pinned memory rounds up to powers of two, which a pool of many gigabytes cannot
 afford. Memory is mapped here in whole pages of the system, shared with nothing else, and registered
@@ -27,10 +27,10 @@ _TELL_EVERY = 5.0  # seconds
 
 
 class Registry(Protocol):
-    """Who makes memory of the host the device's as well."""
+    """Registers host memory with a device, so that the device can access it."""
 
     def register(self, address: int, nbytes: int) -> str | None:
-        """What went wrong, if anything did."""
+        """An error message, or None."""
         ...
 
     def unregister(self, address: int) -> None: ...
@@ -116,7 +116,7 @@ def _unregister(registry: Registry, regions: list[_Region]) -> None:
 
 
 def _map(nbytes: int) -> torch.Tensor:
-    """Zeros in pages of their own, all of them there."""
+    """Zeroed memory in pages of its own, all of them backed."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_DONTFORK)  # a child would have the host write to copies of pages
     with contextlib.suppress(OSError):  # a system without large pages takes longer

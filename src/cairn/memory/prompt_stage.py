@@ -19,6 +19,7 @@ import torch
 from cairn.kernels.layer_memory import LayerMemory
 from cairn.memory.host_pool import HostPool
 from cairn.memory.kv_pool import KVPool
+from cairn.memory.layout import KV
 
 _MOST_RUNS = 256
 """Runs of consecutive pages that are copied one by one: by the copy engine, which takes nothing
@@ -62,7 +63,7 @@ class StagedStep:
 
 
 class PromptStage(KVPool):
-    """What a dense backend takes for the pool; a layer is there from `fill` to `release`."""
+    """Stands in for the pool of a dense backend; a layer can be read from `fill` to `release`."""
 
     def __init__(
         self,
@@ -74,9 +75,9 @@ class PromptStage(KVPool):
     ) -> None:
         """Two `buffers` of `room` pages; without them each fill has a tensor of its own."""
         self.page_size = pool.page_size
-        self.kv_heads = pool.kv_heads
+        self.device = device = pool.device
         self.group_of = pool.group_of
-        self.layers = {}
+        self._staged: dict[int, torch.Tensor] = {}
         self.room = room
         self.bytes_in = 0
         """Copied from host memory so far."""
@@ -84,15 +85,18 @@ class PromptStage(KVPool):
         self._host = host
         self._frames = frames
         self._buffers = buffers
-        self._device = device = next(iter(pool.layers.values())).device
         if buffers:  # and kernels
             self._sources = {
-                layer: LayerMemory.of([own], device) for layer, own in host.layers.items()
+                layer: LayerMemory.of([host.part(layer)], device) for layer in host.layers
             }
             self._targets = [LayerMemory.of([own], device) for own in buffers]
         self._stream: torch.cuda.Stream | None = None
-        if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    def part(self, layer: int, name: str = KV) -> torch.Tensor:
+        assert name == KV, "keys and values are staged, and nothing else"
+        return self._staged[layer]
 
     def clear(self, group: int, pages: torch.Tensor) -> None:
         """Pages here are copies, of pages that were cleared if they had to be."""
@@ -108,7 +112,7 @@ class PromptStage(KVPool):
         places = np.where(is_away, np.cumsum(is_away), len(away) + np.cumsum(~is_away)) - 1
         runs, listed = consecutive(away), None
         if self._buffers and len(runs) > _MOST_RUNS:
-            into = torch.arange(len(away), dtype=torch.int32, device=self._device)
+            into = torch.arange(len(away), dtype=torch.int32, device=self.device)
             listed = self._send(away), into
         return StagedPages(away, runs, listed, self._send(frames[~is_away])), places[which]
 
@@ -116,10 +120,10 @@ class PromptStage(KVPool):
         return StagedStep(fills, ahead and self._stream is not None)
 
     def rehearse(self) -> None:
-        """Copy the null page as pages of many runs are, for who collects kernels."""
+        """Copy the null page by kernel: names the kernel that warm-up must compile."""
         if self._buffers:
             null = self._send(np.zeros(1, dtype=np.int64))
-            self._copy_listed(next(iter(self._host.layers)), 0, null, null)
+            self._copy_listed(self._host.layers[0], 0, null, null)
 
     def begin(self, step: StagedStep) -> None:
         if step.ahead:
@@ -127,9 +131,9 @@ class PromptStage(KVPool):
                 self._start(step, index)
 
     def abandon(self) -> None:
-        """A step did not come to its end: what follows waits for the copies it started."""
+        """A step failed: later work waits for the copies it started."""
         if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     # -- once per fill ------------------------------------------------------------------------
 
@@ -139,26 +143,26 @@ class PromptStage(KVPool):
         layer, staged = step.fills[step.read]
         buffer = self._buffer(step.read, staged)
         if step.ahead:
-            torch.cuda.current_stream(self._device).wait_event(step.ready[step.read])
+            torch.cuda.current_stream(self.device).wait_event(step.ready[step.read])
         else:
             self._copy_in(step, step.read, buffer)
         rest = buffer[len(staged.away) : len(staged)]
-        torch.index_select(_wide(self._pool.layers[layer]), 0, staged.frames, out=_wide(rest))
-        self.layers[layer] = buffer
+        torch.index_select(_wide(self._pool.part(layer)), 0, staged.frames, out=_wide(rest))
+        self._staged[layer] = buffer
 
     def release(self, step: StagedStep) -> None:
-        """Attention to the fill has been launched: its buffer is for the one after the next."""
+        """Attention over the fill was launched: its buffer is free for the fill after the next."""
         layer, _ = step.fills[step.read]
-        del self.layers[layer]
+        del self._staged[layer]
         step.read += 1
         if step.ahead and step.read + 1 < len(step.fills):
             self._start(step, step.read + 1)
 
     def _start(self, step: StagedStep, index: int) -> None:
-        """Copy a fill's pages beside the steps, behind whoever reads its buffer so far."""
+        """Copy a fill's pages on the side stream, after what still reads its buffer."""
         assert self._stream is not None
         _, staged = step.fills[index]
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             self._copy_in(step, index, self._buffer(index, staged))
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -168,7 +172,7 @@ class PromptStage(KVPool):
     def _copy_in(self, step: StagedStep, index: int, buffer: torch.Tensor) -> None:
         """Pages that are in host memory alone."""
         layer, staged = step.fills[index]
-        host = self._host.layers[layer]
+        host = self._host.part(layer)
         self.bytes_in += len(staged.away) * host[0].nbytes
         if staged.listed is not None:
             self._copy_listed(layer, index, *staged.listed)
@@ -188,16 +192,16 @@ class PromptStage(KVPool):
     def _buffer(self, index: int, staged: StagedPages) -> torch.Tensor:
         if self._buffers:
             return self._buffers[index % len(self._buffers)]
-        like = next(iter(self._pool.layers.values()))
+        like = self._pool.part(self._host.layers[0])
         size = (len(staged), *like.shape[1:])
         return torch.empty(size, dtype=like.dtype, device=like.device)
 
     def _send(self, numbers: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(numbers.astype(np.int32)).to(self._device, non_blocking=True)
+        return torch.from_numpy(numbers.astype(np.int32)).to(self.device, non_blocking=True)
 
 
 def consecutive(pages: np.ndarray) -> tuple[_Run, ...]:
-    """Cut ascending ids where the next one is not the one behind."""
+    """Split ascending ids into runs of consecutive ones."""
     if not len(pages):
         return ()
     starts = np.flatnonzero(np.diff(pages, prepend=pages[0] - 2) != 1)
@@ -207,5 +211,5 @@ def consecutive(pages: np.ndarray) -> tuple[_Run, ...]:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes in fewer elements, for a copy by a kernel."""
+    """The same bytes as int64, which copy kernels move faster."""
     return tensor.view(torch.int64) if tensor.is_cuda else tensor

@@ -1,6 +1,6 @@
-"""Which steps find all pages of their sequences on the device, as their launches see it.
+"""Tells which steps have all pages of their sequences on the device when they are launched.
 
-Asked with every step: what has been seen to be there is not looked at again until a page leaves.
+Asked with every step, so pages known to be there are not checked again until a page leaves.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Residency:
         """Whether all pages of these slots are there: `table` [seqs, pages], of which the first
         `counts` [seqs] are theirs."""
         slot, place = self._gap
-        # A page that is on the host alone mostly is in the next step too.
+        # The page that was missing last is usually missing in the next step, too.
         for s in np.flatnonzero(slots == slot):
             if place < counts[s] and not self._here[table[s, place]]:
                 return False

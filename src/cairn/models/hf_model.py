@@ -18,7 +18,7 @@ from torch import nn
 from cairn.attention.attend import Attend
 from cairn.errors import ConfigError, LoadError
 from cairn.models.interface import LanguageModel
-from cairn.models.spec import ModelSpec
+from cairn.models.spec import AttentionSpec, ModelSpec
 
 _NAME = "cairn_paged"
 
@@ -65,15 +65,15 @@ class TransformersModel(LanguageModel):
         layers = _probe(model, source)
         self._check_rope(config, source)
         self._check_masks(config, layers, source)
-        first = layers[0]
         self.spec = ModelSpec(
             architecture=type(model).__name__,
             vocab_size=config.vocab_size,
-            num_heads=first.heads,
-            num_kv_heads=first.kv_heads,
-            head_dim=first.head_dim,
-            scale=first.scale,
-            windows=tuple(layer.window for layer in layers),
+            layers=tuple(
+                AttentionSpec(
+                    layer.heads, layer.kv_heads, layer.head_dim, layers[0].scale, layer.window
+                )
+                for layer in layers
+            ),
             context_length=config.max_position_embeddings,
         )
 

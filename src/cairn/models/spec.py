@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
+from cairn.memory.groups import LayerGroup, group_layers
+from cairn.memory.layout import CacheLayout
 from cairn.models.rope import RopeParameters
 
 QKNorm = Literal["none", "head", "layer"]
@@ -27,22 +31,44 @@ class NativeSparsity:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Attention of one layer, and what the layer keeps in the cache."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # of attention scores
+    window: int | None = None  # rows a query sees, itself included; None for all
+    cache: CacheLayout | None = None
+    """What the layer keeps of each row; None for keys and values of its kv heads."""
+
+    @property
+    def layout(self) -> CacheLayout:
+        return self.cache or CacheLayout.of_heads(self.num_kv_heads, self.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """What the engine must know of a model, however it is implemented."""
 
     architecture: str
     vocab_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float  # of attention scores
-    windows: tuple[int | None, ...]  # per layer: rows a query sees, itself included; None for all
+    layers: tuple[AttentionSpec, ...]
     context_length: int
     dynamic_rope_context: int | None = None
     """The length beyond which rotation depends on a prompt's length; None if it never does."""
     sparsity: NativeSparsity | None = None
     embedding_rows: int | None = None
     """Ids that can be embedded, if more than the vocabulary; never generated, but may be scored."""
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(layer.window for layer in self.layers)
+
+    def groups(self, cache_dtype: torch.dtype) -> tuple[LayerGroup, ...]:
+        """Layers that share page tables; `cache_dtype` is for parts without a type of their own."""
+        layouts = [layer.layout.of_type(cache_dtype) for layer in self.layers]
+        return group_layers(self.windows, layouts)
 
     def tokens_per_page(self, page_size: int) -> int:
         return page_size if self.sparsity is None else page_size - 1
@@ -91,11 +117,16 @@ class DecoderSpec:
         return ModelSpec(
             architecture=self.architecture,
             vocab_size=self.dims.vocab_size,
-            num_heads=self.dims.num_heads,
-            num_kv_heads=self.dims.num_kv_heads,
-            head_dim=self.dims.head_dim,
-            scale=self.dims.head_dim**-0.5,
-            windows=tuple(layer.window for layer in self.layers),
+            layers=tuple(
+                AttentionSpec(
+                    self.dims.num_heads,
+                    self.dims.num_kv_heads,
+                    self.dims.head_dim,
+                    scale=self.dims.head_dim**-0.5,
+                    window=layer.window,
+                )
+                for layer in self.layers
+            ),
             context_length=self.context_length,
             dynamic_rope_context=min(dynamic, default=None),
             sparsity=self.sparsity,

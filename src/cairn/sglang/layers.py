@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cairn.errors import ConfigError
-from cairn.models.spec import ModelSpec
+from cairn.models.spec import AttentionSpec, ModelSpec
 
 
 def describe(
@@ -43,10 +43,6 @@ def describe(
     return ModelSpec(
         architecture=architecture,
         vocab_size=vocab_size,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        scale=float(scale),
-        windows=(None,) * len(layers),
+        layers=(AttentionSpec(heads, kv_heads, head_dim, float(scale)),) * len(layers),
         context_length=context_length,
     )

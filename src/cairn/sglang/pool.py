@@ -21,7 +21,6 @@ from cairn.sglang.sparse import make_pool
 def adopt_pool(pool: Any, spec: ModelSpec, geometry: PageGeometry) -> KVPool:
     """Replaces the buffers of an MHATokenToKVPool before anything is written to them."""
     _refuse(pool, spec)
-    heads = spec.num_kv_heads
     # SGLang's own buffers go first: both together may not fit.
     pool.k_buffer.clear()
     pool.v_buffer.clear()
@@ -31,9 +30,9 @@ def adopt_pool(pool: Any, spec: ModelSpec, geometry: PageGeometry) -> KVPool:
     num_pages = pool.size // pool.page_size
     kv_pool = make_pool(spec, geometry, num_pages, pool.dtype, device)
     for layer in range(pool.layer_num):
-        both = kv_pool.layers[layer]
-        pool.k_buffer.append(both[:, :heads])
-        pool.v_buffer.append(both[:, heads:])
+        keys, values = kv_pool.part(layer).chunk(2, dim=1)
+        pool.k_buffer.append(keys)
+        pool.v_buffer.append(values)
     pool.use_hnd = True
     pool.kv_cache_layout = "hnd"
     pool.num_pages = num_pages + 1
@@ -57,7 +56,8 @@ def _refuse(pool: Any, spec: ModelSpec) -> None:
             "--kv-cache-dtype out"
         )
     shape = (pool.layer_num, pool.head_num, pool.head_dim, pool.v_head_dim)
-    expected = (len(spec.windows), spec.num_kv_heads, spec.head_dim, spec.head_dim)
+    first = spec.layers[0]
+    expected = (len(spec.layers), first.num_kv_heads, first.head_dim, first.head_dim)
     if shape != expected or pool.start_layer:
         raise ConfigError(
             f"the KV pool has {shape} layers, kv heads, head size and value size and the model "

@@ -17,10 +17,9 @@ from cairn.attention.backend import (
 from cairn.attention.hsa.backend import HSABackend
 from cairn.attention.pair_backend import PairBackend
 from cairn.engine.attention_options import AttentionPlan
-from cairn.engine.build_runner import landmark_shape
+from cairn.engine.resolve import landmark_shape
 from cairn.errors import ConfigError
 from cairn.memory.geometry import PageGeometry
-from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.landmarks import LandmarkPool
 from cairn.models.spec import ModelSpec
@@ -36,16 +35,8 @@ def make_pool(
     device: torch.device,
 ) -> KVPool:
     """All layers have the same page ids, those with a window too."""
-    groups = group_layers(spec.windows)
-    return KVPool(
-        groups,
-        [num_pages] * len(groups),
-        geometry.page_size,
-        spec.num_kv_heads,
-        spec.head_dim,
-        dtype,
-        device,
-    )
+    groups = spec.groups(dtype)
+    return KVPool(groups, [num_pages] * len(groups), geometry.page_size, device)
 
 
 class SparseAttention:
@@ -69,18 +60,18 @@ class SparseAttention:
         self._dense_below = plan.sparse.dense_below
         self._geometry = geometry
         self.pool = pool
-        some = next(iter(pool.layers.values()))
+        some = pool.part(0)
         num_pages, dtype, device = len(some) - 1, some.dtype, some.device
         self._lives = PageLives(num_pages, device)
-        self._groups = group_layers(spec.windows)
+        self._groups = spec.groups(dtype)
         native = spec.sparsity
         self._max_seqs = max_seqs
         self._max_pages = geometry.pages(max_tokens)
         shape = AttentionShape(
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            scale=spec.scale,
+            num_heads=spec.layers[0].num_heads,
+            num_kv_heads=spec.layers[0].num_kv_heads,
+            head_dim=spec.layers[0].head_dim,
+            scale=spec.layers[0].scale,
             page_size=geometry.page_size,
             dtype=dtype,
             device=device,

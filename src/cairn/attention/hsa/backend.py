@@ -86,7 +86,7 @@ class HSABackend(SparseBackend):
         self._torch = TorchSparse(config, pool, landmarks, shape.scale, tier)
         self._shape = shape
         self._sparse_layers = frozenset(config.layers)
-        dense_layers = pool.layers.keys() - self._sparse_layers
+        dense_layers = pool.group_of.keys() - self._sparse_layers
         self._dense_groups = {pool.group_of[layer] for layer in dense_layers}
         self._groups = SparseGroups.of(config, shape, pool)
         self._tiered: TieredDense | None = None

@@ -354,7 +354,7 @@ class KernelSparse:
             self._shape,
             self._scratch,
             *(own.query, own.mapped, own.prior),
-            self._pool.layers[own.layer],
+            self._pool.part(own.layer),
             *self._landmarks.of_layer(own.layer),
             *(decode.page_table, decode.kv_lens, decode.rows),
             own.out,
@@ -376,7 +376,7 @@ class KernelSparse:
         lse = chunks.workspace.take("window_lse", *own.query.shape[:2])
         paged_extend(
             own.query,
-            self._pool.layers[own.layer],
+            self._pool.part(own.layer),
             batch.groups[self._groups.kv].page_table,
             batch.device_kv_lens,
             batch.device_cu_query,
@@ -427,7 +427,7 @@ class KernelSparse:
         batch, swap = chunks.batch, self._swap
         given = (
             *(selected, own.query, own.mapped),
-            self._pool.layers[own.layer],
+            self._pool.part(own.layer),
             *self._landmarks.of_layer(own.layer),
             batch.groups[self._groups.selected].page_table,
             batch.device_cu_query,
@@ -465,7 +465,7 @@ class KernelSparse:
         pool_landmarks_of_layers(
             ids,
             places,
-            self._pool.layers[layers[0]],
+            self._pool.part(layers[0]),
             self._landmarks.vectors[layers[0]],
             *self._layer_shifts,
             pooling=self._pooling,
@@ -477,7 +477,7 @@ class KernelSparse:
         from cairn.kernels.layer_memory import LayerMemory
 
         device, layers = self._every_row.device, self._config.layers
-        kv = LayerMemory.of((self._pool.layers[layer] for layer in layers), device)
+        kv = LayerMemory.of((self._pool.part(layer) for layer in layers), device)
         vectors = LayerMemory.of((self._landmarks.vectors[layer] for layer in layers), device)
         return kv.shifts, vectors.shifts
 
@@ -490,7 +490,7 @@ class KernelSparse:
             return
         pool_landmarks(
             *(pages, kv_pages, last_rows),
-            self._pool.layers[own.layer],
+            self._pool.part(own.layer),
             own.prior,
             *self._landmarks.of_layer(own.layer),
             scale=self._shape.scale,

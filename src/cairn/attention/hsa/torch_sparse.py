@@ -64,14 +64,14 @@ class TorchSparse:
             out = out * weight[..., None]
             if tile.traced is None:
                 return out, None
-            none = tile.rows.new_empty(len(tile.traced), self._pool.kv_heads, 0)
+            none = tile.rows.new_empty(len(tile.traced), self._pool.kv_heads(layer), 0)
             scores = lse.new_empty(len(tile.traced), heads, 0)
             picked = (lse[tile.traced], weight[tile.traced])
             return out, Selection(none, none, scores, scores, *picked)
         if index is None:
             index, scores = self._select(layer, tile, scoring, lse)
         else:
-            group = heads // self._pool.kv_heads
+            group = heads // self._pool.kv_heads(layer)
             every = self._scores(layer, tile, scoring, 0, tile.page_table.shape[1])
             places = index.repeat_interleave(group, 1)
             scores = every.gather(-1, places.clamp(min=0))
@@ -126,9 +126,9 @@ class TorchSparse:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """-> output [rows, heads, dim] and log-sum-exp [rows, heads] over the window."""
         rows, heads, dim = query.shape
-        kv_heads, blocks = self._pool.kv_heads, tile.blocks
+        kv_heads, blocks = self._pool.kv_heads(layer), tile.blocks
         count, group = rows // blocks, heads // kv_heads
-        both = self._pool.layers[layer][tile.window_pages]  # [blocks, pages, 2 * kv_heads, size, d]
+        both = self._pool.part(layer)[tile.window_pages]  # [blocks, pages, 2 * kv_heads, size, d]
         both = both.to(query.dtype).transpose(1, 2).flatten(2, 3)  # [blocks, 2 * kv_heads, keys, d]
         key, value = both[:, :kv_heads], both[:, kv_heads:]
         # [blocks, kv_heads, group * count, dim]
@@ -155,7 +155,7 @@ class TorchSparse:
             tile.limits,
             tile.page_table.shape[1],
             lse,
-            kv_heads=self._pool.kv_heads,
+            kv_heads=self._pool.kv_heads(layer),
             topk=min(config.topk, tile.page_table.shape[1]),
             strategy=config.strategy,
             sinks=config.sinks,
@@ -184,7 +184,7 @@ class TorchSparse:
         """
         rows, _, dim = query.shape
         kv_heads, k = pages.shape[1:]
-        key, value = self._slices(layer, self._slice_ids(pages).flatten(), query.dtype)
+        key, value = self._slices(layer, self._slice_ids(layer, pages).flatten(), query.dtype)
         own = query.view(rows * kv_heads, 1, -1, dim).expand(-1, k, -1, -1).flatten(0, 1)
         out, *sums = _softmax(own @ key.transpose(1, 2), value)  # [rows * kv_heads * k, group, ...]
         return _by_head((rows, kv_heads, k), out, *sums)
@@ -200,9 +200,9 @@ class TorchSparse:
         rows, _, dim = query.shape
         kv_heads, k = pages.shape[1:]
         device = pages.device
-        order = self._slice_ids(pages).flatten().argsort(stable=True)  # pairs by page
+        order = self._slice_ids(layer, pages).flatten().argsort(stable=True)  # pairs by page
         slices, counts = torch.unique_consecutive(
-            self._slice_ids(pages).flatten()[order], return_counts=True
+            self._slice_ids(layer, pages).flatten()[order], return_counts=True
         )
         mean = len(order) / len(slices)
         piece = next((size for size in _PIECES if size >= mean), _PIECES[-1])
@@ -223,20 +223,20 @@ class TorchSparse:
         found = (each.view(-1, group)[where] for each in sums)
         return _by_head((rows, kv_heads, k), out.view(-1, group, dim)[where], *found)
 
-    def _slice_ids(self, pages: torch.Tensor) -> torch.Tensor:
+    def _slice_ids(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
         """pages [rows, kv_heads, k] -> where the pool has their (page, kv head) slices of keys."""
         heads = torch.arange(pages.shape[1], device=pages.device)
-        return pages * (2 * pages.shape[1]) + heads[:, None]
+        return pages * self._pool.part(layer).shape[1] + heads[:, None]
 
     def _slices(
         self, layer: int, slices: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of (page, kv head) slices: [slices, rows that count, dim]"""
-        pool = self._pool.layers[layer]
+        pool = self._pool.part(layer)
         flat = pool.view(-1, *pool.shape[2:])
         real = self._pool.page_size - self._config.landmark_rows
         key = flat.index_select(0, slices)[:, :real].to(dtype)
-        value = flat.index_select(0, slices + self._pool.kv_heads)[:, :real].to(dtype)
+        value = flat.index_select(0, slices + self._pool.kv_heads(layer))[:, :real].to(dtype)
         return key, value
 
     def _merge(

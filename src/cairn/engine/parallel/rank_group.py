@@ -16,8 +16,8 @@ import torch.distributed as dist
 from cairn.errors import CairnError
 
 PATIENCE = timedelta(seconds=60)
-"""How long a collective waits for the other ranks. They do the same work at the same time: one that
-is so late is stuck."""
+"""How long a collective waits for the other ranks. All do the same work at the same time, so a rank
+that is this late is stuck."""
 
 
 class PeerLostError(CairnError):
@@ -55,7 +55,7 @@ class RankGroup:
         return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
 
     def abort(self) -> None:
-        """End collectives that still wait for somebody, where the library can."""
+        """End collectives that still wait for other ranks, where the library can."""
         if self._group is not None and self._device.type == "cuda":
             self._group.abort()
 

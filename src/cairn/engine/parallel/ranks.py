@@ -1,4 +1,4 @@
-"""The other ranks as rank 0 sees them: started, told what to do, watched, and ended.
+"""Rank 0's side of the other ranks: starts, instructs, watches and ends their processes.
 
 Every wait for a rank also watches its process, so that one that dies is an error at once. A rank
 that fails leaves the others in the middle of a step, where nothing can be put right: all of them
@@ -26,14 +26,12 @@ from typing import Literal, TypeVar
 import torch
 
 from cairn.config import EngineConfig
-from cairn.engine import rank_group
-from cairn.engine.attention_options import AttentionPlan
 from cairn.engine.build_runner import BuiltRunner, build_runner
-from cairn.engine.layout import Layout
-from cairn.engine.lead_runner import LeadRunner
-from cairn.engine.pool_sizes import kv_budget
-from cairn.engine.rank_group import PeerLostError, RankGroup
-from cairn.engine.rank_messages import (
+from cairn.engine.memory_plan import MemoryPlan, kv_budget
+from cairn.engine.parallel import rank_group
+from cairn.engine.parallel.lead_runner import LeadRunner
+from cairn.engine.parallel.rank_group import PeerLostError, RankGroup
+from cairn.engine.parallel.rank_messages import (
     Backed,
     Build,
     Close,
@@ -44,8 +42,9 @@ from cairn.engine.rank_messages import (
     Ready,
     ToRank,
 )
-from cairn.engine.rank_process import RankOptions, run_rank
-from cairn.engine.tp_options import rank_device
+from cairn.engine.parallel.rank_process import RankOptions, run_rank
+from cairn.engine.parallel.tp_options import rank_device
+from cairn.engine.resolve import EngineChoices
 from cairn.errors import RankError
 from cairn.kernels.compilations import CompilationCounts
 from cairn.memory.copies import Transfer
@@ -53,7 +52,7 @@ from cairn.models.interface import LanguageModel
 from cairn.models.loader import Progress
 from cairn.models.source import ModelSource
 
-# A copy of this process would have its locks, held by threads that it does not have, and its CUDA.
+# A forked process would inherit locks held by threads it does not have, and the CUDA context.
 _START_METHOD: Literal["spawn"] = "spawn"
 _NOT_BUILT = (
     "it was not ready yet: see above what it printed. Every rank runs the script that makes an "
@@ -134,17 +133,16 @@ class Ranks:
 
     def build_runner(
         self,
-        layout: Layout,
-        attention: AttentionPlan,
+        choices: EngineChoices,
+        memory: MemoryPlan,
         model: LanguageModel,
-        device: torch.device,
         progress: Progress | None,
     ) -> BuiltRunner:
         """Every rank makes its own, at the same time."""
-        self.send(Build(layout))
+        self.send(Build(memory))
         self.group.connect(self._meeting_place)
         make = partial(LeadRunner, self)
-        built = build_runner(layout, attention, model, device, self.group, make, progress)
+        built = build_runner(choices, memory, model, self.group, make, progress)
         self.collect(Ready, patient=True)
         self._built = True
         return built
@@ -174,7 +172,7 @@ class Ranks:
             self._take(rank, message)
 
     def _take(self, rank: int, message: FromRank) -> None:
-        """What a rank says unasked."""
+        """Handle a message that was not asked for."""
         if isinstance(message, Compiled):
             self.compilations[rank] = message.counts
             return
@@ -204,7 +202,7 @@ class Ranks:
         return min(self._speaking(range(1, self.size), timeout), default=None)
 
     def _speaking(self, ranks: Iterable[int], timeout: float | None) -> set[int]:
-        """Those that have sent something or ended."""
+        """Ranks that have sent something or ended."""
         rank_of: dict[object, int] = {}
         for rank in ranks:
             rank_of[self._links[rank - 1]] = rank_of[self._processes[rank - 1].sentinel] = rank
@@ -240,7 +238,7 @@ class Ranks:
             raise
 
     def _cause(self, error: PeerLostError) -> RankError:
-        """Which rank failed or ended by itself, and not because it lost another."""
+        """The error of the rank that failed first, not of one that merely lost another."""
         if isinstance(error, _FailedError) and not error.words.peer_lost:
             return error.as_rank_error()
         deadline = time.monotonic() + _CAUSE_SECONDS

@@ -1,4 +1,4 @@
-"""`--tp`: what it cannot go with, and where each rank runs."""
+"""`--tp`: what it cannot be combined with, and where each rank runs."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from cairn.attention.backend import AttentionBackend
+from cairn.engine.parallel.rank_messages import BackUp, Launch, State, Tell
 from cairn.engine.plan import StepPlan
-from cairn.engine.rank_messages import BackUp, Launch, State, Tell
 from cairn.engine.runner import InFlight, Runner, StepResult
 from cairn.errors import CairnError, RankError
 from cairn.kernels.compilations import CompilationCounts
@@ -20,7 +20,7 @@ from cairn.memory.hisparse import HiSparseCoordinator, TierStats
 from cairn.memory.kv_pool import KVPool
 
 if TYPE_CHECKING:
-    from cairn.engine.ranks import Ranks
+    from cairn.engine.parallel.ranks import Ranks
 
 
 class LeadRunner(Runner):
@@ -47,7 +47,7 @@ class LeadRunner(Runner):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What all ranks do, or none: whatever goes wrong in it ends all of them.
+        """Something that all ranks do, or none: an error in it ends all of them.
 
         Ctrl-C waits until it is done.
         """
@@ -147,7 +147,7 @@ class LeadMover:
 
 
 def _for_others(plan: StepPlan) -> StepPlan:
-    """Without what only matters where tokens are chosen."""
+    """The plan without what only the rank that samples needs."""
     advances = plan.advances
     if any(advance.allowed is not None for advance in advances):
         advances = tuple(advance._replace(allowed=None) for advance in advances)

@@ -16,13 +16,12 @@ from typing import assert_never
 import torch
 
 from cairn.config import EngineConfig
-from cairn.engine.attention_options import plan_attention
 from cairn.engine.build_runner import build_runner
 from cairn.engine.load import load_model
 from cairn.engine.locate import locate
-from cairn.engine.pool_sizes import kv_budget
-from cairn.engine.rank_group import PeerLostError, RankGroup
-from cairn.engine.rank_messages import (
+from cairn.engine.memory_plan import kv_budget
+from cairn.engine.parallel.rank_group import PeerLostError, RankGroup
+from cairn.engine.parallel.rank_messages import (
     Backed,
     BackUp,
     Build,
@@ -37,8 +36,9 @@ from cairn.engine.rank_messages import (
     Tell,
     ToRank,
 )
+from cairn.engine.parallel.tp_options import rank_device
+from cairn.engine.resolve import resolve
 from cairn.engine.runner import Runner
-from cairn.engine.tp_options import rank_device
 from cairn.kernels.compilations import CompilationCounts
 
 _LOOK_EVERY = 0.001  # seconds between looks at copies that are under way
@@ -131,10 +131,9 @@ class _Rank:
         self._send(Loaded(kv_budget(config, self._device)))
         message = self._receive()
         assert isinstance(message, Build)
-        layout = message.layout
         self._group.connect(self._options.meeting_place)
-        attention = plan_attention(layout.config, model.spec, self._device.type)
-        return build_runner(layout, attention, model, self._device, self._group).runner
+        choices = resolve(config, model.spec, self._options.dtype, self._device)
+        return build_runner(choices, message.memory, model, self._group).runner
 
     def _report_compilations(self, runner: Runner) -> None:
         counts = runner.compilations()

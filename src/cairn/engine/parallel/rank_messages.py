@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cairn.engine.layout import Layout
+from cairn.engine.memory_plan import MemoryPlan
 from cairn.engine.plan import StepPlan
 from cairn.kernels.compilations import CompilationCounts
 from cairn.memory.copies import Transfer
@@ -17,7 +17,7 @@ from cairn.memory.hisparse import TierStats
 class Build:
     """Everybody has loaded: meet the others, and make pools and runner."""
 
-    layout: Layout
+    memory: MemoryPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +85,12 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The rank's last words."""
+    """The rank failed and ends."""
 
     message: str
     traceback: str
     peer_lost: bool
-    """Only because another one failed."""
+    """It failed because another rank did."""
 
 
 FromRank = Loaded | Ready | Compiled | Backed | State | Failed

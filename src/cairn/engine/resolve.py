@@ -1,0 +1,262 @@
+"""Every choice that options and model leave open, made once, each with its reason.
+
+    resolve(options, model, device) -> EngineChoices -> plan_memory -> MemoryPlan -> build
+
+Ranks resolve for themselves and come to the same choices, each for its own device.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from cairn.attention.backend import (
+    AUTO_SPARSE,
+    AttentionShape,
+    DenseBackend,
+    SparseBackend,
+    missing_module,
+    resolve_backends,
+)
+from cairn.config import EngineConfig
+from cairn.engine.attention_options import AttentionPlan, plan_attention
+from cairn.engine.hisparse_options import (
+    HiSparseOptions,
+    check_together,
+    hisparse_options,
+    imply,
+    split_group,
+)
+from cairn.engine.scheduler import Limits
+from cairn.errors import ConfigError
+from cairn.memory.geometry import PageGeometry
+from cairn.memory.groups import LayerGroup
+from cairn.memory.landmarks import LandmarkShape
+from cairn.memory.layout import KV
+from cairn.models.config_reader import ConfigReader
+from cairn.models.spec import ModelSpec
+from cairn.sparsity.config import SparseConfig
+
+_RESERVED_OUTPUT = 1024
+"""Tokens of output that admission counts on where pages live in host memory, which is large enough
+to be generous; who generates more is retracted if it must be, and loses next to nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChoices:
+    config: EngineConfig
+    """With what one option implies for others."""
+    limits: Limits
+    context: int
+    """Most tokens of a request."""
+    geometry: PageGeometry
+    attention: AttentionPlan
+    shape: AttentionShape
+    """Of all layers; its `max_seqs` is known when memory is planned."""
+    dense: tuple[type[DenseBackend], ...]
+    """One backend, or two for prefill and decode."""
+    dense_reason: str
+    kernel_refusal: str | None
+    """Why sparse attention, if there is any, runs in plain torch; None if by kernels."""
+    landmarks: LandmarkShape | None
+    hisparse: HiSparseOptions | None
+    unrecorded: str | None
+    """Why no step is recorded as a CUDA graph, if that is known before there is a backend."""
+
+    @property
+    def sparse(self) -> SparseConfig | None:
+        return self.attention.sparse
+
+    @property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """With a host tier the last one holds copies of pages on the device."""
+        return self.shape.groups
+
+    @property
+    def device(self) -> torch.device:
+        return self.shape.device
+
+
+def resolve(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> EngineChoices:
+    """`dtype` is that of weights and queries."""
+    unrecorded = _unrecorded(config, device)
+    hisparse = hisparse_options(config)
+    if config.attention_backend is None:
+        # Host memory is for sparse attention: asking for one asks for the other.
+        default = "auto" if hisparse is None else AUTO_SPARSE
+        named = os.environ.get("ATTN_BACKEND") or default
+        config = replace(config, attention_backend=named)
+    if hisparse is not None:
+        config = imply(config, hisparse, spec)
+    attention = plan_attention(config, spec, device.type)
+    sparse = attention.sparse
+    geometry = PageGeometry(attention.page_size, spec.tokens_per_page(attention.page_size))
+    context = _context_length(config, spec)
+    groups = spec.groups(cache_dtype(config, dtype))
+    limits = _limits(config, device)
+    shape = _attention_shape(spec, sparse, geometry, groups, dtype, device)
+    refused = None
+    if sparse is not None and attention.backend is not None:
+        refused = attention.backend.kernel_refusal(sparse, shape)
+    if hisparse is not None:
+        sparse = check_together(config, hisparse, attention, device, refused)
+        shape = replace(shape, groups=split_group(groups, sparse))
+        moved = [part.name for part in shape.groups[-1].layout.leaving.parts]
+        if moved != [KV]:
+            raise ConfigError(
+                f"enable_hisparse moves keys and values of heads; layers of {spec.architecture} "
+                f"keep {', '.join(moved)}, which may leave the device: leave enable_hisparse out"
+            )
+        limits = replace(
+            limits,
+            reserved_output=_RESERVED_OUTPUT,
+            # Rows of prompts find their pages in the stage, others by selection.
+            cuts_at_prompt=sparse.dense_prompt_below > 0,
+        )
+    dense, reason = resolve_backends(attention.dense, shape)
+    if sparse is not None and attention.backend is not None:
+        if (why := attention.backend.unavailable_reason(device)) is not None:
+            raise ConfigError(
+                f"attention_backend {attention.backend.name!r} cannot run here: {why}; use another"
+            )
+        _check_plans(dense, sparse, attention.backend, shape.groups)
+    return EngineChoices(
+        config=config,
+        limits=limits,
+        context=context,
+        geometry=geometry,
+        attention=attention,
+        shape=shape,
+        dense=tuple(dense),
+        dense_reason=reason,
+        kernel_refusal=refused,
+        landmarks=None if sparse is None else landmark_shape(sparse, dtype),
+        hisparse=hisparse,
+        unrecorded=unrecorded,
+    )
+
+
+def _check_plans(
+    dense: Sequence[type[DenseBackend]],
+    sparse: SparseConfig,
+    backend: type[SparseBackend],
+    groups: Sequence[LayerGroup],
+) -> None:
+    """Rows of sparse layers that are dense have other lengths than those of dense layers."""
+    own = set(sparse.layers)
+    mixed = any(own & set(group.layers) and set(group.layers) - own for group in groups)
+    names = [kind.name for kind in dense if kind.keeps_one_plan]
+    if mixed and names:
+        raise ConfigError(
+            f"attention_backend is {names[0]},{backend.name} and hsa_layers names {len(own)} "
+            f"layers; {names[0]} plans a step once for all full-attention layers: leave hsa_layers "
+            "out, or use another backend"
+        )
+
+
+def landmark_shape(sparse: SparseConfig, dtype: torch.dtype) -> LandmarkShape | None:
+    policy = sparse.policy
+    if policy is None:
+        return None
+    return LandmarkShape(
+        sparse.layers, policy.landmark_heads, policy.landmark_width, policy.has_bias, dtype
+    )
+
+
+def cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """The type of what layers keep, `dtype` being that of the weights."""
+    assert config.kv_cache_dtype == "auto", config.kv_cache_dtype
+    return dtype
+
+
+def resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda', but torch finds no CUDA device; see `cairn doctor`")
+    if name == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("device is 'mps', but torch finds no Apple GPU; see `cairn doctor`")
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, config: ConfigReader, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        # CPUs without bfloat16 units are far slower in it; float32 is exact and fast everywhere.
+        if device.type == "cpu":
+            return torch.float32
+        name = config.peek("dtype") or config.peek("torch_dtype") or "bfloat16"
+    names = ("float32", "float16", "bfloat16", "float64")
+    if name not in names:
+        raise ConfigError(f"dtype is {name!r}; choose one of {', '.join(names)}")
+    if name == "float64" and device.type == "mps":
+        raise ConfigError("dtype is 'float64', which Apple GPUs do not have; use float32")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _unrecorded(config: EngineConfig, device: torch.device) -> str | None:
+    if device.type != "cuda":
+        for name in ("disable_cuda_graph", "disable_overlap_schedule"):
+            if getattr(config, name):
+                raise ConfigError(f"{name} is for CUDA and the device is {device.type}")
+        return f"the device is {device.type}"
+    if (missing := missing_module("triton", "triton")) is not None:
+        return missing
+    if config.disable_cuda_graph:
+        return "disable_cuda_graph is set"
+    if config.tp > 1:
+        return "what ranks say to each other (tp) is not recorded"
+    return None
+
+
+def _limits(config: EngineConfig, device: torch.device) -> Limits:
+    cuda = device.type == "cuda"
+    return Limits(
+        chunked_prefill_size=config.chunked_prefill_size or (8192 if cuda else 2048),
+        max_running_requests=config.max_running_requests or (256 if cuda else 64),
+        max_queued_requests=config.max_queued_requests,
+        max_step_seconds=None if config.max_step_ms is None else config.max_step_ms / 1e3,
+    )
+
+
+def _context_length(config: EngineConfig, spec: ModelSpec) -> int:
+    if config.context_length is None:
+        return spec.context_length
+    if config.context_length > spec.context_length:
+        raise ConfigError(
+            f"context_length is {config.context_length}, the model's own limit is "
+            f"{spec.context_length}; lower it, or scale rope in the model's config"
+        )
+    return config.context_length
+
+
+def _attention_shape(
+    spec: ModelSpec,
+    sparse: SparseConfig | None,
+    geometry: PageGeometry,
+    groups: tuple[LayerGroup, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> AttentionShape:
+    """With the numbers of the sparse layers, where layers differ and some are sparse."""
+    kinds = {replace(layer, window=None, cache=None) for layer in spec.layers}
+    layer = spec.layers[0 if sparse is None else sparse.layers[0]]
+    return AttentionShape(
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        scale=layer.scale,
+        scales=tuple(layer.scale for layer in spec.layers) if len(kinds) > 1 else (),
+        page_size=geometry.page_size,
+        dtype=dtype,
+        device=device,
+        groups=groups,
+        hides_landmark_rows=spec.sparsity is not None and spec.sparsity.hides_landmark_rows,
+    )

@@ -1,0 +1,102 @@
+"""What a layer keeps in the cache, as a value: named parts, each with a shape and a type.
+
+Keys and values of heads are one layout, a latent row without heads is another. Pools, page bytes,
+host memory and copies between the two are computed from it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+KV = "kv"
+"""The part that holds keys and values of heads: all keys first, then all values."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachePart:
+    """One kind of data that a layer keeps for every row, or once for every page."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of one row; of one page where `per` is "page"."""
+    dtype: torch.dtype | None = None
+    """None for the type of the cache (`kv_cache_dtype`), which `CacheLayout.of_type` fills in."""
+    per: Literal["row", "page"] = "row"
+    may_leave: bool = True
+    """Pages may be kept in host memory alone; else they stay on the device."""
+    heads: int = 1
+    """Heads that select pages on their own. The first axis of `shape` is a multiple of it: entry i
+    belongs to head i modulo `heads`."""
+
+    def page_shape(self, page_size: int) -> tuple[int, ...]:
+        """Of one page: the row axis stands before the last one, so that a head's rows of a page
+        are contiguous."""
+        if self.per == "page":
+            return self.shape
+        return (*self.shape[:-1], page_size, self.shape[-1])
+
+    def page_bytes(self, page_size: int) -> int:
+        return math.prod(self.page_shape(page_size)) * self.known_dtype.itemsize
+
+    def by_head(self, pages: torch.Tensor) -> torch.Tensor:
+        """A view of pages as [pages, n, heads, elements]; head h reads [:, :, h]."""
+        entries = self.shape[0] // self.heads if self.heads > 1 else 1
+        return pages.view(len(pages), entries, self.heads, -1)
+
+    @property
+    def known_dtype(self) -> torch.dtype:
+        assert self.dtype is not None, f"part {self.name} has no type yet; see CacheLayout.of_type"
+        return self.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """All that one layer keeps under a page id."""
+
+    parts: tuple[CachePart, ...] = ()
+
+    @classmethod
+    def of_heads(
+        cls, kv_heads: int, head_dim: int, dtype: torch.dtype | None = None
+    ) -> CacheLayout:
+        """Keys and values: a page is [2 * kv_heads, page_size, head_dim]."""
+        return cls((CachePart(KV, (2 * kv_heads, head_dim), dtype, heads=kv_heads),))
+
+    def of_type(self, dtype: torch.dtype) -> CacheLayout:
+        """The same with a type for the parts that have none of their own."""
+        return CacheLayout(
+            tuple(part if part.dtype else replace(part, dtype=dtype) for part in self.parts)
+        )
+
+    def part(self, name: str) -> CachePart:
+        for part in self.parts:
+            if part.name == name:
+                return part
+        raise KeyError(f"the cache has no part {name!r}: {[part.name for part in self.parts]}")
+
+    @property
+    def leaving(self) -> CacheLayout:
+        """The parts that may be in host memory alone."""
+        return CacheLayout(tuple(part for part in self.parts if part.may_leave))
+
+    @property
+    def staying(self) -> CacheLayout:
+        """The parts that are always on the device."""
+        return CacheLayout(tuple(part for part in self.parts if not part.may_leave))
+
+    @property
+    def heads(self) -> int:
+        """Heads that select pages on their own, of parts that may leave."""
+        (heads,) = {part.heads for part in self.leaving.parts}
+        return heads
+
+    def page_bytes(self, page_size: int) -> int:
+        """Of one page in one layer."""
+        return sum(part.page_bytes(page_size) for part in self.parts)
+
+
+NO_CACHE = CacheLayout()
