@@ -13,23 +13,18 @@ import torch
 pytest.importorskip("triton")
 
 
-def test_kernels_agree_with_their_references_in_the_interpreter() -> None:
-    """In two processes, of which each takes every other test: there are two cores at least."""
+@pytest.mark.parametrize("half", ["0", "1"])
+def test_kernels_agree_with_their_references_in_the_interpreter(half: str) -> None:
+    """Every other test of the file, so that two workers can share them."""
     tests = Path(__file__).with_name("interpreted.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
-    halves = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, "TRITON_INTERPRET": "1", "EVERY_OTHER_TEST": half},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for half in ("0", "1")
-    ]
-    printed = [half.communicate()[0] for half in halves]
-    for half, text in zip(halves, printed, strict=True):
-        assert half.returncode == 0, text[-3000:]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)],
+        env={**os.environ, "TRITON_INTERPRET": "1", "EVERY_OTHER_TEST": half},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 def test_kernels_compile_for_a_gpu_that_is_not_here() -> None:
