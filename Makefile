@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 SGLANG := .venv-sglang
 MODEL ?= smollm2
 PORT ?= 8000
+PARALLEL := $(BIN)/python -m pytest -n auto --dist worksteal
 # Sparse attention beyond the first thousand tokens, so that the page map has something to show.
 FLAGS_smollm2 := --attention-backend hsa --hsa-policy quest --hsa-topk 8 --hsa-window 256 --hsa-dense-below 1024 --request-log off
 
@@ -13,8 +14,8 @@ FLAGS_smollm2 := --attention-backend hsa --hsa-policy quest --hsa-topk 8 --hsa-w
 help:
 	@echo "make run       set up and serve a model, with a web page (MODEL=folder, .gguf, hub id or name)"
 	@echo "make chat      set up and talk to a model in the terminal"
-	@echo "make test      set up, lint, type-check and test (about thirteen minutes)"
-	@echo "make test-all  the same with the long suites, and make test-sglang"
+	@echo "make test      set up, lint, type-check and test (about six minutes on two cores)"
+	@echo "make test-all  the same with the long suites and more examples, and make test-sglang"
 	@echo "make lint      the linter and the type checker alone"
 	@echo "make clean     remove what was set up"
 	@echo "make test-sglang  set up stock SGLang in an environment of its own, and test the plug-in in it"
@@ -39,10 +40,11 @@ lint: $(VENV)/installed
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(PARALLEL) -m "not slow"
 
 test-all: lint
-	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest
+	HYPOTHESIS_PROFILE=thorough $(PARALLEL) -m "not slow"
+	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -m slow
 	$(MAKE) test-sglang
 
 $(SGLANG)/installed: pyproject.toml tests/sglang/requirements.txt
