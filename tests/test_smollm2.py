@@ -42,13 +42,14 @@ def model() -> str:
     return "smollm2"
 
 
-def test_greedy_text_equals_transformers_on_the_same_weights(model: str) -> None:
+@pytest.mark.parametrize("count", [16, pytest.param(64, marks=pytest.mark.slow)])
+def test_greedy_text_equals_transformers_on_the_same_weights(model: str, count: int) -> None:
     baseline = TransformersBaseline(find_model(model), torch.float32, torch.device("cpu")).model
     with LLM(model, device="cpu", dtype="float32") as llm:
         assert llm.tokenizer is not None
-        for prompt, result in zip(PROMPTS, llm.generate(PROMPTS, max_tokens=64), strict=True):
+        for prompt, result in zip(PROMPTS, llm.generate(PROMPTS, max_tokens=count), strict=True):
             ids = torch.tensor([llm.tokenizer.encode(prompt)])
-            expected = baseline.generate(ids, max_new_tokens=64, do_sample=False, pad_token_id=2)
+            expected = baseline.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=2)
             assert result.token_ids == expected[0, ids.shape[1] :].tolist(), prompt
 
 

@@ -27,7 +27,9 @@ QUEST = {"policy": "quest", "topk": 2, "window": 20, "sinks": 1, "prefill": "spa
     ],
     ids=["quest", "mean", "hils"],
 )
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 def test_recycled_and_shared_pages_change_nothing(
     chunk_size: int | None, page_size: int, options: dict[str, Any], seed: int
 ) -> None:

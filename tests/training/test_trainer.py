@@ -70,6 +70,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(
         torch.testing.assert_close(parts["model"][name], tensor, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_rivals_compete_in_the_last_phase(
     tokenizer: Tokenizer, worlds: Worlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,7 +137,13 @@ def test_full_attention_twin_sees_the_same_samples() -> None:
         assert all(twin.rivals_ahead_at(turn) is None for turn in range(16))  # it has no chunks
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def same_worlds(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands use the worlds of all tests: making them takes longer than the rest."""
+    monkeypatch.setattr("training.cli.make_worlds", lambda *_: worlds)
+
+
+def test_the_command(same_worlds: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--width", "32", "--layers", "2", "--heads", "2", "--kv_heads", "1", "--ffn", "32"]
     run = ["train", "--out", str(tmp_path), "--device", "cpu", "--tiny", "1", "1", "4", *sizes]
     assert main(run) == 0
@@ -146,7 +153,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "all phases done" in out and "300 tokens" in out
 
 
-def test_a_run_begins_with_given_weights(tmp_path: Path) -> None:
+def test_a_run_begins_with_given_weights(same_worlds: None, tmp_path: Path) -> None:
     sizes = ["--width", "32", "--layers", "2", "--heads", "2", "--kv_heads", "1", "--ffn", "32"]
     common = ["--device", "cpu", "--phases", "long", "--tiny", "1", "1", "4", *sizes]
     assert main(["train", "--out", str(tmp_path / "a"), *common]) == 0
