@@ -77,7 +77,11 @@ class SamplingParams:
             _refuse("min_tokens", self.min_tokens, f"at most max_tokens, {self.max_tokens}")
         _check_range("temperature", self.temperature, 0, math.inf)
         if self.top_p == 0:
-            _refuse("top_p", 0, "above 0 and at most 1; temperature 0 takes the most likely token")
+            _refuse(
+                "top_p",
+                self.top_p,
+                "above 0 and at most 1; temperature 0 takes the most likely token",
+            )
         _check_range("top_p", self.top_p, 0, 1)
         _check_range("min_p", self.min_p, 0, 1)
         _check_range("repetition_penalty", self.repetition_penalty, 0, math.inf, above=True)
