@@ -107,9 +107,10 @@ class StepInputs:
         prompt_rows: np.ndarray | None = None,
         traced_rows: Sequence[int] = (),
         resident: bool = False,
+        generation: int = 1,
     ) -> StepInputs:
-        """A step without requests, whose pages are all in their first generation. All of its rows
-        are a prompt's unless `prompt_rows` are given."""
+        """A step without requests, whose pages are all in one generation. All of its rows are a
+        prompt's unless `prompt_rows` are given."""
         advances = [
             Advance("", 0, stop - count, stop, array("q", bytes(8 * count)), 0, samples=True)
             for count, stop in zip(map(int, new), map(int, total), strict=True)
@@ -117,7 +118,7 @@ class StepInputs:
         rows = build_rows(StepPlan(tuple(advances)), PageGeometry(page_size, page_size))
         pages = np.stack(tables).astype(np.int32)
         prompts = rows.kv_lens if prompt_rows is None else prompt_rows
-        lives = np.ones_like(pages)
+        lives = np.full_like(pages, generation)
         return cls.of(rows, page_size, pages, lives, prompts, traced_rows, resident=resident)
 
     def arrays(self) -> tuple[np.ndarray, ...]:

@@ -45,6 +45,7 @@ class Rehearsal:
             list(tables),
             prompt_rows=total if self.prompt else np.zeros_like(total),
             resident=resident,
+            generation=0,  # that of the null page, so that it can be selected
         )
 
 
