@@ -1,1 +1,1 @@
-"""Triton kernels, each with its torch reference beside it. Imported only where triton is there."""
+"""Triton kernels, each next to its torch reference. Imported only where triton is installed."""

@@ -1,4 +1,4 @@
-"""silu(gate) * up, from the two halves of one row."""
+"""silu(gate) * up, where gate and up are the two halves of a row."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Counts kernels that Triton compiles or loads from its cache on disk: before the engine is ready,
-and while it serves, when a request waits for it."""
+"""Counts the kernels that Triton compiles or loads from its disk cache.
+
+Those at start are counted apart from those while serving, which delay requests.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ class CompilationCounts(NamedTuple):
 
 
 class Compilations:
-    """Triton's listener for as long as it is open; it calls the listener before it, too."""
+    """Triton's compilation listener until it is closed. It also calls the previous listener."""
 
     def __init__(self, device: torch.device) -> None:
-        """Counts nothing where the device is not one that kernels are compiled for."""
+        """Counts nothing unless `device` is a CUDA device and triton is installed."""
         self.counts = CompilationCounts()
         self._ready = False
         self._before: Any = None
@@ -35,7 +37,7 @@ class Compilations:
         start, serving = self.counts
         if self._ready:
             self.counts = CompilationCounts(start, serving + 1)
-            # Requests waited for it: the warm-up does not know of this kernel.
+            # The warm-up missed this kernel, so requests had to wait for it.
             name = getattr(compiled.get("src"), "name", "a kernel")
             logging.getLogger("cairn").warning("%s was compiled or loaded while serving", name)
         else:
@@ -44,7 +46,7 @@ class Compilations:
             self._before(**compiled)
 
     def mark_ready(self) -> None:
-        """What comes from now on is counted as serving."""
+        """Count all kernels from now on as compiled while serving."""
         self._ready = True
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""A process of `precompile`: compiles kernels as it is told to, for a GPU that it does not touch.
+"""Worker process of `precompile`: compiles kernels for a GPU without touching the GPU.
 
-It reads lines of JSON: first the GPU, then one line for each kernel, which it answers with null, or
-with what went wrong.
+It reads lines of JSON from stdin: first the target GPU, then one line per kernel. It answers each
+kernel with one line: null, or the error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triton.runtime.driver import driver
 
 
 class _AbsentGPU:
-    """What Triton asks of a GPU to compile for it."""
+    """The part of Triton's driver interface that compilation needs."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
@@ -33,7 +33,7 @@ class _AbsentGPU:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # a compiler may print
+    os.dup2(2, 1)  # a compiler may print, and stdout is for answers only
     order = json.loads(sys.stdin.readline())
     launchers = order.pop("launchers")
     driver.set_active(_AbsentGPU(GPUTarget(**order)))

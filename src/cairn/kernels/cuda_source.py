@@ -1,7 +1,8 @@
-"""Kernels in CUDA C++: compiled when an engine starts, by the NVRTC that torch ships, and launched.
+"""Compiles and launches kernels written in CUDA C++.
 
-What was compiled is kept in the user's cache folder, so that the next start only loads it. Needs no
-CUDA toolkit: sources include no header.
+They are compiled when an engine starts, with the NVRTC that torch ships. Cubins are kept in the
+user's cache folder, so the next start only loads them. No CUDA toolkit is needed, because the
+sources include no headers.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ import torch
 from cairn.config import cache_folder
 from cairn.errors import CairnError
 
-MOST_SHARED = 232448  # bytes a block can have with compute capability 9.0
-ALL_SHARED = 233472  # bytes of a multiprocessor, of which every block takes 1,024 for itself
+MOST_SHARED = 232448  # most bytes of shared memory per block with compute capability 9.0
+ALL_SHARED = 233472  # bytes per multiprocessor; CUDA reserves 1,024 of them per block
 
-_SHARED_SIZE, _REGISTERS, _LOCAL_SIZE = 8, 4, 3  # numbers of function attributes
-_BFLOAT16, _FLOAT16 = 9, 6  # numbers of a tensor map's types
+_SHARED_SIZE, _REGISTERS, _LOCAL_SIZE = 8, 4, 3  # values of CUfunction_attribute
+_BFLOAT16, _FLOAT16 = 9, 6  # values of CUtensorMapDataType
 _SWIZZLE_128B, _PROMOTE_256B = 3, 3
 
 
 class KernelUnavailableError(CairnError):
-    """No kernel in CUDA C++ can be had here; says why."""
+    """CUDA C++ kernels cannot be compiled or loaded here; the message says why."""
 
 
 def compile_source(source: str, constants: Mapping[str, int], architecture: str) -> bytes:
-    """A cubin: from the cache folder, or compiled and put there."""
+    """Return the cubin from the cache folder, or compile it and store it there."""
     nvrtc = _load_nvrtc()
     major, minor = ctypes.c_int(), ctypes.c_int()
     _expect(nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "nvrtcVersion")
@@ -48,9 +49,9 @@ def compile_source(source: str, constants: Mapping[str, int], architecture: str)
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as part:
             part.write(cubin)
-        Path(part.name).replace(kept)  # all or nothing, also when two processes compile at once
+        Path(part.name).replace(kept)  # atomic, even when two processes compile at once
     except OSError:
-        pass  # the folder cannot be written: the next start compiles again, in about a second
+        pass  # the folder is not writable: the next start compiles again, in about a second
     return cubin
 
 
@@ -77,7 +78,7 @@ def _compile(nvrtc: ctypes.CDLL, source: str, options: list[str]) -> bytes:
 
 
 def _load_nvrtc() -> ctypes.CDLL:
-    """That of torch's CUDA: beside torch among the packages, or of a toolkit."""
+    """Load the NVRTC of torch's CUDA version, from the nvidia packages or from a CUDA toolkit."""
     major = (torch.version.cuda or "13").split(".")[0]
     name = f"libnvrtc.so.{major}"
     spec = importlib.util.find_spec("nvidia")
@@ -87,7 +88,7 @@ def _load_nvrtc() -> ctypes.CDLL:
     tried = [*found, name, str(toolkit / "lib64" / name)]
     for path in tried:
         try:
-            # NVRTC opens this one by its name alone, which is only found once it is loaded.
+            # NVRTC opens this library by bare name, which works only if it is already loaded.
             for builtins in Path(path).parent.glob("libnvrtc-builtins.so.*"):
                 ctypes.CDLL(str(builtins))
             return ctypes.CDLL(path)
@@ -104,7 +105,7 @@ def _expect(status: int, what: str) -> None:
 
 
 class CudaKernel:
-    """A kernel of a cubin on one device. It takes one structure, as bytes."""
+    """A kernel from a cubin, loaded on one device. Its one argument is a struct, given as bytes."""
 
     def __init__(
         self, cubin: bytes, name: str, threads: int, shared_bytes: int, device: torch.device
@@ -115,7 +116,7 @@ class CudaKernel:
             raise KernelUnavailableError(
                 f"the driver's library cannot be loaded: {error}"
             ) from error
-        torch.cuda.synchronize(device)  # makes the device's context, if nothing else has yet
+        torch.cuda.synchronize(device)  # creates the device's context if there is none yet
         self._device = device
         self._threads = threads
         self._shared_bytes = shared_bytes
@@ -163,7 +164,7 @@ class CudaKernel:
         return value.value
 
     def launch(self, grid: tuple[int, int], structure: bytes) -> None:
-        """On torch's current stream."""
+        """Launch on torch's current stream."""
         held = ctypes.create_string_buffer(structure, len(structure))
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(held))
         with torch.cuda.device(self._device):
@@ -180,7 +181,7 @@ class CudaKernel:
             )
 
     def describe(self, matrix: torch.Tensor, box_rows: int) -> bytes:
-        """A tensor map of rows in half precision, for copies of boxes of 64 columns, swizzled."""
+        """Tensor map of a matrix in half precision, for swizzled copies of [box_rows, 64] boxes."""
         rows, columns = matrix.shape
         held = ctypes.create_string_buffer(128 + 64)
         target = (ctypes.addressof(held) + 63) // 64 * 64

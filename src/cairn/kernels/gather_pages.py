@@ -1,6 +1,6 @@
-"""Gathers pages of one layer into larger ones.
+"""Gathers the pages of one layer into larger pages.
 
-Attention kernels that load whole tiles by TMA need pages of at least a tile.
+Attention kernels that load whole tiles by TMA need pages at least as large as a tile.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cairn.kernels.sizes import power_of_two
 
 
 def gather_pages_reference(pool: torch.Tensor, pages: torch.Tensor, ratio: int) -> torch.Tensor:
-    """The same in torch; arguments as in `gather_pages`."""
+    """Torch reference: the arguments of `gather_pages` without `out`, which it returns."""
     taken = pool[pages.long()].unflatten(0, (-1, ratio))  # [n, ratio, 2 * kv_heads, size, dim]
     gathered: torch.Tensor = taken.transpose(1, 2).flatten(2, 3)
     return gathered
@@ -47,7 +47,7 @@ def gather_pages(
     ratio: int,
     out: torch.Tensor,  # [n // ratio, 2 * kv_heads, ratio * page_size, dim]
 ) -> None:
-    """Every `ratio` pages in a row become one."""
+    """Write every `ratio` consecutive entries of `pages` to `out` as one page."""
     words = pool.shape[2] * pool.shape[3] * pool.element_size() // 4
     _gather_kernel[(len(pages), pool.shape[1])](
         pool.view(torch.int32),

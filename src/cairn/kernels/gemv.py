@@ -1,8 +1,8 @@
-"""Products of a few rows with a weight matrix: x @ W.T, at the speed W can be read.
+"""Products of a few rows with a weight matrix, x @ W.T, at the speed at which W can be read.
 
-With few rows a matrix product is nothing but reading the matrix. What comes before it is small and
-is done by every program for itself instead of by a kernel of its own: the RMS norm of the rows, or
-silu(gate) * up. So is what comes after it, the addition to the residual stream.
+With few rows, reading the matrix takes all the time. The RMS norm or silu(gate) * up before the
+product is small, so every program repeats it instead of leaving it to a separate kernel. The
+addition to the residual stream after the product is fused as well.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from cairn.kernels.norm import rms_norm_reference
 from cairn.kernels.pdl import pdl_options
 from cairn.kernels.sizes import blocks_of, power_of_two
 
-_COLUMNS = 256  # of the matrix, for each warp of a program for several rows
+_COLUMNS = 256  # matrix columns per warp in the kernel for several rows
 
 
 def row_rungs() -> tuple[int, ...]:
-    """Numbers of rows at which products go on to another compiled form; the last has none."""
+    """Row counts at which `gemv` switches to another compiled form; the last is too many for it."""
     return 1, 2, FEW_ROWS + 1
 
 
@@ -35,7 +35,7 @@ def gemv_reference(
     norm: tuple[torch.Tensor, float] | None = None,
     add_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same in torch; arguments as in `gemv`."""
+    """Torch reference for `gemv`, with the same arguments."""
     if silu:
         gate, up = x.chunk(2, dim=-1)
         x = torch.nn.functional.silu(gate) * up
@@ -68,14 +68,14 @@ def _gemv_kernel(
     weights = weight + n[:, None].to(tl.int64) * IN
     if PDL:
         gdc_launch_dependents()
-    # Weights are nobody's output: the first ones are on their way before the wait for x.
+    # No kernel writes the weights, so the first loads are issued before the wait for x.
     w = tl.load(weights + k[None, :], mask=there & (k < IN)[None, :], other=0.0)
     if NORM:
         factor = tl.load(norm_weight + k, mask=k < IN, other=0.0)
     if PDL:
         gdc_wait()
     place = out + n
-    if ADD:  # before the product, so as not to wait for it after it
+    if ADD:  # loaded before the product, to hide its latency
         before = tl.load(place, mask=n < out_features, other=0.0).to(tl.float32)
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
@@ -133,7 +133,7 @@ def _few_rows_kernel(
     w = tl.load(weights + k[:, None, :], mask=there & (k < IN)[:, None, :], other=0.0)
     if PDL:
         gdc_wait()
-    # Few outputs have few tiles of a matrix product: it is the columns that warps share.
+    # Few outputs make too few product tiles for all warps, so the warps split the columns instead.
     acc = tl.zeros((PARTS, BLOCK_N, BLOCK_M), tl.float32)
     squares = tl.zeros((PARTS, BLOCK_M), tl.float32)
     for start in range(0, IN, PARTS * BLOCK_K):
@@ -165,18 +165,18 @@ def gemv(
     x: torch.Tensor,  # [rows, in], contiguous, or [rows, 2 * in] with `silu`
     weight: torch.Tensor,  # [out, in]
     *,
-    silu: bool = False,  # x is gate and up side by side
-    norm: tuple[torch.Tensor, float] | None = None,  # weight [in] and epsilon: x is normed first
-    add_to: torch.Tensor | None = None,  # [rows, out], contiguous; takes the result, and is it
+    silu: bool = False,  # each row of x holds gate, then up
+    norm: tuple[torch.Tensor, float] | None = None,  # weight [in], epsilon: apply RMS norm to x
+    add_to: torch.Tensor | None = None,  # [rows, out], contiguous; added to and returned
 ) -> torch.Tensor:
-    """-> [rows, out], of one row to FEW_ROWS"""
+    """-> [rows, out]; takes 1 to FEW_ROWS rows"""
     rows = x.shape[0]
     assert 1 <= rows <= FEW_ROWS
     out_features, width = weight.shape
     out = add_to
     if out is None:
         out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
-    if silu and rows > 1:  # too much to do in every program
+    if silu and rows > 1:  # too much work to repeat in every program
         x, silu = silu_and_mul(x), False
     norm_weight, eps = (x, 0.0) if norm is None else norm
     what = {"IN": width, "NORM": norm is not None, "ADD": add_to is not None}
@@ -213,10 +213,10 @@ def gemv(
 
 
 def _tile(out_features: int, width: int) -> tuple[int, int, int]:
-    """Rows and columns of the matrix that a program for one row reads at once, and its warps.
+    """Tile rows, tile columns and warps of a program of the one-row kernel.
 
-    Measured on an H200: many small programs, with as many columns as registers take, since all
-    that is loaded before the wait comes for nothing.
+    Measured on an H200. Many small programs are best, with as many columns as fit in registers,
+    because whatever is loaded before the wait costs nothing.
     """
     columns = min(4096, power_of_two(width))
     if out_features >= 4096 and columns <= 1024:

@@ -1,4 +1,4 @@
-// Instructions of compute capability 9.0 that C++ has no name for.
+// Wrappers for instructions of compute capability 9.0 that C++ has no name for.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -27,7 +27,7 @@ DEVICE float log2_fast(float x) {
   return result;
 }
 
-// Two numbers of the model's type, the first in the low half.
+// Convert two numbers to the model's type and pack them, the first in the low half.
 DEVICE u32 pack(float low, float high) {
   u32 result;
 #if HALF
@@ -49,7 +49,7 @@ DEVICE void unpack(u32 both, float& low, float& high) {
 #endif
 }
 
-// c += a @ b, for a of 16 rows and 16 columns, and b of 16 rows and 8 columns.
+// c += a @ b, where a is 16 x 16 and b is 16 x 8.
 DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #if HALF
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
@@ -61,7 +61,7 @@ DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Four matrices of 8 x 8; lanes 8 i .. 8 i + 7 give where the rows of matrix i begin.
+// Load four 8 x 8 matrices; lanes 8 i .. 8 i + 7 give the addresses of the rows of matrix i.
 DEVICE void load_matrices(u32 (&result)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(result[0]), "=r"(result[1]), "=r"(result[2]), "=r"(result[3])
@@ -82,7 +82,7 @@ DEVICE void barrier_init(u64* barrier, u32 arrivals) {
                : "memory");
 }
 
-// The one arrival of a barrier, which then waits for so many bytes.
+// Make the barrier's only arrival; its phase ends once `bytes` bytes have been copied.
 DEVICE void barrier_expect(u64* barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
                    shared_address(barrier)),
@@ -102,14 +102,14 @@ DEVICE void barrier_wait(u64* barrier) {
       : "memory");
 }
 
-// Make ordinary writes to shared memory visible to copies, and barriers too.
+// Make ordinary writes to shared memory, and initialised barriers, visible to copies.
 DEVICE void fence_for_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Copy the map's box at (column, row) to shared memory, in chunks of 16 bytes whose number is
-// xored with that of the row of 128 bytes, modulo 8.
+// Copy the map's box at (column, row) to shared memory, swizzled: within each row of 128 bytes, the
+// index of a 16-byte chunk is xored with the row index modulo 8.
 DEVICE void copy_box(u32 target, const TensorMap* map, int column, int row, u64* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
@@ -118,7 +118,7 @@ DEVICE void copy_box(u32 target, const TensorMap* map, int column, int row, u64*
       : "memory");
 }
 
-// How many were left before; what this thread's warp read before it counts as read.
+// Decrement `left` and return its old value. The warp's earlier reads are ordered before it.
 DEVICE int take_one(int* left) {
   int before;
   asm volatile("atom.acq_rel.cta.shared::cta.add.s32 %0, [%1], -1;"

@@ -1,4 +1,4 @@
-"""What callers of the kernels name without importing triton."""
+"""Names that callers of the kernels need without importing triton."""
 
 from __future__ import annotations
 
@@ -7,33 +7,36 @@ from typing import Literal, NamedTuple
 import torch
 
 MOST_HOT_SLOTS = 32768
-"""Slots of a layer's hot cache for each kv head: one program looks at all of them."""
+"""Most slots per kv head in a layer's hot cache: one program looks at all of them."""
 COPY_THREADS = 128
-"""Of a program that copies pages between host and device, where nothing else is asked for."""
+"""Default number of threads of a program that copies pages between host and device."""
 
 FEW_ROWS = 8
-"""Products of at most so many rows have a kernel of their own; of 16, cuBLAS is faster."""
+"""Products of at most this many rows use our own kernel; at 16 rows, cuBLAS is faster."""
 
 Pooling = Literal["hils", "last", "box", "mean"]
-"""Landmarks that a kernel makes of a page's keys: read by the page's last query, the last key
-itself, largest and smallest value of each dimension, the mean."""
+"""How a kernel makes a landmark from a page's keys.
+
+hils: attention of the page's last query over the keys; last: the last key; box: the largest and
+smallest value of each dimension; mean: the mean key.
+"""
 
 
 class ScoringHeads(NamedTuple):
-    """Queries that score pages, as projected."""
+    """Projected queries that score pages, before norm and rotation."""
 
     projected: torch.Tensor  # [rows, heads * head_dim], of any row stride
     add_query: bool
-    """They are what is projected plus the query, before its norm."""
+    """Add the attention query, before its norm, to the projection."""
     norm_weight: torch.Tensor  # [head_dim]
 
 
 class Located(NamedTuple):
-    """Where selected pages are, some of them still on their way."""
+    """Where selected pages are in the pool; some may still be on their way."""
 
-    pages: torch.Tensor  # [seqs, kv_heads, k] int32 page of the pool, negative while it is copied
-    arrived: torch.Tensor  # [kv_heads, slots] int32, how much of those is there
+    pages: torch.Tensor  # [seqs, kv_heads, k] int32 page of the pool, negated while it is copied
+    arrived: torch.Tensor  # [kv_heads, slots] int32, pieces of each slot's page that have arrived
     pieces: int
-    """So many arrive of each; 0: nobody need wait."""
+    """Pieces per page; 0 if there is nothing to wait for."""
     first_slot: int
-    """Page of the pool that is slot 0."""
+    """The page of the pool that is slot 0."""

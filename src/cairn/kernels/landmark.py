@@ -1,6 +1,6 @@
-"""Landmarks of complete pages, for the policies that come with Cairn.
+"""Computes landmarks of complete pages for the policies that come with Cairn.
 
-The torch reference of each is the policy's own `landmark`.
+The torch reference for each policy is its own `landmark`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ BOX = tl.constexpr(2)
 
 @triton.jit
 def pool_page(
-    keys,  # [PAGE_SIZE, DIM] of the page's kv head
-    prior,  # [HEADS, DIM] of the page's last row, for HILS
+    keys,  # [PAGE_SIZE, DIM] of the page and kv head
+    prior,  # [HEADS, DIM] query of the page's last row; read for HILS only
     vectors,  # [landmark heads, width] of the page
     bias,  # [landmark heads] of the page
     kv_head,
@@ -34,14 +34,14 @@ def pool_page(
     POOLING: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """One kv head's landmarks of one page."""
+    """Write the landmarks of one page for one kv head."""
     offs_n = tl.arange(0, PAGE_SIZE)
     offs_d = tl.arange(0, DIM)
     k = tl.load(keys + offs_n[:, None] * DIM + offs_d[None, :])  # [PAGE_SIZE, DIM]
     if POOLING == HILS:
         offs_g = tl.arange(0, BLOCK_G)
         head = kv_head * GROUP + offs_g
-        real = (offs_n < PAGE_SIZE - 1)[None, :]  # the landmark row itself does not count
+        real = (offs_n < PAGE_SIZE - 1)[None, :]  # leave out the landmark row
         q = tl.load(
             prior + head[:, None] * DIM + offs_d[None, :],
             mask=(offs_g < GROUP)[:, None],
@@ -123,7 +123,7 @@ def _pool_layers_kernel(
     kv_pages,  # [n]
     pool,  # of the first layer, [pages, 2 * KV_HEADS, PAGE_SIZE, DIM]
     vectors,  # of the first layer, [pages, KV_HEADS, WIDTH]
-    pool_shifts,  # [layers], in 16 bytes
+    pool_shifts,  # [layers], in units of 16 bytes
     vector_shifts,  # [layers]
     scale,
     KV_HEADS: tl.constexpr,
@@ -156,16 +156,16 @@ def _pool_layers_kernel(
 
 
 def pool_landmarks_of_layers(
-    pages: torch.Tensor,  # [n] whose landmarks they are
-    kv_pages: torch.Tensor,  # [n] of the pool
+    pages: torch.Tensor,  # [n] page ids, which index landmarks
+    kv_pages: torch.Tensor,  # [n] the same pages in the pool
     pool: torch.Tensor,  # of the first layer, [pages, 2 * kv_heads, page_size, dim]
     vectors: torch.Tensor,  # of the first layer, [pages, kv_heads, width]
-    pool_shifts: torch.Tensor,  # [layers] as LayerMemory has them
+    pool_shifts: torch.Tensor,  # [layers], see LayerMemory.shifts
     vector_shifts: torch.Tensor,  # [layers]
     *,
     pooling: Pooling,
 ) -> None:
-    """`pool_landmarks` for all layers at once, of policies that need nothing but a page's keys."""
+    """`pool_landmarks` for all layers at once, for policies that need only the page's keys."""
     assert pooling != "hils"
     kv_heads, page_size, dim = pool.shape[1] // 2, pool.shape[2], pool.shape[3]
     _pool_layers_kernel[(len(pages), kv_heads, len(pool_shifts))](
@@ -186,11 +186,11 @@ def pool_landmarks_of_layers(
 
 
 def pool_landmarks(
-    pages: torch.Tensor,  # [n] whose landmarks they are
-    kv_pages: torch.Tensor,  # [n] of the pool
-    last_rows: torch.Tensor,  # [n] row of the step that completes each
+    pages: torch.Tensor,  # [n] page ids, which index landmarks
+    kv_pages: torch.Tensor,  # [n] the same pages in the pool
+    last_rows: torch.Tensor,  # [n] row of the step that completes each page
     pool: torch.Tensor,  # [pages, 2 * kv_heads, page_size, dim]
-    prior: torch.Tensor,  # [rows, heads, dim]; read for "hils" alone
+    prior: torch.Tensor,  # [rows, heads, dim]; read for "hils" only
     vectors: torch.Tensor,  # [pages, landmark heads, width], written
     bias: torch.Tensor | None,  # [pages, landmark heads] float32, written
     *,

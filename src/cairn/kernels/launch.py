@@ -1,13 +1,13 @@
-"""Launches that skip what Triton finds out about the arguments anew every time.
+"""Launches kernels without Triton's analysis of the arguments on every launch.
 
-Triton looks at each argument of each launch to see which compiled form of the kernel fits: in a
-step without a graph, with its hundreds of kernels, a large part of what the host does. `direct`
-keeps compiled forms under a smaller description of the arguments, fine enough that arguments of the
-same one always have the same form.
+Triton inspects each argument of each launch to find the compiled form of the kernel that fits. In a
+step without a graph, which launches hundreds of kernels, this is a large part of the host's work.
+`direct` caches compiled forms under a smaller key. Arguments with the same key always need the same
+form.
 
-Numbers that change from step to step are `do_not_specialize` in every kernel, with their type
-written down: no step may have a form of its own, which would have to be compiled while it waits.
-Their pointers lie on 16 bytes (see `packing`).
+In every kernel, numbers that change from step to step are `do_not_specialize` and have a type
+annotation. Otherwise a step could need a form of its own and would wait while it is compiled. For
+the same reason, pointers that change from step to step are aligned to 16 bytes (see `packing`).
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from cairn.kernels.precompile import Collector
 
 
 def direct(jit: Any) -> DirectKernel:
-    """Decorates a kernel; one that is launched with its constants by name."""
+    """Decorator for kernels. Constants must be passed by name at launch."""
     return DirectKernel(jit)
 
 
 class DirectKernel:
-    """Launched as Triton's own: kernel[grid](*arguments, **constants and options).
+    """A kernel launched like Triton's own: kernel[grid](*arguments, **constants and options).
 
-    While a `Collector` is Triton's hook, nothing is launched.
+    While a `Collector` is Triton's hook, it collects forms and launches nothing.
     """
 
     def __init__(self, jit: Any) -> None:
         self.jit = jit
         self._compiled: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
-        # One for each argument; the interpreter has no parameters, and needs no forms.
+        # One function per argument. In the interpreter, jit has no `params` and needs no forms.
         self._forms = [
             _no_form if param.do_not_specialize and param.annotation_type else form_of
             for param in getattr(jit, "params", ())
@@ -52,7 +52,7 @@ class DirectKernel:
         key = (forms, tuple(constants.items()))
         hook = knobs.runtime.jit_cache_hook
         if isinstance(hook, Collector):
-            if (self, key) not in hook.seen:  # layers are alike, and Triton's own look is slow
+            if (self, key) not in hook.seen:  # layers repeat, and warmup is slow
                 hook.seen.add((self, key))
                 self.jit.warmup(*arguments, grid=grid, **constants)
             return
@@ -68,7 +68,7 @@ class DirectKernel:
 
 
 def form_of(argument: Any) -> Hashable:
-    """What of an argument decides which compiled form of a kernel it is for."""
+    """The properties of an argument that decide which compiled form of a kernel it needs."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0, argument.device
     if isinstance(argument, int) and not isinstance(argument, bool):
@@ -83,5 +83,5 @@ def form_of(argument: Any) -> Hashable:
 
 
 def _no_form(argument: Any) -> Hashable:
-    """The same, of a number that makes no difference: the kernel says its type itself."""
+    """`form_of` for numbers that the kernel is not specialized on: the kernel declares the type."""
     return None

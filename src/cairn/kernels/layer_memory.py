@@ -1,4 +1,4 @@
-"""One kernel for all layers: their tensors as one pointer, and how far each is from it."""
+"""Lets one kernel reach the tensors of all layers: one pointer plus an offset for each layer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
-    """Tensors of several layers, on the device or in memory of the host that it can reach."""
+    """Tensors of several layers, on the device or in host memory that the device can access."""
 
-    first: torch.Tensor  # that of the first layer, as int32
-    shifts: torch.Tensor  # [layers] int64, where each layer begins: 16 bytes from the first one's
+    first: torch.Tensor  # the first layer's tensor, viewed as int32
+    shifts: torch.Tensor  # [layers] int64, offset from the first layer, in units of 16 bytes
 
     @classmethod
     def of(cls, layers: Iterable[torch.Tensor], device: torch.device) -> LayerMemory:

@@ -1,4 +1,4 @@
-"""RMS norm, alone or together with the addition to the residual stream before it."""
+"""RMS norm, alone or fused with the addition to the residual stream before it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 @triton.jit
 def _norm_kernel(
     x,  # [rows, DIM]
-    residual,  # [rows, DIM], added to and overwritten if ADD
+    residual,  # [rows, DIM], x is added to it in place if ADD
     weight,
     out,
     eps,
@@ -50,7 +50,7 @@ def _norm_kernel(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [rows, dim], rows of any stride"""
+    """x [rows, dim], any row stride -> [rows, dim]"""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(x, x, weight, out, eps, add=False)
     return out
@@ -59,7 +59,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """residual += x, in place; returns the norm of the sum. All [rows, dim]."""
+    """Add x to `residual` in place and return the norm of the sum. All are [rows, dim]."""
     out = torch.empty_like(residual)
     _launch(x, residual, weight, out, eps, add=True)
     return out

@@ -1,7 +1,7 @@
-"""Several host arrays in one copy to the device, each where kernels expect it: on 16 bytes.
+"""Packs several host arrays for one copy to the device, each aligned to 16 bytes.
 
-Triton compiles a kernel once for pointers on 16 bytes and once for others. An array whose place
-followed from the lengths of those before it would be one or the other from step to step.
+Triton compiles a kernel once for 16-byte aligned pointers and once for others. Without padding, an
+array's alignment would depend on the lengths of the arrays before it and change between steps.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-_WORDS = 4  # of an int32 each, that make 16 bytes
-_TABLE_PAGES = 16  # likewise of a whole table's rows, and long tables grow rarely
+_WORDS = 4  # int32 values in 16 bytes
+_TABLE_PAGES = 16  # table rows are padded to this: they stay aligned and rarely change width
 
 
 def pack(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """One int32 array of all of them, with room between them that is not used."""
+    """Concatenate the arrays into one int32 array, with padding between them."""
     begins = _begins([len(array) for array in arrays])
     packed = np.zeros(begins[-1], dtype=np.int32)
     for begin, array in zip(begins[:-1], arrays, strict=True):
@@ -25,7 +25,7 @@ def pack(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def unpack(packed: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-    """The arrays of these lengths that were packed, as views."""
+    """Return the packed arrays of these lengths as views."""
     begins = _begins(lengths)
     return [
         packed[begin : begin + length] for begin, length in zip(begins[:-1], lengths, strict=True)
@@ -33,12 +33,12 @@ def unpack(packed: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
 
 
 def table_width(pages: int) -> int:
-    """Entries of a table's row for so many pages."""
+    """Number of entries in a table row for `pages` pages, with padding."""
     return -(-pages // _TABLE_PAGES) * _TABLE_PAGES
 
 
 def _begins(lengths: Sequence[int]) -> list[int]:
-    """Where each begins, and the end of all."""
+    """Start of each array, then the total length."""
     begins = [0]
     for length in lengths:
         begins.append(begins[-1] + -(-length // _WORDS) * _WORDS)

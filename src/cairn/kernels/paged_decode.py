@@ -1,14 +1,15 @@
-"""Attention of one query row per sequence over a paged KV cache, split along the past.
+"""Decode attention over a paged KV cache: one query row per sequence, split along the past.
 
-A sequence is cut into splits so that there are enough programs to fill the device, however long the
-sequences are and however many. The cut is made on the device, once per step for all layers, so
-that a recorded graph follows lengths that change:
+Sequences are cut into splits so that there are enough programs to fill the device, whatever the
+number and length of the sequences. The device plans the splits once per step for all layers, so a
+recorded graph follows changing lengths:
 
-    item:    one split of one sequence. There are at most `sequences + target` of them
+    item:    one split of one sequence. There are at most `sequences + target` items
     splits:  item_seq [items] sequence of each item, -1 for none; item_indptr [sequences + 1]
 
-Every item and kv head is a program. Splits are merged in groups of eight by the program of a group
-that comes last, and the groups by the last of those. Counters of arrivals end at zero again.
+Each program handles one item and one kv head. The last program of a group of eight splits to finish
+merges the group; the last group to finish merges the groups. These programs reset the arrival
+counters to zero.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from cairn.kernels.sizes import power_of_two
 from cairn.kernels.softmax import LOG2E, softmax_result, softmax_step
 
 MERGE = tl.constexpr(8)  # splits that are merged at once
-_LEAST_PAGES = 4  # of a split: less is not worth the merge
+_LEAST_PAGES = 4  # fewest pages of 64 rows per split: less is not worth the merge
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,8 @@ class DecodeSplits:
     item_indptr: torch.Tensor  # [max_seqs + 1] int32
     partial: torch.Tensor  # [items, heads, head_dim] float32
     partial_lse: torch.Tensor  # [items, heads] float32
-    arrivals: torch.Tensor  # [max_seqs, kv_heads] int32, groups of a sequence
-    group_arrivals: torch.Tensor  # [items, kv_heads] int32, splits of a group, at its first item
+    arrivals: torch.Tensor  # [max_seqs, kv_heads] int32, finished groups of a sequence
+    group_arrivals: torch.Tensor  # [items, kv_heads] int32, splits done, at a group's first item
 
     @classmethod
     def empty(
@@ -56,7 +57,7 @@ class DecodeSplits:
 
 
 def target_items(kv_heads: int, seqs: int, device: torch.device) -> int:
-    """Splits beyond one per sequence, so that all kv heads together fill the device."""
+    """Number of splits, beyond one per sequence, with which all kv heads fill the device."""
     processors = 4
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -64,13 +65,16 @@ def target_items(kv_heads: int, seqs: int, device: torch.device) -> int:
 
 
 class _Depth(NamedTuple):
-    programs: int  # on every processor, about, if there is enough to do
-    stages: int  # tiles that are under way
+    programs: int  # per multiprocessor, roughly, if there is enough work
+    stages: int  # tiles in flight
 
 
 def _depth(seqs: int) -> _Depth:
-    """Measured on an H200. One sequence waits for the merge of its splits, so few are better; of
-    many short ones hardly any is split."""
+    """Launch parameters for a number of sequences, measured on an H200.
+
+    A single sequence waits for the merge of its splits, so fewer splits are better. Of many short
+    sequences, hardly any is split.
+    """
     if seqs == 1:
         return _Depth(2, 5)
     return _Depth(8, 4) if seqs < _MANY else _Depth(4, 5)
@@ -80,7 +84,7 @@ _MANY = 64
 
 
 def seq_rungs() -> tuple[int, ...]:
-    """Numbers of sequences at which `paged_decode` goes on to another compiled form."""
+    """Sequence counts at which `paged_decode` switches to another compiled form."""
     return 1, 2, _MANY
 
 
@@ -96,8 +100,8 @@ def _plan_kernel(
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0 for none
     LEAST: tl.constexpr,
-    BLOCK: tl.constexpr,  # at least num_seqs, of any step
-    BLOCK_ITEMS: tl.constexpr,  # at least num_items, likewise
+    BLOCK: tl.constexpr,  # at least num_seqs of any step
+    BLOCK_ITEMS: tl.constexpr,  # at least num_items of any step
 ):
     seq = tl.arange(0, BLOCK)
     valid = seq < num_seqs
@@ -105,7 +109,7 @@ def _plan_kernel(
     first = tl.zeros_like(length)
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0) // PAGE_SIZE
-    pages = (length + PAGE_SIZE - 1) // PAGE_SIZE - first  # 0 where there is no sequence
+    pages = (length + PAGE_SIZE - 1) // PAGE_SIZE - first  # 0 beyond num_seqs
     chunk = tl.maximum((tl.sum(pages) + target - 1) // target, LEAST)
     splits = (pages + chunk - 1) // chunk
     end = tl.cumsum(splits)
@@ -127,8 +131,11 @@ def plan_splits(
     page_size: int,
     window: int | None,
 ) -> None:
-    """Attention reads the plan before it waits for its predecessor: in a step, between the two lies
-    a kernel that is launched without PDL, as the lookup of embeddings is."""
+    """Plan the splits of a step and write them to `splits`.
+
+    Attention reads the plan before its PDL wait. A kernel launched without PDL must therefore run
+    between the two; in a step, the embedding lookup does.
+    """
     seqs = len(kv_lens)
     target = target_items(kv_heads, seqs, kv_lens.device)
     items = seqs + target
@@ -160,12 +167,12 @@ def merge_splits(
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    STRIDE: tl.constexpr,  # from one split to the next, in items
-    NULL_SPLIT: tl.constexpr,  # one more split of log-sum-exp and output zero
+    STRIDE: tl.constexpr,  # items from one split to the next
+    NULL_SPLIT: tl.constexpr,  # add a split whose log-sum-exp and output are zero
     WITH_LSE: tl.constexpr,
     MERGE_G: tl.constexpr,  # power of two, at least GROUP
 ):
-    """Merge splits of one sequence, for the heads of one kv head."""
+    """Merge splits of one sequence for the query heads of one kv head."""
     offs_d = tl.arange(0, BLOCK_D)
     in_dim = offs_d < DIM
     group = tl.arange(0, MERGE_G)
@@ -177,7 +184,7 @@ def merge_splits(
         split = start + tl.arange(0, MERGE)
         there = (split < splits)[:, None] & (group < GROUP)[None, :]
         place = (first_item + split * STRIDE)[:, None] * HEADS + head[None, :]
-        # Other programs wrote these: not from this processor's own cache.
+        # Other programs wrote these, so the loads bypass this multiprocessor's L1 cache.
         lse = tl.load(
             partial_lse + place, mask=there, other=float("-inf"), cache_modifier=".cg"
         )  # [MERGE, MERGE_G]
@@ -231,7 +238,7 @@ def _decode_kernel(
     BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
-    HIDE_LAST: tl.constexpr,  # the last row of a page is not seen
+    HIDE_LAST: tl.constexpr,  # mask the last row of every page
     WITH_LSE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -240,7 +247,7 @@ def _decode_kernel(
 ):
     if PDL:
         gdc_launch_dependents()
-    # What does not change within a step is read before the wait, past the L1 cache.
+    # Data that is constant within a step is read before the wait, bypassing the L1 cache.
     item = tl.program_id(1)
     kv_head = tl.program_id(0)
     seq = tl.load(item_seq + item, cache_modifier=".cg")
@@ -320,7 +327,7 @@ def _decode_kernel(
         partial_place = item * (HEADS * DIM) + head[:, None] * DIM + offs_d[None, :]
         tl.store(partial + partial_place, result, mask=mask)
         tl.store(partial_lse + item * HEADS + head, lse, mask=in_group)
-        tl.debug_barrier()  # all of the program's stores come before its arrival
+        tl.debug_barrier()  # the program's stores complete before it reports its arrival
         group = (item - first_item) // MERGE
         groups = tl.cdiv(splits, MERGE)
         first = first_item + group * MERGE
@@ -328,7 +335,7 @@ def _decode_kernel(
         counter = group_arrivals + first * KV_HEADS + kv_head
         if tl.atomic_add(counter, 1, sem="acq_rel") == members - 1:
             tl.store(counter, 0)
-            # A group's result takes the place of its first split, unless it is the only one.
+            # The result replaces the group's first split, or goes to `out` if it is the only group.
             to_out = out + row * (HEADS * DIM)
             to_lse = lse_out + row * HEADS
             if groups == 1:
@@ -395,8 +402,8 @@ def paged_decode(
     pool: torch.Tensor,  # [pages, 2 * kv_heads, page_size, dim]
     page_table: torch.Tensor,  # [seqs, pages] int32
     kv_lens: torch.Tensor,  # [seqs] int32
-    rows: torch.Tensor,  # [seqs] int32, the row of each sequence
-    splits: DecodeSplits,  # planned for these lengths
+    rows: torch.Tensor,  # [seqs] int32, query row of each sequence
+    splits: DecodeSplits,  # planned by `plan_splits` for these lengths
     out: torch.Tensor,  # [rows, heads, dim], contiguous
     *,
     scale: float,

@@ -1,7 +1,7 @@
-"""Attention of many new rows per sequence over a paged KV cache: causal, with or without a window.
+"""Causal attention of many new rows per sequence over a paged KV cache, optionally with a window.
 
-The new rows' keys and values are in the cache already, so prefix and new rows are read the same
-way. Rows are cut into blocks of one sequence each; the list of blocks comes from the host.
+The keys and values of the new rows are already in the cache, so prefix and new rows are read the
+same way. Rows are cut into blocks, each of one sequence (`ExtendBlocks`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from cairn.kernels.softmax import LOG2E, softmax_result, softmax_step
 @dataclass(frozen=True, slots=True)
 class ExtendBlocks:
     seq: torch.Tensor  # [blocks] int32
-    begin: torch.Tensor  # [blocks] int32, first of the sequence's new rows in the block
-    block_m: int
+    begin: torch.Tensor  # [blocks] int32, the block's first row among the sequence's new rows
+    block_m: int  # rows per block
 
     @classmethod
     def of(
         cls, query_lens: np.ndarray, seqs: np.ndarray, device: torch.device, block_m: int = 64
     ) -> ExtendBlocks:
-        """Blocks of the named sequences, those that read the most first."""
+        """Blocks of the given sequences in reverse order: the last of a sequence reads the most."""
         counts = -(-query_lens[seqs] // block_m)
         seq = np.repeat(seqs, counts)
         begin = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -42,9 +42,9 @@ class ExtendBlocks:
 
     @classmethod
     def on_device(cls, query_lens: torch.Tensor, rows: int, block_m: int = 64) -> ExtendBlocks:
-        """Blocks of sequences whose lengths only the device knows: `rows` new rows at most.
+        """Blocks of sequences whose lengths only the device knows, with at most `rows` new rows.
 
-        Their number is that of the most blocks there can be; those too many begin at -1.
+        Returns as many blocks as there can be at most. Surplus blocks begin at -1.
         """
         counts = (query_lens + block_m - 1) // block_m
         ends = counts.cumsum(0)
@@ -59,9 +59,9 @@ class ExtendBlocks:
 @triton.jit
 def _masked_tile(
     pool,
-    table,  # of the sequence
+    table,  # page table row of the sequence
     start,
-    there,  # [BLOCK_N] which keys from `start` on: pages before a window may have been given up
+    there,  # [BLOCK_N] keys to load, from `start` on: pages before a window may have been freed
     kv_head,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -69,7 +69,7 @@ def _masked_tile(
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """-> keys [BLOCK_D, BLOCK_N] and values [BLOCK_N, BLOCK_D], zero where they are not loaded"""
+    """-> keys [BLOCK_D, BLOCK_N] and values [BLOCK_N, BLOCK_D], zero where not loaded"""
     offs_d = tl.arange(0, BLOCK_D)
     in_dim = offs_d < DIM
     n = start + tl.arange(0, BLOCK_N)
@@ -91,11 +91,11 @@ def _masked_tile(
 def _extend_kernel(
     query,  # [rows, HEADS, DIM]
     pool,  # [pages, 2 * KV_HEADS, PAGE_SIZE, DIM]
-    tiles,  # the pool as [-1, DIM], described for loads of BLOCK_N rows, if TMA
+    tiles,  # if TMA: descriptor of the pool as [-1, DIM], for loads of BLOCK_N rows
     page_table,  # [seqs, ...]
     kv_lens,  # [seqs]
     cu_query,  # [seqs + 1] first row of each sequence
-    dense_until,  # [seqs] rows before it see everything, if PAGED_WINDOW
+    dense_until,  # [seqs] if PAGED_WINDOW: rows at positions below it have no window
     block_seq,
     block_begin,
     out,
@@ -109,7 +109,7 @@ def _extend_kernel(
     BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
-    PAGED_WINDOW: tl.constexpr,  # windows begin where a page does
+    PAGED_WINDOW: tl.constexpr,  # windows start at page boundaries
     HIDE_LAST: tl.constexpr,
     WITH_LSE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -128,7 +128,7 @@ def _extend_kernel(
     length = tl.load(kv_lens + seq).to(tl.int32)
     past = length - query_len
 
-    offs_m = begin + tl.arange(0, BLOCK_M)  # new row of the sequence
+    offs_m = begin + tl.arange(0, BLOCK_M)  # index among the sequence's new rows
     offs_d = tl.arange(0, BLOCK_D)
     offs_n = tl.arange(0, BLOCK_N)
     in_rows = offs_m < query_len
@@ -150,7 +150,7 @@ def _extend_kernel(
     table = page_table + seq * table_stride
     WINDOWED: tl.constexpr = PAGED_WINDOW or WINDOW > 0
     first_seen = 0
-    clear = 0  # keys from here on, up to their own, are seen by all rows
+    clear = 0  # from this key on, no row's window masks a key
     if PAGED_WINDOW:
         until = tl.load(dense_until + seq).to(tl.int32)
         first_key = tl.maximum(position - WINDOW + 1, 0) // PAGE_SIZE * PAGE_SIZE
@@ -162,10 +162,10 @@ def _extend_kernel(
         first_seen = tl.maximum(past + begin - WINDOW + 1, 0)
         clear = past + begin + BLOCK_M - WINDOW
     lowest = first_seen // BLOCK_N * BLOCK_N
-    own = (past + begin) // BLOCK_N * BLOCK_N  # tiles before it end before all rows
+    own = (past + begin) // BLOCK_N * BLOCK_N  # tiles before it need no causal mask
     end = tl.minimum(past + begin + BLOCK_M, length)
 
-    # Pages are looked up one tile ahead: a load that waits for another one stalls the loop.
+    # Look up pages one tile ahead: a load that depends on another load would stall the loop.
     following = tl.load(table + lowest // PAGE_SIZE)
     for start in range(lowest, own, BLOCK_N):
         page = following
@@ -190,7 +190,7 @@ def _extend_kernel(
         scores = tl.dot(q, k, input_precision="ieee")
         if HIDE_LAST:
             scores = tl.where((n % PAGE_SIZE != PAGE_SIZE - 1)[None, :], scores, float("-inf"))
-        if WINDOWED:  # noqa: SIM102 - known when it is compiled
+        if WINDOWED:  # noqa: SIM102 - known at compile time
             if start < clear:
                 scores = tl.where(n[None, :] >= first_key[:, None], scores, float("-inf"))
         most, total, acc = softmax_step(scores, v, most, total, acc, not WINDOWED)
@@ -230,7 +230,7 @@ def paged_extend(
     window: int | None = None,
     hide_last: bool = False,
     lse: torch.Tensor | None = None,  # [rows, heads] float32, filled if given
-    dense_until: torch.Tensor | None = None,  # [seqs]: windows begin where a page does, see kernel
+    dense_until: torch.Tensor | None = None,  # [seqs]: PAGED_WINDOW, see the kernel
 ) -> None:
     heads, dim = query.shape[1:]
     kv_heads, page_size = pool.shape[1] // 2, pool.shape[2]
@@ -268,15 +268,15 @@ def paged_extend(
         BLOCK_N=block_n,
         TMA=tma,
         num_warps=8 if blocks.block_m == 128 else 4,
-        num_stages=3 if tma and window is None else 2,  # short loops gain by more programs
+        num_stages=3 if tma and window is None else 2,  # short loops gain more from occupancy
     )
 
 
 def _fits(block_n: int, page_size: int, dim: int) -> bool:
-    """A tile lies in one page, and its rows are as wide as what is computed with them."""
+    """Whether a tile lies within one page and its rows need no padding."""
     return page_size % block_n == 0 and dim in (16, 32, 64, 128)
 
 
 def can_describe(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whole tiles can be loaded by descriptor (TMA)."""
+    """Whether whole tiles can be loaded through a descriptor (TMA)."""
     return dtype.itemsize == 2 and is_hopper(device)

@@ -1,11 +1,14 @@
-"""Programmatic dependent launch: a kernel starts while the one before it drains.
+"""Programmatic dependent launch (PDL): a kernel starts while the one before it drains.
 
-A kernel compiled with PDL lets its successor start at once (copies of missing pages: when they have
-waited themselves) and waits, before it reads what its predecessor wrote, until that is complete;
-attention beside such copies reads them as counters say that they are there, and waits at its end.
-Every kernel waits, so completion is transitive; kernels without it are full barriers. What was
-written before such a barrier may be read before the wait, past the L1 cache, which may hold what
-was there earlier. PDL hides the launch of small kernels, of which decoding one row has hundreds.
+A kernel compiled with PDL lets its successor start at once. It waits for its predecessor to
+complete before it reads what the predecessor wrote. There are two exceptions. The copy of missing
+pages lets its successor start only after its own wait. Attention that runs beside this copy reads a
+page once a counter says that it has arrived, and waits at its end.
+
+Every kernel waits, so completion is transitive. A kernel launched without PDL is a full barrier.
+Data written before such a barrier may be read before the wait, but must bypass the L1 cache, which
+may hold stale data. PDL hides the launch latency of small kernels; decoding one row launches
+hundreds of them.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import torch
 
 
 def pdl_options(x: torch.Tensor) -> dict[str, Any]:
-    """Launch options for kernels with a PDL switch."""
+    """Launch options for kernels with a PDL constant."""
     if is_hopper(x.device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
@@ -25,5 +28,5 @@ def pdl_options(x: torch.Tensor) -> dict[str, Any]:
 
 @cache
 def is_hopper(device: torch.device) -> bool:
-    """Or what came after it."""
+    """Whether `device` is a Hopper GPU or a newer one."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9

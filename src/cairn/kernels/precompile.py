@@ -1,12 +1,12 @@
-"""Compiles kernels before they are needed: many at once, and only those that are not on disk.
+"""Compiles kernels before they are needed: in parallel, and only those that are not on disk.
 
     with collecting() as forms:
-        ...  # launches only note which compiled form of their kernel they would use
+        ...  # launches only record which compiled form of their kernel they would use
     compile_all(forms, progress)
 
-What kernels would have written is not initialised meanwhile. Triton keeps what it compiles on disk,
-under a key of the code, its own version and the GPU; a form that is there is loaded in
-milliseconds. All others are compiled in processes of their own, which do not touch the GPU.
+While forms are collected, the outputs of kernels stay uninitialised. Triton caches compiled kernels
+on disk, keyed by code, Triton version and GPU; loading one takes milliseconds. Missing ones are
+compiled in worker processes, which do not touch the GPU.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from triton.runtime.driver import driver
 from cairn.errors import CairnError
 
 Progress = Callable[[int, int], None]
-"""progress(done, total), after each kernel."""
+"""progress(done, total) is called after each kernel."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelForm:
-    """A kernel for arguments of certain types, with certain constants."""
+    """A kernel specialized for certain argument types and constants."""
 
     jit: Any  # Triton's JITFunction
     key: str
-    """Under which the kernel looks for the form."""
+    """Key of the form in the kernel's own cache."""
     data: str
-    """What it is compiled from, as Triton writes it down."""
+    """Triton's serialized specialization data, from which the form is compiled."""
 
     @property
     def name(self) -> str:
@@ -50,25 +50,25 @@ class KernelForm:
 
 
 class Collector:
-    """Triton's hook before it compiles, while forms are collected."""
+    """Installed as Triton's hook before compilation, while forms are collected."""
 
     def __init__(self) -> None:
         self.forms: list[KernelForm] = []
         self._known: set[tuple[str, str]] = set()
         self.seen: set[Hashable] = set()
-        """Launches that need not be looked at again."""
+        """Launches whose form has been recorded."""
 
     def __call__(self, *, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         form = KernelForm(fn.jit_function, key, compile["specialization_data"])
         if (form.name, key) not in self._known:
             self._known.add((form.name, key))
             self.forms.append(form)
-        return True  # it is not to be compiled
+        return True  # tells Triton not to compile
 
 
 @contextmanager
 def collecting() -> Iterator[list[KernelForm]]:
-    """Kernels are neither compiled nor launched within; the forms that they lack are listed."""
+    """Within this context, launches neither compile nor run; the list gets the missing forms."""
     before = knobs.runtime.jit_cache_hook
     collector = Collector()
     knobs.runtime.jit_cache_hook = collector
@@ -79,14 +79,14 @@ def collecting() -> Iterator[list[KernelForm]]:
 
 
 def is_collecting() -> bool:
-    """For kernels that Triton does not compile: they are not to be launched then either."""
+    """Whether forms are being collected. Kernels not written in Triton must not launch then."""
     return isinstance(knobs.runtime.jit_cache_hook, Collector)
 
 
 def compile_all(forms: Sequence[KernelForm], progress: Progress | None = None) -> None:
-    """Compile forms and load them onto the current device, so that launches find them there.
+    """Compile forms and load them onto the current device, ready for launches.
 
-    Raises CairnError that names the kernel if one cannot be compiled.
+    Raises CairnError, which names the kernel, if one cannot be compiled.
     """
     done = 0
 
@@ -115,13 +115,13 @@ def compile_all(forms: Sequence[KernelForm], progress: Progress | None = None) -
 
 
 def _load(form: KernelForm) -> None:
-    """Compiles the form here if it is not on disk."""
-    launcher = form.jit.preload(form.data).run  # asking for it loads the binary
+    """Load the form; compiles it in this process if it is not on disk."""
+    launcher = form.jit.preload(form.data).run  # reading `run` loads the binary
     assert launcher is not None
 
 
 def _load_from_disk(form: KernelForm) -> bool:
-    """Whether it is there."""
+    """Load the form if it is on disk; returns whether it was."""
     usual = form.jit.ASTSource
     form.jit.ASTSource = _OnDisk
     try:
@@ -134,7 +134,7 @@ def _load_from_disk(form: KernelForm) -> bool:
 
 
 class _OnDisk(ASTSource):  # type: ignore[misc]
-    """What Triton looks up in its cache on disk, and would compile if it is not there."""
+    """A source that Triton looks up in its disk cache; raises instead of compiling on a miss."""
 
     def make_ir(self, *_: Any, **__: Any) -> Any:
         raise _NotOnDiskError
@@ -146,20 +146,22 @@ class _NotOnDiskError(Exception):
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """One process of the machine at a time: ranks and replicas want the same kernels, and who comes
-    later finds them on disk."""
+    """Lock held by one process on the machine at a time.
+
+    Ranks and replicas need the same kernels, and later ones find them on disk.
+    """
     folder = Path(knobs.cache.dir)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "cairn.lock").open("w") as lock:
-        with suppress(OSError):  # where files cannot be locked, the same is compiled twice
-            fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        with suppress(OSError):  # without file locks, kernels may be compiled twice
+            fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed
         yield
 
 
 def _compile(forms: Sequence[KernelForm]) -> Iterator[KernelForm]:
-    """Each form when it is on disk."""
+    """Compile forms in worker processes; yields each form once it is on disk."""
     waiting = list(reversed(forms))
-    # A process takes some seconds to start: none is for one kernel alone.
+    # A process takes some seconds to start, so start no more than one for every two kernels.
     count = min(len(os.sched_getaffinity(0)), -(-len(forms) // 2))
     with ExitStack() as stack, DefaultSelector() as selector:
         for _ in range(count):
@@ -180,7 +182,7 @@ def _compile(forms: Sequence[KernelForm]) -> Iterator[KernelForm]:
 class _Worker:
     """A process that compiles one kernel at a time (see `compile_worker`).
 
-    It is not one of multiprocessing's: those run the main script again, and a daemon has none.
+    It does not use multiprocessing, which runs the main script again; a daemon has none.
     """
 
     def __init__(self) -> None:
@@ -190,7 +192,7 @@ class _Worker:
             [sys.executable, "-P", "-m", "cairn.kernels.compile_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C in the terminal is this process's affair
+            start_new_session=True,  # only the parent handles Ctrl-C
             env={
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
@@ -210,7 +212,7 @@ class _Worker:
         self._send(kernel=form.name, data=form.data)
 
     def end(self) -> KernelForm:
-        """Waits for the form that was begun."""
+        """Wait for the form passed to `begin` and return it."""
         assert self._form is not None
         answer = self.answers.readline()
         if not answer:
@@ -224,12 +226,14 @@ class _Worker:
         return self._form
 
     def _send(self, **order: Any) -> None:
-        with suppress(BrokenPipeError):  # it has ended: there will be no answer
+        with suppress(BrokenPipeError):  # the worker has ended; `end` reports it
             self._orders.write(json.dumps(order).encode() + b"\n")
             self._orders.flush()
 
 
 def _compiles_launchers() -> bool:
-    """Triton 3.6 compiles a launcher in C for each kind of arguments; later ones have one for all
-    of them."""
+    """Whether Triton compiles a C launcher for each argument signature, as 3.6 does.
+
+    Later versions share one launcher.
+    """
     return hasattr(nvidia, "make_launcher") and driver.active.launcher_cls is nvidia.CudaLauncher

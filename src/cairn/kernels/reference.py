@@ -1,4 +1,4 @@
-"""What the attention kernels compute, in plain torch, one sequence after the other."""
+"""Torch reference for the attention kernels; it runs one sequence after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cosines and sines of rotary embedding for the rows of a step, in one launch."""
+"""Cosines and sines of the rotary embedding for all rows of a step, in one launch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cairn.kernels.sizes import power_of_two
 def rope_angles_reference(
     positions: torch.Tensor, frequencies: torch.Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in torch; arguments as in `rope_angles`."""
+    """Torch reference for `rope_angles`, with the same arguments."""
     angles = positions.to(torch.float32)[:, None] * frequencies
     cos, sin = (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
     return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
@@ -44,7 +44,7 @@ def rope_angles(
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos, sin [rows, 1, dim]; sin has the sign of the exchange of halves in it"""
+    """-> cos, sin [rows, 1, dim]; the first half of sin is negated, as `rope_kv` expects"""
     rows, half = len(positions), len(frequencies)
     cos, sin = torch.empty(2, rows, 1, 2 * half, dtype=dtype, device=positions.device).unbind()
     _angles_kernel[(rows,)](

@@ -1,5 +1,8 @@
-"""Between the projections and attention, in one pass over the rows: norm of query and key heads,
-rotation, and the write of keys and values to their pages; likewise for queries that score pages."""
+"""The work between projections and attention, in one pass over the rows.
+
+It applies norm and rotation to query and key heads and writes keys and values to their pages. The
+queries that score pages get norm and rotation in the same pass.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from cairn.kernels.norm import rms_norm_reference
 from cairn.kernels.pdl import pdl_options
 from cairn.kernels.sizes import blocks_of, power_of_two
 
-_MANY_ROWS = 1024  # so many that programs with several of them still fill the device
+_MANY_ROWS = 1024  # from here on, programs that take several rows still fill the device
 
 
 def row_rungs() -> tuple[int, ...]:
-    """Numbers of rows at which `rope_kv` goes on to another compiled form."""
+    """Row counts at which `rope_kv` switches to another compiled form."""
     return 1, _MANY_ROWS
 
 
@@ -35,7 +38,7 @@ def rope_kv_reference(
     heads: int,
     scoring: ScoringHeads | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in torch; arguments as in `rope_kv`."""
+    """Torch reference for `rope_kv`, with the same arguments."""
     kv_heads, dim = pool.shape[1] // 2, pool.shape[3]
     x = qkv[:, : (heads + 2 * kv_heads) * dim].reshape(len(qkv), -1, dim)
     scored = x[:, :heads]
@@ -57,10 +60,10 @@ def rope_kv_reference(
 @direct
 @triton.jit(do_not_specialize=["rows"])
 def _rope_kv_kernel(
-    qkv,  # [rows, (HEADS + 2 * KV_HEADS) * DIM and more]
+    qkv,  # [rows, at least (HEADS + 2 * KV_HEADS) * DIM]
     projected,  # [rows, HEADS * DIM], if SCORING
     cos,  # [rows, DIM]
-    sin,  # [rows, DIM], the sign of the exchange in it
+    sin,  # [rows, DIM], first half negated
     q_weight,
     k_weight,
     scoring_weight,
@@ -76,20 +79,20 @@ def _rope_kv_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,  # at least half of DIM
+    BLOCK_D: tl.constexpr,  # at least DIM / 2
     PAGE_SIZE: tl.constexpr,
     NORM: tl.constexpr,
     SCORING: tl.constexpr,
     ADD_QUERY: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    ROWS: tl.constexpr,  # of one program
+    ROWS: tl.constexpr,  # rows per program
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
     HALF: tl.constexpr = DIM // 2
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    low = tl.arange(0, BLOCK_D)  # of a head's first half; the second is HALF further on
+    low = tl.arange(0, BLOCK_D)  # columns of a head's first half
     high = HALF + low
     in_half = low < HALF
     inside = (head < HEADS + 2 * KV_HEADS)[:, None] & in_half[None, :]
@@ -163,21 +166,21 @@ def _rope_kv_kernel(
 
 
 def rope_kv(
-    qkv: torch.Tensor,  # [rows, (heads + 2 * kv_heads) * dim and more]
+    qkv: torch.Tensor,  # [rows, at least (heads + 2 * kv_heads) * dim]
     cos: torch.Tensor,  # [rows, dim]
-    sin: torch.Tensor,  # [rows, dim]; the first half negative, as `models.rope.Rotary` gives it
-    q_weight: torch.Tensor | None,  # [dim], norm of each query head; None for no norm
+    sin: torch.Tensor,  # [rows, dim]; first half negated, as `models.rope.Rotary` returns it
+    q_weight: torch.Tensor | None,  # [dim], norm weight of query heads; None for no norm
     k_weight: torch.Tensor | None,
     eps: float,
     pool: torch.Tensor,  # [pages, 2 * kv_heads, page_size, dim]
-    pages: torch.Tensor,  # [rows] page that each row is written to
+    pages: torch.Tensor,  # [rows] page to which each row is written
     offsets: torch.Tensor,  # [rows] row within the page
     heads: int,
-    scoring: ScoringHeads | None = None,  # with norms of query and key heads only
+    scoring: ScoringHeads | None = None,  # needs q_weight and k_weight
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Writes keys and values; returns the query and the scoring query, [rows, heads, dim].
+    """Write keys and values to the pool; return query and scoring query, both [rows, heads, dim].
 
-    Without `scoring` they are the same.
+    Without `scoring` the two are the same tensor.
     """
     rows = qkv.shape[0]
     kv_heads, page_size, dim = pool.shape[1] // 2, pool.shape[2], pool.shape[3]

@@ -1,9 +1,9 @@
-"""One token per row from its logits, without looking at any of them on the host.
+"""Samples one token per row from its logits, entirely on the device.
 
 The vocabulary is cut into blocks. One kernel computes each block's largest logit and the sum of its
 weights exp(logit / temperature). Another draws a block by these sums, then a token within it. Both
-numbers drawn are hashes of the row's seed, so a row draws the same whatever stands beside it. A
-temperature of zero takes the largest logit, and the lowest token among equals.
+random numbers are hashes of the row's seed, so a row's draw does not depend on the other rows of
+the batch. Temperature zero takes the largest logit, and the lowest token id among equals.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NO_TOKEN: tl.constexpr = tl.constexpr(2147483647)
 def sample_reference(
     logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor
 ) -> torch.Tensor:
-    """The same in torch; arguments as in `sample`."""
+    """Torch reference for `sample`, with the same arguments."""
     padding = blocks_of(logits.shape[1], _BLOCK) * _BLOCK - logits.shape[1]
     wide = torch.nn.functional.pad(logits.float(), (0, padding), value=float("-inf"))
     shifted = wide - wide.amax(-1, keepdim=True)
@@ -37,16 +37,16 @@ def sample_reference(
 
 
 def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """weights [rows, n] -> the index at which their running sum passes a share of all, [rows]"""
+    """weights [rows, n] -> [rows] first index where the running sum exceeds uniform * total"""
     running = weights.cumsum(-1)
     index = torch.arange(weights.shape[1], device=weights.device)
     passed = (running > (uniform * weights.sum(-1))[:, None]) & (weights > 0)
-    last = torch.where(weights > 0, index, -1).amax(-1)  # where rounding lets none pass
+    last = torch.where(weights > 0, index, -1).amax(-1)  # used if rounding lets none pass
     return torch.where(passed.any(-1), passed.int().argmax(-1), last)
 
 
 def _uniform(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Numbers from 0 to 1, below it, of two times 32 bits."""
+    """Hash two 32-bit numbers to a float in [0, 1)."""
     mixed = _mix((_mix(first) + second) & 0xFFFFFFFF)
     return (mixed >> 8).to(torch.float32) / 2**24
 
@@ -76,11 +76,11 @@ def _mix32(x):
 
 @triton.jit
 def _draw_index(weights, uniform, LENGTH: tl.constexpr):
-    """Index of the weight at which the running sum passes a share of all; its weight is not 0."""
+    """First index where the running sum exceeds uniform * total; its weight is not zero."""
     index = tl.arange(0, LENGTH)
     passed = (tl.cumsum(weights, 0) > uniform * tl.sum(weights, 0)) & (weights > 0)
     first = tl.min(tl.where(passed, index, LENGTH), 0)
-    last = tl.max(tl.where(weights > 0, index, 0), 0)  # where rounding lets none pass
+    last = tl.max(tl.where(weights > 0, index, 0), 0)  # used if rounding lets none pass
     return tl.minimum(first, last)
 
 
@@ -91,7 +91,7 @@ def _blocks_kernel(
     temperatures,
     best,  # [rows, blocks]
     best_token,  # [rows, blocks]
-    sums,  # [rows, blocks] of weights, relative to the block's best
+    sums,  # [rows, blocks] sums of weights, relative to the block's largest logit
     stride,
     VOCAB: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -155,8 +155,8 @@ def _pick_kernel(
 
 def sample(
     logits: torch.Tensor,  # [rows, vocab]
-    temperatures: torch.Tensor,  # [rows] float32; 0 takes the most likely
-    seeds: torch.Tensor,  # [rows] int64, of request and position together
+    temperatures: torch.Tensor,  # [rows] float32; 0 takes the most likely token
+    seeds: torch.Tensor,  # [rows] int64, derived from request and position
 ) -> torch.Tensor:
     """-> token ids [rows] int64"""
     rows, vocab = logits.shape

@@ -1,14 +1,17 @@
-"""Sizes of launches. Triton's functions of this kind may be called on the host too, but go through
-wrappers of its compiler every time, which takes thirty times as long; a step has hundreds."""
+"""Helpers for launch sizes.
+
+Triton's own versions also work on the host, but go through compiler wrappers on every call and take
+thirty times as long. A step makes hundreds of these calls.
+"""
 
 from __future__ import annotations
 
 
 def blocks_of(size: int, block: int) -> int:
-    """Blocks that hold so many."""
+    """Number of blocks needed for `size` elements."""
     return -(-size // block)
 
 
 def power_of_two(least: int) -> int:
-    """The smallest that is no less; of at least 1."""
+    """Smallest power of two that is at least `least`, which must be at least 1."""
     return 1 << (least - 1).bit_length()

@@ -1,4 +1,4 @@
-"""One step of attention that runs along the keys: what came before fades as larger scores come."""
+"""Online softmax: attention over one block of keys at a time, rescaled as the maximum grows."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def softmax_step(scores, value, most, total, acc, SOME_SEEN: tl.constexpr):
-    """scores [rows, keys] in base 2, -inf where a row does not see a key; value [keys, dim].
+    """Add a block of keys; return the updated most, total and acc.
 
-    most, total [rows] and acc [rows, dim] are those of the keys so far -> the same, with these.
-    SOME_SEEN: every row has seen a key by now.
+    scores [rows, keys] are in base 2 and -inf where a row does not see a key; value [keys, dim].
+    most and total [rows] and acc [rows, dim] cover the keys so far: maximum, sum of weights, and
+    weighted sum of values. SOME_SEEN: every row has seen at least one key, this block included.
     """
     new_most = tl.maximum(most, tl.max(scores, 1))
     safe = new_most
@@ -30,6 +31,6 @@ def softmax_step(scores, value, most, total, acc, SOME_SEEN: tl.constexpr):
 
 @triton.jit
 def softmax_result(most, total, acc):
-    """-> output [rows, dim], log-sum-exp [rows] in base e; zero and -inf where nothing was seen"""
+    """-> output [rows, dim], log-sum-exp [rows] in base e; zero and -inf if a row saw no key"""
     lse = tl.where(total > 0, (most + tl.log2(total)) * LN2, float("-inf"))
     return acc / tl.where(total > 0, total, 1.0)[:, None], lse

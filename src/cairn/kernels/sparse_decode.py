@@ -1,17 +1,18 @@
-"""Sparse attention of one query row per sequence, in three launches per layer.
+"""Sparse decode attention: one query row per sequence, three launches per layer.
 
-    1. landmark scores of all candidate pages, attention in the window, and the landmark of the
-       page that this row completes, if it does: nothing of this depends on anything else here
+    1. landmark scores of all candidate pages, attention over the window, and the landmark of the
+       page that this row completes, if any; these do not depend on each other
     2. the best k pages of every chunk of candidates
-    3. of those the best k, attention inside them, and one merge: by the program that comes last
+    3. the best k of those, attention over them, and one merge by the last program to finish
 
-Where pages live in host memory, the third launch is cut in two, and what was selected is brought
-in between them (see `swap_in`); unless all pages of a step are on the device, which its host knows.
+If pages live in host memory, the third launch is split in two, and the selected pages are brought
+in between (see `swap_in`). This is not needed if the host knows that all pages of a step are on the
+device.
 
-Before the first layer `begin` notes which pages may be candidates. Programs share the work by
-striding over pages, so that the cost follows the lengths that are there, also in a recorded graph.
+Before the first layer, `begin` records which pages may be candidates. Programs stride over pages,
+so the cost follows the actual lengths, even in a recorded graph.
 
-    part:  a split (output, log-sum-exp) of the past; first the window's, then the pages'
+    part:  one split (output, log-sum-exp) of the past; window parts come first, then page parts
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def sparse_decode(
     shape: SparseShape,
     scratch: SparseScratch,  # after `begin`
     query: torch.Tensor,  # [rows, heads, dim]
-    scoring: torch.Tensor,  # [rows, heads, landmark width], or half of it where they are split
+    scoring: torch.Tensor,  # [rows, heads, landmark width], or half that width if split_query
     prior: torch.Tensor,  # [rows, heads, dim]
     pool: torch.Tensor,  # [pages, 2 * kv_heads, page_size, dim]
     vectors: torch.Tensor,  # [pages, landmark heads, landmark width]
@@ -44,13 +45,13 @@ def sparse_decode(
     rows: torch.Tensor,  # [seqs] int32
     out: torch.Tensor,  # [rows, heads, dim], contiguous
     *,
-    pooling: Pooling | None,  # None where the caller saves landmarks of completed pages
-    kv_table: torch.Tensor | None = None,  # of the same stride, where pages live in host memory
-    # Brings selected pages to the device. Its last kernel must not let the next one start before it
-    # has itself waited for its predecessor. It counts the pieces of each page that have arrived;
-    # attention waits until there are `pieces` of them.
+    pooling: Pooling | None,  # None if the caller saves the landmarks of completed pages
+    kv_table: torch.Tensor | None = None,  # same stride; set if pages live in host memory
+    # Brings selected pages to the device. Its last kernel must wait for its own predecessor before
+    # it lets the next kernel start. It counts the pieces of each page that have arrived; attention
+    # waits until `pieces` of them have.
     locate: Callable[[torch.Tensor], Located] | None = None,
-    frames: ResidentFrames | None = None,  # or all of them are there, as `begin` was told
+    frames: ResidentFrames | None = None,  # set if all pages are resident; as in `begin`
 ) -> None:
     seqs = len(kv_lens)
     group = shape.heads // shape.kv_heads
@@ -61,7 +62,7 @@ def sparse_decode(
     sizes |= {"PAGE_SIZE": shape.page_size, "WINDOW": shape.window}
     tasks = strips * shape.landmark_heads + shape.window_parts * shape.kv_heads + pooled
     half = query.dtype.itemsize == 2
-    # Where a load is found by way of another one, half of the stages are for that.
+    # Where the address of a load comes from another load, half of the stages go to the first one.
     ahead = 5 if half and shape.head_dim * shape.page_size <= 8192 else 2
     score_kernel[(tasks, seqs)](
         query,
@@ -203,14 +204,19 @@ def sparse_decode(
 
 
 def _parts_beside_copies(shape: SparseShape, seqs: int) -> int:
-    """So many that all programs run at once, two on each processor of an H200: one that had to wait
-    for its turn would begin when those before it have seen the last copy arrive."""
+    """Number of page parts with which all programs run at once, two per multiprocessor of an H200.
+
+    A program that had to wait for its turn would start only after earlier ones have seen the last
+    copy arrive.
+    """
     parts = max(1, min(shape.page_parts, 264 // (seqs * shape.kv_heads)))
-    return 1 << (parts.bit_length() - 1)  # few numbers: each is a compilation
+    return 1 << (parts.bit_length() - 1)  # few values, because each is compiled separately
 
 
 def seq_rungs(shape: SparseShape, most: int) -> tuple[int, ...]:
-    """Numbers of sequences, up to `most`, at which `sparse_decode` goes on to another compiled
-    form. There is more than one only where pages are located."""
+    """Sequence counts, up to `most`, at which `sparse_decode` switches to another compiled form.
+
+    The form changes only if pages are located, that is, if `locate` is given.
+    """
     parts = [_parts_beside_copies(shape, seqs) for seqs in range(most + 1) if seqs]
     return tuple(n for n, own in enumerate(parts, 1) if n == 1 or own != parts[n - 2])

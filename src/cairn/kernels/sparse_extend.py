@@ -1,9 +1,9 @@
-"""Sparse attention of many new rows per sequence, once pages are selected (see `sparse_select`).
+"""Sparse attention of many new rows per sequence over pages that `sparse_select` has selected.
 
-    1. the union of the pages that neighbouring rows selected, with the rows that read each
+    1. the union of the pages that neighbouring rows selected, with the rows that read each page
     2. attention over that union, page by page, and the merge with the window
 
-Rows are cut into blocks of one sequence each (`ExtendBlocks`).
+Rows are cut into blocks, each of one sequence (`ExtendBlocks`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cairn.kernels.workspace import Workspace
 
 
 def union_rows(shape: SparseShape) -> int:
-    """Neighbouring rows that read the union of their pages together: a power of two."""
+    """Number of neighbouring rows that share the union of their pages; a power of two."""
     rows = max(1, min(16, 64 // (shape.heads // shape.kv_heads)))
     return 1 << (rows.bit_length() - 1)
 
@@ -38,7 +38,7 @@ def _union_kernel(
     block_seq,
     block_begin,
     pages,  # [blocks, KV_HEADS, BLOCK_M * BLOCK_K]
-    readers,  # the same, bit r for row r of the block
+    readers,  # same shape; bit r is set if row r of the block reads the page
     counts,  # [blocks, KV_HEADS]
     table_stride: tl.int32,
     KV_HEADS: tl.constexpr,
@@ -61,8 +61,9 @@ def _union_kernel(
         mask=(owner < rows) & (slot < TOPK),
         other=-1,
     )
-    # Every entry is compared with those of all rows, with some of one row at a time: as many as
-    # make 16,384 comparisons, 128 a thread. There are at most 16 rows of 128.
+    # Every entry is compared with the entries of all rows, COMPARED entries of one row at a time.
+    # This makes at most 16,384 comparisons per step, 128 per thread. There are at most 16 rows of
+    # 128 entries.
     COMPARED: tl.constexpr = min(BLOCK_K, 16384 // (BLOCK_M * BLOCK_K))
     reads = tl.zeros((BLOCK_M * BLOCK_K,), tl.int32)
     for start in range(0, BLOCK_M * BLOCK_K, COMPARED):
@@ -95,19 +96,19 @@ def _attend_kernel(
     block_seq,
     block_begin,
     pages,
-    kv_pages,  # where they are in the pool, if LOCATED; if STAGED -1 - a page of the stage as well
+    kv_pages,  # if LOCATED: the pages in the pool or, if STAGED, -1 - page of the stage
     readers,
     counts,
     window_out,  # [rows, HEADS, DIM]
     window_lse,
-    normalizer,  # [rows, HEADS], if BOUNDED: no page and no window weighs more
-    tiles,  # the pool as [-1, DIM], described for loads of pages, if TMA
-    landmarks,  # likewise vectors as [-1, WIDTH], for loads of LANDMARK_PAD
+    normalizer,  # [rows, HEADS], if BOUNDED: bounds the mass of every page and of the window
+    tiles,  # if TMA: descriptor of the pool as [-1, DIM], for loads of pages
+    landmarks,  # if TMA: descriptor of vectors as [-1, WIDTH], for loads of LANDMARK_PAD rows
     out,
     scale,
     query_stride,
     scoring_stride,
-    stage_shift: tl.int64,  # of the stage behind the pool, in sixteen elements
+    stage_shift: tl.int64,  # offset of the stage from the pool, in units of 16 elements
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -124,12 +125,13 @@ def _attend_kernel(
     STAGED: tl.constexpr,
     TMA: tl.constexpr,
     UNION: tl.constexpr,
-    ROWS: tl.constexpr,  # of a block
+    ROWS: tl.constexpr,  # rows per block
     GROUP_PAD: tl.constexpr,  # power of two, at least the heads of a group
-    LANDMARK_PAD: tl.constexpr,  # landmarks of a kv head, padded to what a product takes
-    BLOCK_M: tl.constexpr,  # ROWS * GROUP_PAD, or what a product takes at least
+    LANDMARK_PAD: tl.constexpr,  # landmarks of a kv head, padded to the size that tl.dot needs
+    BLOCK_M: tl.constexpr,  # ROWS * GROUP_PAD, or the least that tl.dot takes
 ):
-    # One kv head after the other: the pages of one fit in the cache more often than those of all.
+    # Blocks vary fastest, so kv heads run one after another: the pages of one head fit in the cache
+    # more often than those of all heads.
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
     seq = tl.load(block_seq + block)
@@ -158,7 +160,7 @@ def _attend_kernel(
         scores_with = load_scoring(
             scoring, (row * scoring_stride)[:, None], head[:, None], real[:, None], WIDTH, SPLIT
         )
-    # The window and the null split are there from the start. Everything is in base 2.
+    # Start with the window and the null split. All logarithms are in base 2.
     scale_2 = scale * LOG2E
     window = tl.load(window_lse + row * HEADS + head, mask=real, other=0.0) * LOG2E
     acc = tl.load(
@@ -177,8 +179,8 @@ def _attend_kernel(
         total += tl.exp2(-most)
     base = (block * KV_HEADS + kv_head).to(tl.int64) * UNION
     count = tl.load(counts + block * KV_HEADS + kv_head)
-    # Pages, their readers and biases are looked up one page ahead: a load that waits for another
-    # one stalls the loop.
+    # Look up pages, their readers and biases one page ahead: a load that depends on another load
+    # would stall the loop.
     page = tl.load(pages + base, mask=count > 0, other=0)
     bits = tl.load(readers + base, mask=count > 0, other=0)
     at = page
@@ -205,7 +207,7 @@ def _attend_kernel(
         reads = (((bits >> own_row) & 1) > 0) & real
         mass = more * LOG2E
         if not BY_LSE:
-            # Every row against all landmarks of the kv head; each takes that of its own head.
+            # Multiply every row with all landmarks of the kv head, then pick its own head's.
             first = page * LANDMARK_HEADS + kv_head * OF_KV
             if TMA:
                 landmark = landmarks.load([first, 0]).T
@@ -265,19 +267,22 @@ def attend_selected(
     bias: torch.Tensor | None,
     page_table: torch.Tensor,  # [seqs, pages] int32
     cu_query: torch.Tensor,
-    blocks: ExtendBlocks,  # of union_rows(shape) rows
+    blocks: ExtendBlocks,  # union_rows(shape) rows each
     window_out: torch.Tensor,  # [rows, heads, dim]
     window_lse: torch.Tensor,  # [rows, heads] float32
     out: torch.Tensor,  # [rows, heads, dim]; may be window_out
     workspace: Workspace,
     *,
-    normalizer: torch.Tensor | None = None,  # [rows, heads] as `select_pages` gives it
+    normalizer: torch.Tensor | None = None,  # [rows, heads], from `select_pages`
     locate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
-    stage: torch.Tensor | None = None,  # pages beside the pool, of its shape and type
+    stage: torch.Tensor | None = None,  # more pages, of the pool's page shape and type
 ) -> torch.Tensor:
-    """Attention over window and pages into `out`; returns how many pages each block and kv head
-    read, [blocks, kv_heads]. Where page ids are not pages of the pool, `locate` takes ids and these
-    counts, and says where they are: in the pool or, as -1 - page, in the stage."""
+    """Write attention over window and selected pages to `out`.
+
+    Returns the number of pages that each block and kv head read, [blocks, kv_heads]. If page ids
+    are not pages of the pool, `locate` maps ids and these counts to locations: a page of the pool
+    or, as -1 - page, a page of the stage.
+    """
     heads, dim = query.shape[1:]
     group_pad = power_of_two(heads // shape.kv_heads)
     block_k = power_of_two(shape.topk)
@@ -368,7 +373,10 @@ def attend_selected(
 
 
 def _worth_describing(pool: torch.Tensor, block_m: int) -> bool:
-    """Measured on an H200: descriptors help heads of 64 and hurt heads of 128, unless products are
-    as small as they are with a kv head for every query head."""
+    """Whether loads through descriptors (TMA) pay off, as measured on an H200.
+
+    They help with heads of 64 and hurt with heads of 128, unless products are as small as they are
+    with one kv head per query head.
+    """
     widths = (16, 32, 64, 128) if block_m == 16 else (16, 32, 64)
     return can_describe(pool.device, pool.dtype) and pool.shape[3] in widths

@@ -1,7 +1,7 @@
-"""Selection of pages for rows that have few candidates, in one launch.
+"""Selects pages for rows that have few candidates, in one launch.
 
-The scores of all of a row's candidates fit into one tile then: nothing is surveyed or collected
-first (see `sparse_select`, which does that where there are more).
+The scores of all candidates of a row fit in one tile, so no survey or collection pass is needed.
+`sparse_select` makes these passes if there are more candidates.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cairn.kernels.sparse_survey import rows_and_limits
 from cairn.kernels.top_pages import order_key, threshold_of_rows
 
 FEW_TILES = 64, 128
-"""Candidates of a row that a program has room for; each is a compilation."""
+"""Candidates per row that a tile holds. Each size is compiled separately."""
 
 
 @direct
@@ -27,11 +27,11 @@ def few_kernel(
     scoring,  # [rows, HEADS, WIDTH]
     vectors,  # [pages, LANDMARK_HEADS, WIDTH]
     bias,  # [pages, LANDMARK_HEADS]
-    pages,  # candidates of all sequences, -1 where one must not be read
-    offsets,  # [seqs] the first of each sequence
+    pages,  # candidates of all sequences, -1 for pages that must not be read
+    offsets,  # [seqs] first candidate of each sequence
     kv_lens,
     cu_query,
-    dense_until,  # [seqs] rows before it see everything
+    dense_until,  # [seqs] rows at positions below it attend densely
     block_seq,
     block_begin,
     window_lse,  # [rows, HEADS] read if NORMALIZE
@@ -53,7 +53,7 @@ def few_kernel(
     TOPK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    TILE: tl.constexpr,  # at least as many candidates as any row has
+    TILE: tl.constexpr,  # at least the candidates of any row
 ):
     kv_head = tl.program_id(0)
     seq, row, in_rows, limit = rows_and_limits(
@@ -104,7 +104,7 @@ def few_kernel(
     above = valid & (key > bound)
     equal = (valid & (key == bound)).to(tl.int32)
     room = TOPK - tl.sum(above.to(tl.int32), 1)
-    # Of equals the earlier ones come first.
+    # Ties go to the earlier page.
     take = above | ((equal > 0) & (tl.cumsum(equal, 1) <= room[:, None]))
     place = tl.cumsum(take.to(tl.int32), 1) - 1
     chosen = out + (row * KV_HEADS + kv_head)[:, None] * TOPK
@@ -130,11 +130,11 @@ def select_few(
     normalizer: torch.Tensor,
     out: torch.Tensor,
     *,
-    most: int,  # candidates of a row, up to 128
+    most: int,  # most candidates of a row, at most 128
     normalize: bool,
     block_m: int,
 ) -> None:
-    """Tensors as the kernel has them."""
+    """Write the selected pages to `out`. See `few_kernel` for the shapes of the tensors."""
     few_kernel[(shape.kv_heads, len(of_blocks[-1]))](
         scoring,
         vectors,

@@ -1,4 +1,4 @@
-"""The other launches of a sparse decode layer: the best pages, attention inside them, the merge."""
+"""The later launches of a sparse decode layer: choosing the best pages, attention, the merge."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def topk_kernel(
             scores + head.to(tl.int64) * candidate_stride + index, mask=there, other=float("-inf")
         )
         if (STRATEGY == SOFTMAX_HEAD) and (GROUP > 1):
-            # A page's share of the head's whole attention: the window counts too.
+            # Rank by the page's share of the head's total attention, which includes the window.
             own = tl.arange(0, MOST_STRIPS)
             strip = tl.load(
                 score_lse + head * MOST_STRIPS + own, mask=own < strips, other=float("-inf")
@@ -103,8 +103,11 @@ def _choose(
     CHUNK: tl.constexpr,
     BEST: tl.constexpr,
 ):
-    """Of what the chunks kept the best: each one's number among them or -1, its place in the
-    sequence, and how many there are. Kept in `chosen` if `store`."""
+    """Choose the best TOPK of the pages that the chunks kept.
+
+    Returns each kept page's position among the chosen or -1, its place in the sequence or -1, and
+    the number of chosen pages. Writes their places in the sequence to `chosen` if `store`.
+    """
     chunks = tl.cdiv(limit, CHUNK)
     slot = tl.arange(0, BEST)
     in_chunks = slot < chunks * TOPK
@@ -161,8 +164,8 @@ def _read_page(
     q,  # [BLOCK_G, DIM]
     pool,  # at the kv head's keys of page 0
     page,
-    there,  # or the page is left out
-    score,  # [BLOCK_G] where the heads' scores of the page are
+    there,  # if false, the page is skipped
+    score,  # [BLOCK_G] pointers to the heads' scores of the page
     in_group,
     scale,
     most,
@@ -174,7 +177,7 @@ def _read_page(
     HIDE_LAST: tl.constexpr,
     BY_LSE: tl.constexpr,
 ):
-    """What was read so far and the page, weighed by its score or by its own attention."""
+    """Add a page to most, total and acc, weighted by its score, or by its log-sum-exp if BY_LSE."""
     offs_d = tl.arange(0, DIM)
     offs_n = tl.arange(0, PAGE_SIZE)
     keys = pool + page * (2 * KV_HEADS * PAGE_SIZE * DIM)
@@ -208,9 +211,9 @@ def pages_kernel(
     query,
     pool,
     page_table,
-    located,  # [seqs, KV_HEADS, TOPK] where selected pages are in the pool, if LOCATED; those that
-    #           the launch before this one brings in are negative
-    arrived,  # [KV_HEADS, slots] how many of their PIECES it has brought
+    located,  # [seqs, KV_HEADS, TOPK] if LOCATED: selected pages in the pool, negated if the
+    #           previous launch is still bringing them in
+    arrived,  # [KV_HEADS, slots] how many of a page's PIECES have arrived
     kv_lens,
     rows,
     scores,
@@ -221,14 +224,14 @@ def pages_kernel(
     partial_lse,
     arrivals,
     launches,
-    reads,  # counts pages if COUNTED
+    reads,  # if COUNTED: the number of pages read is added
     out,  # [rows, HEADS, DIM]
     scale,
     query_stride,
     table_stride: tl.int32,
     candidate_stride,
     best_stride,
-    first_slot,  # page of the pool that is slot 0
+    first_slot,  # the page of the pool that is slot 0
     slots,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -238,27 +241,27 @@ def pages_kernel(
     HIDE_LAST: tl.constexpr,
     BY_LSE: tl.constexpr,
     NULL_SPLIT: tl.constexpr,
-    LOCATED: tl.constexpr,  # pages have been chosen and are brought in
+    LOCATED: tl.constexpr,  # pages are already chosen and being brought in
     PIECES: tl.constexpr,
     COUNTED: tl.constexpr,
     TOPK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
-    BEST: tl.constexpr,  # power of two, at least what all chunks together keep
+    BEST: tl.constexpr,  # power of two, at least the pages that all chunks keep
     WINDOW_PARTS: tl.constexpr,
     PAGE_PARTS: tl.constexpr,
-    PARTS: tl.constexpr,  # that a sequence has room for
+    PARTS: tl.constexpr,  # parts allocated per sequence
     BLOCK_G: tl.constexpr,
     MERGE_G: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
-        # The launch before brings pages in and lets this one start when it has waited itself: all
-        # that came before it is complete. What this layer's kernels wrote is read past the L1
-        # cache, which knows of it only after the wait (loads that run ahead are not, where they
-        # are of few bytes: no kernel since the last layer has left anything there); pages that are
-        # there were written in earlier steps.
+        # If LOCATED, the previous launch brings pages in. It lets this one start only after its own
+        # wait, so everything before it is complete. Data that this layer's kernels wrote is read
+        # bypassing the L1 cache, which may be stale until the wait. Pipelined loads of few bytes do
+        # not bypass it; this is safe, because no kernel since the last layer has cached those
+        # lines. Pages that are present were written in earlier steps.
         if not LOCATED:
             gdc_wait()
     part = tl.program_id(0)
@@ -267,7 +270,7 @@ def pages_kernel(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     length = tl.load(kv_lens + seq, cache_modifier=".cg").to(tl.int32)
     row = tl.load(rows + seq, cache_modifier=".cg").to(tl.int64)
-    if not LOCATED:  # noqa: SIM102 - known when it is compiled
+    if not LOCATED:  # noqa: SIM102 - known at compile time
         if row < 0:
             return
     limit = candidate_limit(length - 1, WINDOW, PAGE_SIZE)
@@ -293,7 +296,7 @@ def pages_kernel(
         kept_index = tl.load(chosen + slot, mask=slot < TOPK, other=-1, cache_modifier=".cg")
         count = tl.sum((kept_index >= 0).to(tl.int32))
     else:
-        # What the chunks kept is short: every program chooses from it for itself.
+        # The chunks keep few pages, so every program repeats the choice.
         place, kept_index, count = _choose(
             best_rank + base,
             best_index + base,
@@ -312,8 +315,8 @@ def pages_kernel(
     own_scores = scores + (seq.to(tl.int64) * HEADS + head) * candidate_stride
     own_pool = pool + kv_head * (PAGE_SIZE * DIM)
     if LOCATED:
-        # Pages that were there are read first. The loop leaves the others out without a branch, so
-        # that loads can run ahead.
+        # Read the pages that are present first. The loop masks out the others without a branch, so
+        # that its loads can be pipelined.
         own_located = located + (seq * KV_HEADS + kv_head) * TOPK
         for wanted in range(part, count, PAGE_PARTS):
             index = tl.load(chosen + wanted, cache_modifier=".cg")
@@ -323,7 +326,7 @@ def pages_kernel(
                 in_group, scale, most, total, acc,
                 KV_HEADS, DIM, PAGE_SIZE, HIDE_LAST, BY_LSE,
             )  # fmt: skip
-        # The others, dealt out anew, as soon as all of a page is there.
+        # Distribute the remaining pages anew; read each once all of its pieces have arrived.
         page = tl.load(own_located + slot, mask=slot < count, other=0, cache_modifier=".cg")
         late = page < 0
         turn = tl.cumsum(late.to(tl.int32), 0) - 1
@@ -359,7 +362,7 @@ def pages_kernel(
     )
     lse = tl.where(total > 0, most + tl.log(total), float("-inf"))
     tl.store(partial_lse + own, lse, mask=in_group)
-    tl.debug_barrier()  # all of the program's stores come before its arrival
+    tl.debug_barrier()  # the program's stores complete before it reports its arrival
     counter = arrivals + seq * KV_HEADS + kv_head
     if tl.atomic_add(counter, 1, sem="acq_rel") == PAGE_PARTS - 1:
         tl.store(counter, 0)
@@ -381,4 +384,4 @@ def pages_kernel(
             MERGE_G,
         )
     if PDL and LOCATED:
-        gdc_wait()  # who comes next may count on copies, too
+        gdc_wait()  # so that the next kernel may rely on the copies, too

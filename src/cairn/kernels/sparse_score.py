@@ -1,7 +1,6 @@
-"""The first launch of a sparse decode layer: landmark scores, the window, the completed page.
+"""First launch of a sparse decode layer: landmark scores, the window, the completed page.
 
-Nothing of this depends on anything else here, so that it is one kernel whose programs do one or
-the other.
+These tasks do not depend on each other, so they are one kernel, and each program does one task.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from cairn.kernels.sparse_shape import candidate_limit, load_scoring
 def score_kernel(
     query,  # [rows, HEADS, DIM]
     scoring,  # [rows, HEADS, WIDTH], mapped by the policy
-    prior,  # [rows, HEADS, DIM], for landmarks
+    prior,  # [rows, HEADS, DIM], queries for landmarks
     pool,  # [pages, 2 * KV_HEADS, PAGE_SIZE, DIM]
     vectors,  # [pages, LANDMARK_HEADS, WIDTH]
     bias,  # [pages, LANDMARK_HEADS]
-    page_table,  # page ids, of landmarks
-    kv_table,  # pages of the pool
+    page_table,  # page ids, which index landmarks
+    kv_table,  # the same pages in the pool
     kv_lens,
-    rows,  # [seqs] row of each sequence's query; negative for none
+    rows,  # [seqs] query row of each sequence, negative for none
     candidates,
     scores,
     score_lse,
@@ -40,7 +39,7 @@ def score_kernel(
     prior_stride,
     table_stride: tl.int32,
     candidate_stride,
-    strips: tl.int32,  # that share the candidates of a sequence and landmark head
+    strips: tl.int32,  # programs that share the candidates of a sequence and landmark head
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -51,13 +50,13 @@ def score_kernel(
     HIDE_LAST: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SPLIT: tl.constexpr,
-    POOLING: tl.constexpr,  # -1 where landmarks are made elsewhere
+    POOLING: tl.constexpr,  # -1 if landmarks are made elsewhere
     MOST_STRIPS: tl.constexpr,
     WINDOW_PARTS: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_G: tl.constexpr,
-    BLOCK_S: tl.constexpr,  # queries that share a landmark, padded to what a product takes
+    BLOCK_S: tl.constexpr,  # queries that share a landmark, padded to the size that tl.dot needs
     PDL: tl.constexpr,
 ):
     if PDL:

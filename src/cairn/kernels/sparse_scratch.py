@@ -1,4 +1,4 @@
-"""Memory of sparse decode steps, and what all their layers share: which pages may be candidates."""
+"""Scratch memory of sparse decode steps, and the list of candidate pages that all layers share."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from cairn.kernels.sizes import blocks_of
 from cairn.kernels.sparse_shape import SparseShape
 
 CHUNK = 1024
-"""Candidates that one program chooses the best of."""
+"""Number of candidates from which one program chooses the best."""
 
 
 @dataclass(frozen=True, slots=True)
 class SparseScratch:
-    """Memory that the launches of a layer hand on to each other; all layers use the same."""
+    """Memory that passes data between the launches of a layer; all layers share it."""
 
-    candidates: torch.Tensor  # [seqs, pages] int32 page id, -1 where it must not be read
+    candidates: torch.Tensor  # [seqs, pages] int32 page id, -1 if the page must not be read
     scores: torch.Tensor  # [seqs, heads, pages] float32
     score_lse: torch.Tensor  # [seqs, heads, strips] float32
     best_rank: torch.Tensor  # [seqs, kv_heads, chunks * topk] float32
@@ -29,7 +29,7 @@ class SparseScratch:
     partial: torch.Tensor  # [seqs, parts, heads, dim] float32
     partial_lse: torch.Tensor  # [seqs, parts, heads] float32
     arrivals: torch.Tensor  # [seqs, kv_heads] int32
-    launches: torch.Tensor  # [1] int64, layers that were attended to, counted by the device
+    launches: torch.Tensor  # [1] int64, number of layers attended, counted by the device
 
     @classmethod
     def empty(
@@ -58,16 +58,16 @@ class SparseScratch:
 
 @dataclass(frozen=True, slots=True)
 class ResidentFrames:
-    """Pages of host memory, where those of all sequences of a step are on the device too."""
+    """Frames of pages that live in host memory, if all pages of a step are also on the device."""
 
-    frame_of: torch.Tensor  # [page ids] int32, where each is in the pool
-    table: torch.Tensor  # [seqs, pages] int32, the same by sequence; `begin` fills it in
-    reads: torch.Tensor  # [1] int64, counts pages that were read
+    frame_of: torch.Tensor  # [page ids] int32, page of the pool that holds each
+    table: torch.Tensor  # [seqs, pages] int32, the same by sequence; filled by `begin`
+    reads: torch.Tensor  # [1] int64, number of pages read
 
 
 def strips_of(shape: SparseShape, seqs: int) -> int:
-    """Programs that share the candidates of one sequence and landmark head."""
-    # Measured on an H200: two for every processor are best for one sequence, four for more.
+    """Number of programs that share the candidates of one sequence and landmark head."""
+    # Measured on an H200: two per multiprocessor are best for one sequence, four for more.
     programs = max(1, min(64, (264 if seqs == 1 else 528) // (seqs * shape.landmark_heads)))
     return 1 << (programs.bit_length() - 1)
 
@@ -77,11 +77,11 @@ def strips_of(shape: SparseShape, seqs: int) -> int:
 def _begin_kernel(
     page_table,  # [seqs, ...]
     generations,  # [seqs, ...]
-    sealed,  # [pages] generation that each page's landmark belongs to
+    sealed,  # [pages] page generation that the landmark belongs to
     kv_lens,  # [seqs]
     candidates,
     frame_of,
-    frames,  # [seqs, ...], filled in if IN_FRAMES
+    frames,  # [seqs, ...], written if IN_FRAMES
     table_stride: tl.int32,
     candidate_stride,
     frames_stride,
@@ -110,19 +110,19 @@ def _begin_kernel(
     if (seal > 0) & (tl.program_id(0) == 0) & (length % PAGE_SIZE == 0):
         last = seq * table_stride + complete - 1
         page = tl.load(page_table + last)
-        # Rows that only pad a batch are on page 0, which has no landmark.
+        # Rows that pad a batch are on page 0, which has no landmark.
         tl.store(sealed + page, tl.load(generations + last), mask=page > 0)
 
 
 def begin(
     scratch: SparseScratch,
     page_table: torch.Tensor,  # [seqs, pages] int32
-    generations: torch.Tensor,  # [seqs, pages] int32, of the same stride
+    generations: torch.Tensor,  # [seqs, pages] int32, same stride as page_table
     sealed: torch.Tensor,  # [pages] int32
     kv_lens: torch.Tensor,  # [seqs] int32
     *,
     page_size: int,
-    seal: bool,  # every sequence adds one row, and pages that it completes are sealed here
+    seal: bool,  # every sequence adds one row; seal the pages that this completes
     frames: ResidentFrames | None = None,
 ) -> None:
     seqs = len(kv_lens)

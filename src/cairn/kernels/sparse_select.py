@@ -1,16 +1,17 @@
-"""Selection of pages for many new rows per sequence, streaming over landmarks twice.
+"""Selects pages for many new rows per sequence, in two passes over the landmarks.
 
-    1. the landmarks of all candidates are laid out side by side
-    2. a survey: every head's log-sum-exp over its window and all landmarks, and the best score of
-       every group of pages
-    3. a threshold for each row, which its best k groups reach
-    4. the pages that reach it are collected, and of those the best k are chosen
+    1. lay out the landmarks of all candidates contiguously
+    2. survey: compute every head's log-sum-exp over its window and all landmarks, and the best
+       score of every group of pages
+    3. find a threshold for each row, which its best k groups reach
+    4. collect the pages that reach it, and choose the best k of them
 
-Ranks of all pages are never in memory: of a row there are at most a few hundred groups, up to some
-million tokens, and beyond that one for every tile of pages.
-A group's best page stands for it, so that at least k pages reach the threshold, and no more than k
-groups and an eighth of k hold a better one. Its pages lie apart from each other, for good pages
-come in clusters. Where rows have few candidates, `sparse_few` does all of it.
+The ranks of all pages are never stored. A row has at most a few hundred groups up to some million
+tokens; beyond that it has one group per tile of pages.
+
+Each group is represented by its best page. At least k pages therefore reach the threshold, and at
+most k + k / 8 groups hold a better page. The pages of a group are spread out, because good pages
+come in clusters. If rows have few candidates, `sparse_few` does all the steps in one launch.
 """
 
 from __future__ import annotations
@@ -51,33 +52,33 @@ from cairn.kernels.top_pages import (
 from cairn.kernels.workspace import Workspace
 
 SELECT_ROWS = 64
-"""Rows that one program ranks pages for."""
+"""Number of rows for which one program ranks pages."""
 
 _TILE = 128  # pages that the survey reads at once
-_COLLECT_TILE = 32  # likewise of the collection, which holds more of every page
-_GROUPS = 256  # of a row, at most where tiles are large enough
-_GROUP_PAGES = (2, 8, 32, 128)  # few sizes: each is a compilation
-_THRESHOLD_ROWS = 1  # that one program finds thresholds of
-_CHOOSE_ROWS = 4  # likewise chooses for
-_BLOCK = 32  # collected pages that it looks at at once
-_FEW = 128  # candidates of a row, for which one launch does all of it
+_COLLECT_TILE = 32  # pages that the collection reads at once; it holds more data per page
+_GROUPS = 256  # most groups per row, if tiles are large enough
+_GROUP_PAGES = (2, 8, 32, 128)  # few sizes, because each is compiled separately
+_THRESHOLD_ROWS = 1  # rows per program of the threshold kernel
+_CHOOSE_ROWS = 4  # rows per program of the choose kernel
+_BLOCK = 32  # collected pages that the choose kernel reads at once
+_FEW = 128  # most candidates per row for which `select_few` is used
 
 
 @dataclass(frozen=True, slots=True)
 class CandidatePages:
-    """The complete pages of some sequences, one sequence after the other."""
+    """The complete pages of some sequences, concatenated."""
 
-    pages: torch.Tensor  # [n] int32 page id, -1 where it must not be read
-    offsets: torch.Tensor  # [seqs] int32, the first of each sequence; 0 for others
+    pages: torch.Tensor  # [n] int32 page id, -1 if the page must not be read
+    offsets: torch.Tensor  # [seqs] int32, first entry of each sequence; 0 for other sequences
     longest: int
-    """Most pages of one sequence."""
+    """Number of pages of the longest sequence."""
 
 
 @direct
 @triton.jit(do_not_specialize=["room", "groups", "capacity"])
 def _rank_kernel(
     scoring,
-    queries,  # scoring as [rows, HEADS * WIDTH], described, if TMA
+    queries,  # if TMA: descriptor of scoring as [rows, HEADS * WIDTH]
     flat,
     flat_bias,
     offsets,
@@ -88,15 +89,15 @@ def _rank_kernel(
     block_begin,
     normalizer,  # [rows, HEADS] read if NORMALIZE
     maxima,  # [rows, KV_HEADS, groups] written unless COLLECT
-    limits,  # [rows] likewise
-    thresholds,  # [rows, KV_HEADS] read if COLLECT, and likewise all below
-    counts,  # [rows, KV_HEADS] written
-    kept,  # [rows, KV_HEADS, capacity] written: a rank's bits above the page's place
+    limits,  # [rows] written unless COLLECT
+    thresholds,  # [rows, KV_HEADS] read if COLLECT
+    counts,  # [rows, KV_HEADS] written if COLLECT
+    kept,  # [rows, KV_HEADS, capacity] written if COLLECT: rank bits << 32 | place of the page
     scale,
     scoring_stride,
     room: tl.int32,
     groups: tl.int32,  # a multiple of 16
-    capacity: tl.int32,  # likewise
+    capacity: tl.int32,  # a multiple of 16
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     LANDMARK_HEADS: tl.constexpr,
@@ -114,8 +115,11 @@ def _rank_kernel(
     TILE: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Ranks of pages, over all heads of a kv head: those that reach the threshold are kept; or, of
-    ranks that no single head decides, the best of every group."""
+    """Rank pages over all heads of a kv head.
+
+    If COLLECT, keep the pages that reach the threshold. Otherwise write the best rank of every
+    group; this is for strategies where no single head decides the rank.
+    """
     kv_head = tl.program_id(0)
     seq, row, in_rows, limit = rows_and_limits(
         block_seq, block_begin, kv_lens, cu_query, dense_until, WINDOW, PAGE_SIZE, BLOCK_M
@@ -130,13 +134,13 @@ def _rank_kernel(
     above = least
     if COLLECT:
         least = tl.load(thresholds + own, mask=in_rows, other=float("inf"))
-        least = tl.maximum(least, -3.4028234663852886e38)  # -inf is no page
+        least = tl.maximum(least, -3.4028234663852886e38)  # a rank of -inf means no page
         above = order_key_rank(order_key(least) + 1)
     elif kv_head == 0:
         tl.store(limits + row, limit, mask=in_rows)
     NOTHING: tl.constexpr = 0.0 if STRATEGY == SUM_GROUP else float("-inf")
     rank = tl.full((BLOCK_M, TILE), NOTHING, tl.float32)
-    # One loop over tiles of pages and, within each, heads: loads run ahead across tiles.
+    # One loop over tiles and, within a tile, heads, so that loads are pipelined across tiles.
     for step in range(0, tl.cdiv(tl.max(limit), TILE) * HEADS_OF_KV):
         g = step % HEADS_OF_KV
         start = step // HEADS_OF_KV * TILE
@@ -163,7 +167,7 @@ def _rank_kernel(
                 if SINKS > 0:
                     sink = (index < SINKS)[None, :] & (final > float("-inf"))
                     final = tl.where(sink, float("inf"), final)
-                # All that reach the threshold; once there are k, only what exceeds it.
+                # Take all that reach the threshold; once there are k, only those that exceed it.
                 take = final >= tl.where(count < TOPK, least, above)[:, None]
                 place = count[:, None] + tl.cumsum(take.to(tl.int32), 1) - 1
                 bits = final.to(tl.int32, bitcast=True).to(tl.int64)
@@ -184,7 +188,7 @@ def _rank_kernel(
 
 @triton.jit
 def _rows_of(block_seq, block_begin, cu_query, ROWS: tl.constexpr):
-    """Some rows of a block, and which of them are there."""
+    """-> this program's ROWS rows of the step, and a mask of those that exist"""
     block = tl.program_id(1)
     seq = tl.load(block_seq + block)
     first_row = tl.load(cu_query + seq).to(tl.int32)
@@ -205,14 +209,14 @@ def _threshold_kernel(
     thresholds,
     groups: tl.int32,  # a multiple of 16
     KV_HEADS: tl.constexpr,
-    SURVEYED: tl.constexpr,  # heads of a kv head with maxima of their own
+    SURVEYED: tl.constexpr,  # heads per kv head that have their own maxima
     NORMALIZE: tl.constexpr,
     TOPK: tl.constexpr,
     GROUP_PAGES: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,  # at least groups
-    SLACK: tl.constexpr,  # groups more than need be that may reach the threshold
+    SLACK: tl.constexpr,  # groups beyond TOPK that may reach the threshold
 ):
     row, in_rows = _rows_of(block_seq, block_begin, cu_query, ROWS)
     kv_head = tl.program_id(0)
@@ -249,7 +253,7 @@ def _choose_kernel(
     BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    FEW: tl.constexpr,  # no row has more than MOST_FEW
+    FEW: tl.constexpr,  # no row has more than MOST_FEW collected pages
 ):
     row, in_rows = _rows_of(block_seq, block_begin, cu_query, ROWS)
     own = row * KV_HEADS + tl.program_id(0)
@@ -262,7 +266,7 @@ def _choose_kernel(
         there = start + column < count[:, None]
         key = entry_key(tl.load(entries + start + column, mask=there, other=0))
         above += tl.sum((there & (key > least)).to(tl.int32), 1)
-    # Entries are in the order of places, so that of equals the earlier ones come first.
+    # Entries are ordered by place, so ties go to the earlier page.
     equals = tl.zeros((ROWS,), tl.int32)
     taken = tl.zeros((ROWS,), tl.int32)
     for start in range(0, tl.max(count), BLOCK):
@@ -286,20 +290,20 @@ def _choose_kernel(
 
 def select_pages(
     shape: SparseShape,
-    scoring: torch.Tensor,  # [rows, heads, width], mapped by the policy, or to be split
+    scoring: torch.Tensor,  # [rows, heads, width], from the policy; half as wide if split_query
     vectors: torch.Tensor,  # [pages, landmark heads, width]
     bias: torch.Tensor | None,
     candidates: CandidatePages,
     kv_lens: torch.Tensor,  # [seqs] int32
     cu_query: torch.Tensor,  # [seqs + 1] int32
-    dense_until: torch.Tensor,  # [seqs] int32, rows before it see everything
-    blocks: ExtendBlocks,  # of SELECT_ROWS rows
+    dense_until: torch.Tensor,  # [seqs] int32, rows at positions below it attend densely
+    blocks: ExtendBlocks,  # SELECT_ROWS rows each
     window_lse: torch.Tensor,  # [rows, heads] float32
     workspace: Workspace,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """-> place in the sequence [rows, kv_heads, topk] int32, ascending, -1 for none; and each
-    head's log-sum-exp over window and candidates [rows, heads], if the selection has need of it.
-    Rows of no block are left unset; the second is of the workspace."""
+    """-> places of the selected pages in the sequence, [rows, kv_heads, topk] int32, ascending, -1
+    for none; and each head's log-sum-exp over window and candidates, [rows, heads], or None if the
+    selection does not need it. Rows in no block stay unset. The second is workspace memory."""
     rows, heads, _ = scoring.shape
     device, kv_heads, topk = scoring.device, shape.kv_heads, shape.topk
     block_m, half = blocks.block_m, scoring.dtype.itemsize == 2
@@ -331,7 +335,7 @@ def select_pages(
         )
         return out, normalizer if normalize else None
     count = len(candidates.pages)
-    room = _up_to_16(count + tile)  # tiles at the end are read whole
+    room = _up_to_16(count + tile)  # the last tile is read whole
     flat = workspace.take("flat", landmark_heads * room, width, dtype=vectors.dtype)
     flat_bias = workspace.take("flat_bias", landmark_heads, room)
     lay_out_kernel[(blocks_of(room, 32), landmark_heads)](
@@ -399,7 +403,7 @@ def select_pages(
             num_stages=3 if half else 1,
         )
 
-    # So that four programs fit on a processor; wider ones would spill.
+    # Four programs fit on a multiprocessor then; wider landmarks would spill registers.
     registers = {"maxnreg": 128} if tma and width <= 64 else {}
     if summed:
         rank(collect=False)
@@ -464,13 +468,13 @@ def select_pages(
 
 
 class _Grouping(NamedTuple):
-    group_pages: int  # pages of a group
-    groups: int  # of a row; a multiple of 16
+    group_pages: int  # pages per group
+    groups: int  # groups per row; a multiple of 16
     block: int  # power of two, at least `groups`
 
 
 def _grouping(pages: int, topk: int, tile: int) -> _Grouping:
-    """How the pages of the longest sequence are put into groups."""
+    """Group sizes for a longest sequence of `pages` pages."""
     fits = [size for size in _GROUP_PAGES if size <= tile]
     most = max(_GROUPS, 4 * topk)
     group_pages = next((n for n in fits if pages <= n * most), fits[-1])
@@ -483,13 +487,13 @@ def _tile_of(shape: SparseShape, dtype: torch.dtype) -> int:
 
 
 def page_rungs(shape: SparseShape, dtype: torch.dtype, most: int) -> tuple[int, ...]:
-    """Numbers of complete pages of a step's longest sequence, up to `most`, at which
-    `select_pages` goes on to other compiled forms."""
+    """Complete pages of a step's longest sequence, up to `most`, at which `select_pages` switches
+    to other compiled forms."""
     tile, window = _tile_of(shape, dtype), shape.window // shape.page_size
     groups = max(_GROUPS, 4 * shape.topk)
     sizes = [size for size in _GROUP_PAGES if size <= tile]
     tiles = [size + window for size in FEW_TILES if size <= min(tile, _FEW)]
-    last = [size * groups for size in sizes[:-1]]  # the most pages of a size
+    last = [size * groups for size in sizes[:-1]]  # most pages for each group size
     full = sizes[-1] * power_of_two(groups)
     while full < most:
         last.append(full)

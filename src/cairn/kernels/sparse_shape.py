@@ -1,4 +1,4 @@
-"""What all kernels of sparse attention have in common."""
+"""The parameters and helpers that all sparse attention kernels share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STRATEGIES = {"head": 0, "group": 1, "softmax_head": 2}
 
 @dataclass(frozen=True, slots=True)
 class SparseShape:
-    """What all sparse layers of a model have in common."""
+    """Parameters that all sparse layers of a model share."""
 
     heads: int
     kv_heads: int
@@ -27,15 +27,15 @@ class SparseShape:
     topk: int
     window: int
     scale: float
-    strategy: str  # of STRATEGIES
+    strategy: str  # a key of STRATEGIES
     by_lse: bool
-    """Pages weigh as much as their log-sum-exp, not as their landmark's score."""
+    """Weight pages by their log-sum-exp, not by their landmark's score."""
     sinks: int
     null_split: bool
     hide_last: bool
     """The last row of a page is a landmark row."""
     split_query: bool = False
-    """Scoring queries come as they are; kernels take their positive and their negative part."""
+    """Kernels split scoring queries into their positive and their negative part."""
 
     @property
     def block_g(self) -> int:
@@ -43,18 +43,18 @@ class SparseShape:
 
     @property
     def normalized(self) -> bool:
-        """Selection computes what no page and no window weighs more than."""
+        """Whether selection computes a normalizer: a bound on the mass of every page and window."""
         return self.strategy == "softmax_head" and self.heads > self.kv_heads
 
     @property
     def window_parts(self) -> int:
-        """Programs that share a window, of three pages each."""
+        """Number of programs that share a window, about three pages each."""
         rows = self.window + self.page_size
         return max(1, min(16, -(-rows // (3 * self.page_size))))
 
     @property
     def page_parts(self) -> int:
-        """Programs that share the selected pages, of two each."""
+        """Number of programs that share the selected pages, about two each."""
         return max(1, min(16, self.topk // 2))
 
     @property
@@ -64,20 +64,22 @@ class SparseShape:
 
 @triton.jit
 def whole_16(number):
-    """A number that is a multiple of 16, in a form that tells the compiler so. For numbers that
-    change from step to step: kernels are not compiled anew for those that are."""
+    """Return `number`, a multiple of 16, in a form that tells the compiler so.
+
+    For numbers that change from step to step, which kernels are not specialized on.
+    """
     return number // 16 * 16
 
 
 @triton.jit
 def candidate_limit(position, WINDOW: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """Pages before it are candidates of the query at `position`; its window starts there."""
+    """Number of candidate pages of the query at `position`; its window starts at this page."""
     return tl.maximum(position - WINDOW + 1, 0) // PAGE_SIZE
 
 
 @triton.jit
 def load_scoring(scoring, row_offset, head, mask, WIDTH: tl.constexpr, SPLIT: tl.constexpr):
-    """[n, WIDTH] scoring queries; row_offset and head are [n, 1], or one for all rows"""
+    """-> scoring queries [n, WIDTH]; row_offset and head are [n, 1], or scalars for all rows"""
     OWN: tl.constexpr = WIDTH // 2 if SPLIT else WIDTH
     offs_w = tl.arange(0, WIDTH)[None, :]
     q = tl.load(scoring + row_offset + head * OWN + offs_w % OWN, mask=mask, other=0.0)

@@ -1,4 +1,4 @@
-"""The first pass of selection for prompts: landmarks are laid out side by side and surveyed."""
+"""First pass of page selection for prompts: lay out landmarks contiguously and survey them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def lay_out_kernel(
     bias,  # [pages, LANDMARK_HEADS]
     pages,  # [count]
     flat,  # [LANDMARK_HEADS * room, WIDTH] written
-    flat_bias,  # [LANDMARK_HEADS, room] written, -inf where a page must not be read
+    flat_bias,  # [LANDMARK_HEADS, room] written, -inf for pages that must not be read
     count: tl.int32,
     room: tl.int32,
     LANDMARK_HEADS: tl.constexpr,
@@ -54,8 +54,8 @@ def rows_and_limits(
     PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Of this program's block: its sequence, rows of the step, which of them are there, and how
-    many candidates each has."""
+    """-> of this program's block: its sequence, its rows of the step, a mask of those that exist,
+    and the number of candidates of each"""
     block = tl.program_id(1)
     seq = tl.load(block_seq + block)
     first_row = tl.load(cu_query + seq).to(tl.int32)
@@ -73,8 +73,8 @@ def rows_and_limits(
 def scores_of_tile(
     q, flat, flat_bias, first, scale, WIDTH: tl.constexpr, TILE: tl.constexpr, TMA: tl.constexpr
 ):
-    """[rows, TILE] scores of the landmarks from `first` on; the same sum, to the bit, in every
-    kernel that calls it."""
+    """-> scores [rows, TILE] of the landmarks from `first` on. All kernels that call this compute
+    bit-identical sums."""
     place = first + tl.arange(0, TILE)
     if TMA:
         landmark = flat.load([first, 0]).T
@@ -128,18 +128,18 @@ def _survey_tile(
 @triton.jit(do_not_specialize=["room", "groups"])
 def survey_kernel(
     scoring,  # [rows, HEADS, WIDTH]
-    flat,  # [LANDMARK_HEADS * room, WIDTH], described if TMA
+    flat,  # [LANDMARK_HEADS * room, WIDTH], a descriptor if TMA
     flat_bias,
     offsets,
     kv_lens,
     cu_query,
-    dense_until,  # [seqs] rows before it see everything
+    dense_until,  # [seqs] rows at positions below it attend densely
     block_seq,
     block_begin,
     window_lse,  # [rows, HEADS]
     normalizer,  # [rows, HEADS] written if NORMALIZE
     maxima,  # [rows, HEADS, groups] written
-    limits,  # [rows] written: candidates of each row
+    limits,  # [rows] written: number of candidates of each row
     scale,
     scoring_stride,
     room: tl.int32,
@@ -167,7 +167,7 @@ def survey_kernel(
     total = tl.full((BLOCK_M,), 1.0, tl.float32)
     first = head // (HEADS // LANDMARK_HEADS) * room + tl.load(offsets + seq)
     own = maxima + ((row * HEADS + head) * whole_16(groups))[:, None]
-    # Tiles that all rows see whole need no mask.
+    # Tiles whose pages are candidates of all rows need no mask.
     clear = tl.min(tl.where(in_rows, limit, 0x7FFFFFFF)) // TILE * TILE
     for masked in tl.static_range(2):
         begin, end = (clear, tl.max(limit)) if masked else (0, clear)

@@ -1,11 +1,11 @@
-"""Where a chunk of a prompt reads its pages: in frames, or in a stage filled from host memory.
+"""Finds the pages that a chunk of a prompt reads: in frames, or in a stage filled from host memory.
 
-    1. of the entries that name a page in no frame, the first to come claims it: it is to be staged
-    2. the copy of all claimed pages (`swap_in.copy_missed`)
-    3. every entry is told where its page is
+    1. claim: for each page that is in no frame, the first entry to arrive claims it for staging
+    2. copy all claimed pages (`swap_in.copy_missed`)
+    3. tell every entry where its page is
 
-Claims come in any order, so that pages have other places in the stage each time; what is read is
-the same.
+Claims arrive in any order, so the places of pages in the stage differ from run to run. The data
+read is the same.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from cairn.kernels.launch import direct
 from cairn.kernels.sizes import power_of_two
 from cairn.kernels.swap_in import Misses
 
-_LEAST, _MOST = 128, 1024  # entries looked at together; a thread has one at least
+_LEAST, _MOST = 128, 1024  # entries per loop step; at least one per thread
 
 
 @dataclass(frozen=True, slots=True)
 class StageTables:
-    """What is staged; all layers use the same memory."""
+    """Tables of staged pages; all layers share the memory."""
 
-    zeroed: torch.Tensor  # the two below, at the head of every layer
-    claims: torch.Tensor  # [kv_heads, pages] int32: 0, 1 if claimed, then 2 + its page of the stage
+    zeroed: torch.Tensor  # memory of `claims` and `staged.counts`, zeroed before every layer
+    claims: torch.Tensor  # [kv_heads, pages] int32: 0, 1 if claimed, then 2 + page of the stage
     staged: Misses
 
     @classmethod
@@ -67,7 +67,7 @@ def _stage_claim_kernel(
         page = tl.load(pages + first_entry + entry, mask=there, other=0)
         missing = (page > 0) & (tl.load(frame_of + page, mask=there, other=1) == 0)
         claim = claims + head * num_pages + page
-        # Most pages have been claimed by neighbours; an old answer only costs an atomic.
+        # Neighbours have claimed most pages already. A stale value here only costs an atomic.
         missing &= tl.load(claim, mask=missing, other=1) == 0
         one = tl.full((BLOCK,), 1, tl.int32)
         first = missing & (tl.atomic_max(claim, one, mask=missing) == 0)
@@ -86,7 +86,7 @@ def _stage_tell_kernel(
     claims,
     staged_counts,  # [KV_HEADS]
     total,  # [1]
-    found,  # as pages
+    found,  # same shape as pages
     num_pages,
     STAGED: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -114,12 +114,12 @@ def _stage_tell_kernel(
 def claim_missing(
     tables: StageTables,
     pages: torch.Tensor,  # [blocks, kv_heads, n] int32 page ids
-    counts: torch.Tensor,  # [blocks, kv_heads] int32, how many of them there are
+    counts: torch.Tensor,  # [blocks, kv_heads] int32, number of entries in use
     frame_of: torch.Tensor,  # [num_pages] int32, 0 for none
 ) -> None:
-    """Fill `tables.staged` with the different pages of each kv head that are in no frame.
+    """Fill `tables.staged` with the distinct pages of each kv head that are in no frame.
 
-    There must be room for them.
+    The stage must have room for them.
     """
     tables.zeroed.zero_()
     blocks, kv_heads, width = pages.shape
@@ -144,12 +144,12 @@ def tell_places(
     pages: torch.Tensor,  # [blocks, kv_heads, n] int32 page ids
     counts: torch.Tensor,  # [blocks, kv_heads] int32
     frame_of: torch.Tensor,  # [num_pages] int32
-    total: torch.Tensor,  # [1] int64, to which pages staged are added
+    total: torch.Tensor,  # [1] int64, the number of staged pages is added
     *,
-    staged: bool,  # after `claim_missing`; else all pages are in frames
+    staged: bool,  # true after `claim_missing`; if false, all pages are in frames
 ) -> torch.Tensor:
-    """[blocks, kv_heads, n]: a page of the pool, or -1 - a page of the stage; no more of them are
-    set than there are pages."""
+    """-> [blocks, kv_heads, n]: a page of the pool, or -1 - page of the stage. Only the entries
+    within `counts` are set."""
     found = torch.empty_like(pages)
     blocks, kv_heads, width = pages.shape
     _stage_tell_kernel[(kv_heads, blocks)](
@@ -179,8 +179,11 @@ def reference(
     counts: torch.Tensor,  # [blocks, kv_heads]
     frame_of: torch.Tensor,  # [num_pages]
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """In plain torch, and in the order of page ids: the pages each kv head stages, and where every
-    entry finds its own, the null page where there is none."""
+    """Torch reference, with stage places in the order of page ids.
+
+    Returns the pages that each kv head stages, and the location of every entry's page, which is the
+    null page for unused entries.
+    """
     there = torch.arange(pages.shape[2], device=pages.device) < counts[..., None]
     ids = torch.where(there, pages, 0).long().transpose(0, 1).flatten(1)  # [kv_heads, entries]
     frames = frame_of[ids]

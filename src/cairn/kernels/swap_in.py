@@ -1,11 +1,11 @@
-"""Swap-in of selected pages: a plan, one program per kv head, and one wide copy of all misses.
+"""Swaps in selected pages: a plan with one program per kv head, then one wide copy of all misses.
 
-The plan is that of `memory.hot_cache.HotCache`, slot for slot. Where a slice may be is looked up
-in a table by page, and believed only if the slot's tag says so; nothing is purged when pages are
-freed. Both launches read their sizes from the device, so that they can be recorded, and where
-nothing is missing they end after one look at the selection.
+The plan matches `memory.hot_cache.HotCache` slot for slot. A table by page says which slot may hold
+a slice (one kv head's part of a page). The answer counts only if the slot's tag matches, so nothing
+is purged when pages are freed. Both launches read their sizes from device memory, so graphs can
+record them. If nothing is missing, they end after one pass over the selection.
 
-Host memory is registered with CUDA (see `memory.pinned`): kernels take its tensors as they are.
+Host memory is registered with CUDA (see `memory.pinned`), so kernels take its tensors directly.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from cairn.kernels.pdl import pdl_options
 from cairn.kernels.sizes import blocks_of, power_of_two
 
 _UNCLAIMED = tl.constexpr(0x7FFFFFFF)
-_LATE = tl.constexpr(2**30)  # ages are set back then: after a month of steps, and within 32 bits
-_ENTRIES = (256, 1024)  # of the selection, looked at together; each is a compilation
-_WORDS_PER_THREAD = 8  # of four bytes, that a program of a copy has on their way at once
+_LATE = tl.constexpr(2**30)  # clock at which ages move back, to fit 32 bits: a month of steps
+_ENTRIES = (256, 1024)  # selected entries per loop step; each size is compiled separately
+_WORDS_PER_THREAD = 8  # words of four bytes that each thread of a copy has in flight
 _COPY_PROGRAMS = 264
 
 
@@ -36,10 +36,10 @@ class HotTables:
 
     pages: torch.Tensor  # [kv_heads, slots] int32, -1 for none
     generations: torch.Tensor  # [kv_heads, slots] int32
-    used: torch.Tensor  # [kv_heads, slots] int32
+    used: torch.Tensor  # [kv_heads, slots] int32, time of the last use
     clock: torch.Tensor  # [kv_heads] int32
-    slot_of: torch.Tensor  # [kv_heads, pages] int32, where a page was put last
-    arrived: torch.Tensor  # [kv_heads, slots] int32, pieces of the slot's page that are there
+    slot_of: torch.Tensor  # [kv_heads, pages] int32, slot that last held the page
+    arrived: torch.Tensor  # [kv_heads, slots] int32, pieces of the slot's page that have arrived
 
     @classmethod
     def empty(cls, kv_heads: int, slots: int, num_pages: int, device: torch.device) -> HotTables:
@@ -53,10 +53,10 @@ class HotTables:
 
 @dataclass(frozen=True, slots=True)
 class Misses:
-    """Slices to copy."""
+    """List of slices to copy."""
 
-    entries: torch.Tensor  # [kv_heads, 3, n] int32 page, generation, where to
-    counts: torch.Tensor  # [kv_heads] int32, how many entries there are
+    entries: torch.Tensor  # [kv_heads, 3, n] int32: page, generation, destination
+    counts: torch.Tensor  # [kv_heads] int32, number of entries in use
 
     @classmethod
     def empty(cls, kv_heads: int, room: int, device: torch.device) -> Misses:
@@ -66,14 +66,14 @@ class Misses:
 
 @dataclass(frozen=True, slots=True)
 class SwapScratch:
-    """Memory that plan and copy hand on; all layers use the same."""
+    """Memory that passes data between plan, copy and attention; all layers share it."""
 
-    located: torch.Tensor  # [seqs, kv_heads, k] int32 page of the pool, 0 for none, negative if it
-    #                        is being copied
-    claims: torch.Tensor  # [kv_heads, pages] int32, which entry will have a page copied
+    located: torch.Tensor  # [seqs, kv_heads, k] int32 page of the pool, 0 for none, negated while
+    #                        it is being copied
+    claims: torch.Tensor  # [kv_heads, pages] int32, the entry that claims a missing page
     misses: Misses
-    totals: torch.Tensor  # [4] int64, never reset: reads of resident pages, of hot ones, misses,
-    #                       and slices staged, which the caller counts
+    totals: torch.Tensor  # [4] int64, never reset: reads of resident pages, reads of hot pages,
+    #                       misses, and staged slices, which the caller counts
 
     @classmethod
     def empty(
@@ -104,8 +104,8 @@ def _entry(
     TOPK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Entries of the selection from `start` on: number, whether there is one, page, generation and
-    frame; where there is none the null page."""
+    """-> BLOCK entries of the selection from `start` on: index, whether the entry is in use, page,
+    generation and frame. Unused entries have the null page."""
     entry = start + tl.arange(0, BLOCK)
     seq, k = entry // TOPK, entry % TOPK
     there = entry < total
@@ -120,7 +120,7 @@ def _entry(
 
 @triton.jit
 def _find(page, life, wanted, head, hot_pages, hot_lives, slot_of, num_pages, SLOTS: tl.constexpr):
-    """The slot that holds each wanted page, and whether one does."""
+    """-> the slot of each wanted page, and whether it really holds the page"""
     slot = tl.load(slot_of + head * num_pages + page, mask=wanted, other=0)
     tag = head * SLOTS + slot
     held = tl.load(hot_pages + tag, mask=wanted, other=-1) == page
@@ -128,7 +128,7 @@ def _find(page, life, wanted, head, hot_pages, hot_lives, slot_of, num_pages, SL
     return slot, wanted & held
 
 
-# Numbers that change from step to step are compiled for once: a step must not wait for a compiler.
+# Numbers that change from step to step are not specialized: a step must not wait for a compiler.
 @direct
 @triton.jit(do_not_specialize=["total", "table_stride"])
 def _swap_plan_kernel(
@@ -147,18 +147,18 @@ def _swap_plan_kernel(
     missed,
     counts,
     totals,
-    total: tl.int32,  # entries, seqs * TOPK
-    room,  # entries that `missed` has room for
+    total: tl.int32,  # number of entries, seqs * TOPK
+    room,  # capacity of `missed`, in entries
     num_pages,
     table_stride: tl.int32,
-    first_hot,  # page of the pool that is slot 0
+    first_hot,  # the page of the pool that is slot 0
     KV_HEADS: tl.constexpr,
     TOPK: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    ONE: tl.constexpr,  # block has all entries
-    WAYS: tl.constexpr,  # ages that are tried at once
+    ONE: tl.constexpr,  # one block holds all entries
+    WAYS: tl.constexpr,  # ages tried at once in the search for victims
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -175,8 +175,8 @@ def _swap_plan_kernel(
     tl.store(clock + head, now)
     my_missed = missed + head * (3 * room)
 
-    # What is there is told, and marked as used; of the entries that miss a page, the first claims
-    # it.
+    # Tell entries where their page is if it is present, and mark its slot as used. Of the entries
+    # that miss the same page, the first claims it.
     every = 0
     reads = 0
     missing = 0
@@ -194,7 +194,7 @@ def _swap_plan_kernel(
         slot, hit = _find(page, life, wanted, head, hot_pages, hot_lives, slot_of, num_pages, SLOTS)
         tl.store(used + head * SLOTS + slot, tl.full((BLOCK,), 0, tl.int32) + now + 1, mask=hit)
         tl.atomic_min(claims + head * num_pages + page, entry, mask=wanted & ~hit)
-        # Three counts in one sum: sums wait for all warps.
+        # Pack three counts into one sum, because every sum synchronizes all warps.
         kinds = there.to(tl.int64) + (wanted.to(tl.int64) << 20)
         kinds = tl.sum(kinds + ((wanted & ~hit).to(tl.int64) << 40))
         every += (kinds & 0xFFFFF).to(tl.int32)
@@ -207,7 +207,7 @@ def _swap_plan_kernel(
     misses = 0
     if missing > 0:
         tl.debug_barrier()
-        # Claimed pages in the order of their claims.
+        # List the claimed pages, in the order of the entries that claim them.
         for start in range(0, total, BLOCK):
             if not ONE:
                 entry, there, page, life, frame = _entry(
@@ -223,14 +223,14 @@ def _swap_plan_kernel(
             misses += tl.sum(first.to(tl.int32))
         tl.debug_barrier()
 
-        # As many slots as there are misses: those used longest ago, ties to the lower one.
+        # Pick as many slots as there are misses: least recently used first, ties to the lower one.
         age = tl.load(used + head * SLOTS + slots, mask=slots < SLOTS, other=0x7FFFFFFF)
         low, high = 0, now
         while low < high:
             step = (high - low + WAYS - 1) // WAYS
             tried = low + tl.arange(0, WAYS) * step
             held = tl.sum((age[:, None] <= tried[None, :]).to(tl.int32), 0)
-            few = tl.sum((held < misses).to(tl.int32))  # the first ones
+            few = tl.sum((held < misses).to(tl.int32))  # tried ages with too few slots: a prefix
             low = tl.where(few > 0, low + (few - 1) * step + 1, low)
             high = tl.minimum(high, tl.where(few > 0, low + step - 1, low))
         older = age < low
@@ -274,24 +274,25 @@ def _swap_plan_kernel(
 @direct
 @triton.jit
 def _swap_copy_kernel(
-    host,  # [pages, 2 * KV_HEADS, WORDS] int32, memory of the host that the device can read
+    host,  # [pages, 2 * KV_HEADS, WORDS] int32, host memory that the device can read
     pool,  # [pages, 2 * KV_HEADS, WORDS] int32
     missed,
     counts,
-    arrived,  # [KV_HEADS, slots] counts pieces, if TELL
+    arrived,  # [KV_HEADS, slots] counts arrived pieces, if TELL
     room,
     first,
     slots,
     KV_HEADS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
-    WORDS: tl.constexpr,  # of one kv head's keys, or values, of a page
+    WORDS: tl.constexpr,  # words of one kv head's keys, or values, of a page
     PIECE: tl.constexpr,
     PROGRAMS: tl.constexpr,
     TELL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
-        # In this order: who comes next need not wait for copies to know that the plan is made.
+        # In this order, so that the next kernel knows, without waiting for the copies, that the
+        # plan is complete.
         gdc_wait()
         gdc_launch_dependents()
     heads = tl.arange(0, BLOCK_HEADS)
@@ -313,7 +314,7 @@ def _swap_copy_kernel(
         moved = tl.load(host + from_, mask=words < WORDS, other=0)
         tl.store(pool + into, moved, mask=words < WORDS)
         if TELL:
-            tl.debug_barrier()  # all of the piece is stored
+            tl.debug_barrier()  # the whole piece is stored before it is counted
             tl.atomic_add(arrived + head * slots + slot, 1, sem="release")
 
 
@@ -353,13 +354,13 @@ def plan_swap(
     scratch: SwapScratch,
     selected: torch.Tensor,  # [seqs, kv_heads, k] int32 place in the sequence, -1 for none
     page_table: torch.Tensor,  # [seqs, pages] int32
-    generations: torch.Tensor,  # [seqs, pages] int32, of the same stride
+    generations: torch.Tensor,  # [seqs, pages] int32, same stride as page_table
     frame_of: torch.Tensor,  # [num_pages] int32
     first_hot: int,
 ) -> None:
-    """Fill `scratch.located` and the list of misses; the hot cache is as if they were copied.
+    """Fill `scratch.located` and the list of misses; update the hot cache as if they were copied.
 
-    There must be as many slots as different pages of one kv head.
+    There must be at least as many slots as one kv head selects distinct pages.
     """
     seqs, kv_heads, topk = selected.shape
     slots = hot.pages.shape[1]
@@ -399,17 +400,17 @@ def plan_swap(
 
 
 def seq_rungs(topk: int) -> tuple[int, ...]:
-    """Numbers of sequences at which `plan_swap` goes on to another compiled form."""
+    """Sequence counts at which `plan_swap` switches to another compiled form."""
     return (1, *(size // topk + 1 for size in _ENTRIES))
 
 
 def plan_ways(block_slots: int) -> int:
-    """So many that a thread has few comparisons to make."""
+    """Number of ages tried at once, chosen so that a thread makes few comparisons."""
     return max(2, min(16, 16384 // block_slots))
 
 
 def plan_warps(block_slots: int) -> int:
-    """So many that a thread holds few slots."""
+    """Number of warps, chosen so that a thread holds few slots."""
     return max(8, min(32, block_slots // 1024))
 
 
@@ -417,10 +418,10 @@ def copy_missed(
     misses: Misses,
     host: torch.Tensor,  # [pages, 2 * kv_heads, page_size, dim], readable by the device
     pool: torch.Tensor,  # [pages, 2 * kv_heads, page_size, dim]
-    first: int,  # page of `pool` that entries count from
+    first: int,  # page of `pool` that is destination 0
     *,
-    arrived: torch.Tensor | None = None,  # [kv_heads, slots] int32: adds the pieces of each slice
-    programs: int = _COPY_PROGRAMS,  # few of them leave room for what runs beside
+    arrived: torch.Tensor | None = None,  # [kv_heads, slots] int32, counts the pieces copied
+    programs: int = _COPY_PROGRAMS,  # fewer leave room for concurrent kernels
     threads: int = COPY_THREADS,
 ) -> None:
     kv_heads = pool.shape[1] // 2
@@ -447,11 +448,11 @@ def copy_missed(
 
 def copy_pages(
     source: LayerMemory,
-    target: LayerMemory,  # of as many layers; one of them may be memory of the host
+    target: LayerMemory,  # as many layers; source or target may be host memory
     from_pages: torch.Tensor,  # [n] on the device
     into_pages: torch.Tensor,  # [n] on the device
     *,
-    programs: int = _COPY_PROGRAMS,  # few of them leave room for what runs beside
+    programs: int = _COPY_PROGRAMS,  # fewer leave room for concurrent kernels
     threads: int = COPY_THREADS,
 ) -> None:
     words = source.first[0].numel()
@@ -472,16 +473,16 @@ def copy_pages(
 
 
 def pieces_of(pool: torch.Tensor, threads: int = COPY_THREADS) -> int:
-    """Pieces that `copy_missed` moves one kv head's keys and values of a page in."""
+    """Number of pieces in which `copy_missed` copies one kv head's keys and values of a page."""
     words = _words(pool)
     return 2 * blocks_of(words, _piece(words, threads))
 
 
 def _words(pool: torch.Tensor) -> int:
-    """Of one kv head's keys, or values, of a page."""
+    """Number of 4-byte words in one kv head's keys, or values, of a page."""
     return pool.shape[2] * pool.shape[3] * pool.element_size() // 4
 
 
 def _piece(words: int, threads: int) -> int:
-    """Words that a program moves at once."""
+    """Number of words that a program copies at once."""
     return min(_WORDS_PER_THREAD * threads, power_of_two(words))

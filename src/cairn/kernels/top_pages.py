@@ -1,8 +1,8 @@
-"""Of many ranks the best k, ties to the earlier place: the part that all selection kernels share.
+"""Finds the best k of many ranks, ties to the earlier place. All selection kernels share this.
 
-There is no sort. Ranks are mapped to integers of the same order, and the k-th largest is found by
-search: each step counts the ranks above three thresholds, in one sum over what a program holds
-anyway, and keeps a quarter of the range.
+It does not sort. Ranks are mapped to integers of the same order, and a search finds the k-th
+largest. Each step counts the ranks that reach three thresholds, in one sum over data that the
+program holds anyway, and keeps a quarter of the range.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ import triton
 import triton.language as tl
 
 MOST_FEW = tl.constexpr(1023)
-"""Counts up to this are packed more tightly."""
+"""Counts up to this fit in ten bits and are packed more tightly."""
 
 
 @triton.jit
 def order_key(rank):
-    """int32 with the order of the float32 `rank`."""
+    """-> int32 keys that order like the float32 `rank`"""
     bits = rank.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def order_key_rank(key):
-    """The float32 whose `order_key` it is."""
+    """-> the float32 whose `order_key` is `key`"""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def entry_key(entry):
-    """The order key of a rank whose bits are the upper half of `entry`."""
+    """-> the order key of the rank whose bits are the upper half of the int64 `entry`"""
     return order_key((entry >> 32).to(tl.int32).to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def _packed(one, two, three, FEW: tl.constexpr):
-    """Three truths in one number, of which sums are three counts: ten bits each if FEW, or 21."""
+    """Pack three booleans so that a sum gives three counts: ten bits each if FEW, else 21."""
     if FEW:
         packed = one.to(tl.int32) + (two.to(tl.int32) << 10) + (three.to(tl.int32) << 20)
     else:
@@ -45,8 +45,8 @@ def _packed(one, two, three, FEW: tl.constexpr):
 
 @triton.jit
 def _narrow(low, high, wanted, SLACK: tl.constexpr, cuts, packed, FEW: tl.constexpr):
-    """The range after a step: at least `wanted` keys are >= low, and fewer are > high, until the
-    two meet."""
+    """-> the range after a search step. At least `wanted` keys are >= low and fewer are > high,
+    until the two meet."""
     first, second, third = cuts
     BITS: tl.constexpr = 10 if FEW else 21
     one, two, three = _field(packed, 0, BITS), _field(packed, 1, BITS), _field(packed, 2, BITS)
@@ -56,7 +56,7 @@ def _narrow(low, high, wanted, SLACK: tl.constexpr, cuts, packed, FEW: tl.conste
     new_high = tl.where(three < wanted, third - 1, high)
     new_high = tl.where(two < wanted, second - 1, new_high)
     new_high = tl.where(one < wanted, first - 1, new_high)
-    # As many as wanted, or a few more: that is the threshold.
+    # A cut that `wanted` keys reach, or up to SLACK more, is the threshold.
     most = wanted + SLACK
     found = (one >= wanted) & (one <= most)
     found |= (two >= wanted) & (two <= most)
@@ -71,7 +71,7 @@ def _field(packed, index: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def keep_best(rank, K: tl.constexpr):
-    """rank [n] -> which of them are among the best K above -inf, [n]"""
+    """rank [n] -> [n] mask of the best K ranks above -inf"""
     FEW: tl.constexpr = rank.shape[0] <= MOST_FEW
     valid = rank > float("-inf")
     key = order_key(rank)
@@ -95,8 +95,8 @@ def keep_best(rank, K: tl.constexpr):
 
 @triton.jit
 def threshold_of_rows(rank, K: tl.constexpr, SLACK: tl.constexpr = 0):
-    """rank [rows, n] -> what at least K of a row reach and at most K + SLACK exceed, -inf where
-    there are fewer: [rows]"""
+    """rank [rows, n] -> [rows] threshold that at least K ranks of the row reach and at most
+    K + SLACK exceed; -inf if the row has fewer than K"""
     FEW: tl.constexpr = rank.shape[1] <= MOST_FEW
     valid = rank > float("-inf")
     key = order_key(rank)
@@ -112,9 +112,12 @@ def threshold_of_rows(rank, K: tl.constexpr, SLACK: tl.constexpr = 0):
 
 @triton.jit
 def threshold_in_memory(entries, count, K: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr):
-    """entries [rows, 1], pointers to each row's entries, `count` [rows] of them, if FEW at most
-    MOST_FEW: an entry's upper half is the bits of its rank. -> the key that at least K reach and at
-    most K exceed; that of the worst where there are fewer"""
+    """-> [rows] key that at least K entries of the row reach and at most K exceed; the smallest key
+    if there are no more than K.
+
+    entries [rows, 1] points to each row's entries and count [rows] is their number, at most
+    MOST_FEW if FEW. The upper half of an entry is the bits of its rank.
+    """
     column = tl.arange(0, BLOCK)[None, :]
     low = tl.full(count.shape, 0x7FFFFFFF, tl.int64)
     high = tl.full(count.shape, -0x7FFFFFFF, tl.int64)
@@ -143,7 +146,7 @@ def _cuts(low, high):
 
 @triton.jit
 def _reached_cuts(key, valid, cuts, FEW: tl.constexpr):
-    """Three counts in one number: key [rows, n] against thresholds of each row."""
+    """-> [rows, n] packed booleans: whether key [rows, n] reaches each of its row's three cuts"""
     first, second, third = cuts
     return _packed(
         valid & (key >= first.to(tl.int32)[:, None]),

@@ -1,14 +1,14 @@
 // Attention over window and selected pages, for blocks of neighbouring rows of one sequence.
 //
-// A block builds the union of the pages that its rows selected, and reads each page once, into a
-// ring in shared memory. A warp computes 16 * TILES rows of products: all heads of a kv head, of
-// one row after the other. It skips pages, and of pages tiles, that none of its rows selected.
-// The last warp that is done with a page asks for the one that takes its place in the ring.
-// Everything is in base 2.
+// A block builds the union of the pages that its rows selected and reads each page once, into a
+// ring in shared memory. A warp computes 16 * TILES product rows: for one row after another, all
+// query heads of a kv head. It skips pages, and tiles within a page, that none of its rows
+// selected. The last warp to finish a page starts the copy of the page that replaces it in the
+// ring. All logarithms and exponentials are in base 2.
 //
-// The host defines HEADS, KV_HEADS, DIM, WIDTH, OF_KV (landmarks of a kv head), TOPK, ROWS (of a
+// The host defines HEADS, KV_HEADS, DIM, WIDTH, OF_KV (landmarks per kv head), TOPK, ROWS (per
 // block, at most 32), TILES, STAGES, BLOCKS_PER_SM, HIDE_LAST, BY_LSE, HAS_BIAS, NULL_SPLIT,
-// BOUNDED (no page and no window weighs more than `normalizer`) and HALF (float16, not bfloat16).
+// BOUNDED (`normalizer` bounds the mass of every page and window) and HALF (float16, not bfloat16).
 
 constexpr int PAGE_SIZE = 64;
 constexpr int GROUP = HEADS / KV_HEADS;
@@ -18,16 +18,16 @@ constexpr int WARPS = ROWS / WARP_ROWS;
 constexpr int THREADS = 32 * WARPS;
 constexpr int ENTRIES = ROWS * TOPK;
 constexpr int PASSES = (ENTRIES + THREADS - 1) / THREADS;
-constexpr int HALF_TILE = PAGE_SIZE * 128;  // bytes of a page's keys, 64 columns of them
+constexpr int HALF_TILE = PAGE_SIZE * 128;  // bytes of 64 columns of a page's keys
 constexpr int TILE_BYTES = HALF_TILE * (DIM / 64);
 constexpr int LANDMARK_HALF = 1024;
 constexpr int LANDMARK_BYTES = BY_LSE ? 0 : LANDMARK_HALF * (WIDTH / 64);
 constexpr int STAGE_BYTES = 2 * TILE_BYTES + LANDMARK_BYTES;
-constexpr int PAGE_BYTES = 2 * TILE_BYTES + (BY_LSE ? 0 : OF_KV * WIDTH * 2);  // that are copied
+constexpr int PAGE_BYTES = 2 * TILE_BYTES + (BY_LSE ? 0 : OF_KV * WIDTH * 2);  // copied per page
 constexpr int SCORED = BY_LSE ? 16 : WIDTH;
 constexpr float LOG2E = 1.4426950408889634f;
-constexpr float NOTHING = -3e38f;  // what weighs nothing
-constexpr u32 ONES = HALF ? 0x3c003c00u : 0x3f803f80u;  // two of them
+constexpr float NOTHING = -3e38f;  // logarithm of a zero weight
+constexpr u32 ONES = HALF ? 0x3c003c00u : 0x3f803f80u;  // two packed ones
 
 __device__ constexpr int table_bits(int bits) {
   return (1 << bits) >= 2 * ENTRIES ? bits : table_bits(bits + 1);
@@ -38,8 +38,8 @@ static_assert(TABLE * 8 <= STAGES * STAGE_BYTES, "the table lies where pages wil
 static_assert(ROWS <= 32 && WARPS >= 1 && GROUP <= 8 && WARP_ROWS * WARPS == ROWS, "rows");
 
 struct Arguments {
-  TensorMap tiles;      // the pool as [-1, DIM], in boxes of a page and 64 columns
-  TensorMap landmarks;  // likewise vectors as [-1, WIDTH], in boxes of OF_KV landmarks
+  TensorMap tiles;      // the pool as [-1, DIM], in boxes of one page by 64 columns
+  TensorMap landmarks;  // vectors as [-1, WIDTH], in boxes of OF_KV landmarks by 64 columns
   const u16* query;     // [rows, HEADS, DIM]
   const u16* scoring;   // [rows, HEADS, WIDTH]
   const float* bias;    // [pages, KV_HEADS * OF_KV]
@@ -52,26 +52,26 @@ struct Arguments {
   const float* window_lse;
   const float* normalizer;
   u16* out;
-  int* counts;  // [blocks, KV_HEADS] pages of the union
+  int* counts;  // [blocks, KV_HEADS] number of pages in the union
   long long query_stride;
   long long scoring_stride;
   long long table_stride;
   float scale;  // of logits and scores, in base 2
 };
 
-// What lies behind the ring in shared memory.
+// The data behind the ring in shared memory.
 struct Union {
-  u64 full[ENTRIES];  // one barrier a page, which is used once: warps may be any distance apart
+  u64 full[ENTRIES];  // one barrier per page, used once, so warps may be any distance apart
   int pages[ENTRIES];
-  u32 readers[ENTRIES];  // bit r for row r of the block
+  u32 readers[ENTRIES];  // bit r is set if row r of the block reads the page
   int left[ENTRIES];     // warps that have yet to read the page
   int found[PASSES * WARPS];
 };
 
 DEVICE u32 ones(int bits) { return 0xffffffffu >> (32 - bits); }
 
-// The union of the pages in `selected`, by a table that is probed; returns how many there are.
-// Its order alternates between rows, so that all warps find pages of theirs all the time.
+// Build the union of the pages in `selected` with an open-addressing hash table; return its size.
+// The order alternates between rows, so that every warp always finds pages of its own.
 DEVICE int unite(const Arguments& p, int seq, int first, int rows, int kv_head, u8* ring,
                  Union* all) {
   int* keys = reinterpret_cast<int*>(ring);
@@ -104,7 +104,7 @@ DEVICE int unite(const Arguments& p, int seq, int first, int rows, int kv_head, 
     place[pass] = at;
   }
   __syncthreads();
-  u32 reads[PASSES], seen[PASSES];  // seen: which lanes are the first of all to have their page
+  u32 reads[PASSES], seen[PASSES];  // seen: lanes that are the first to list their page
 #pragma unroll
   for (int pass = 0; pass < PASSES; ++pass) {
     const int row = (pass * THREADS + thread) % ROWS;
@@ -156,7 +156,7 @@ DEVICE void copy_page(const Arguments& p, int kv_head, u32 ring, Union* all, int
              row + KV_HEADS * PAGE_SIZE, full);
 }
 
-// What a lane holds of its warp's tiles: of a tile rows lane / 4 and lane / 4 + 8, as products do.
+// A lane's part of its warp's tiles: rows lane / 4 and lane / 4 + 8 of each, as in mma operands.
 struct Tiles {
   u32 query[TILES][DIM / 16][4];
   u32 scoring[TILES][SCORED / 16][4];
@@ -165,7 +165,8 @@ struct Tiles {
   float total[TILES][2];
 };
 
-// The left operand of products: `from` points to the lane's part of its first row, or is null.
+// Load the left operand of products. `upper` and `lower` point to the lane's part of its two rows;
+// null gives zeros.
 template <int STEPS>
 DEVICE void load_left(u32 (&result)[STEPS][4], const u16* upper, const u16* lower) {
 #pragma unroll
@@ -179,14 +180,14 @@ DEVICE void load_left(u32 (&result)[STEPS][4], const u16* upper, const u16* lowe
   }
 }
 
-// One page, for tiles FIRST to LAST. `mine`: readers, from the lane's first row of the warp on;
-// `more`: the landmark's bias.
+// Add one page to tiles FIRST to LAST - 1. `mine`: bits of the readers, from the lane's first row
+// on; `more`: the landmark's bias.
 template <int FIRST, int LAST>
 DEVICE void attend(Tiles& own, u32 stage, u32 mine, float more, float scale) {
   const int lane = threadIdx.x % 32;
   float mass[TILES][2];
   if (!BY_LSE) {
-    // Every row against all landmarks of the kv head; each takes that of its own head.
+    // Multiply every row with all landmarks of the kv head, then pick its own head's.
     float scores[TILES][4] = {};
     const int landmark = lane % 8 % OF_KV;
     const u32 from = stage + 2 * TILE_BYTES + landmark * 128 + (lane / 8 ^ landmark) * 16;
@@ -231,7 +232,7 @@ DEVICE void attend(Tiles& own, u32 stage, u32 mine, float more, float scale) {
       }
     }
   }
-  u32 left[TILES][4][4];  // of the product with values
+  u32 left[TILES][4][4];  // left operand of the product with values
   float factor[TILES][2], fade[TILES][2];
 #pragma unroll
   for (int tile = FIRST; tile < LAST; ++tile) {
@@ -258,7 +259,7 @@ DEVICE void attend(Tiles& own, u32 stage, u32 mine, float more, float scale) {
         left[tile][step][part] = pack(exp2_fast(two[2 * half] * scale - inside_most[half]),
                                       exp2_fast(two[2 * half + 1] * scale - inside_most[half]));
       }
-      // A product with ones adds the shares of a row up, in all its lanes.
+      // A product with ones sums the shares of a row and gives the sum to all its lanes.
       multiply(sums, left[tile][step], ONES, ONES);
     }
 #pragma unroll
@@ -315,14 +316,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   const int first = p.cu_query[seq] + begin;
   const int rows = min(p.cu_query[seq + 1] - first, ROWS);
   const int head = kv_head * GROUP + lane / 4 % GROUP;
-  const int warp_row = warp * WARP_ROWS + lane / 4 / GROUP;  // the lane's first
+  const int warp_row = warp * WARP_ROWS + lane / 4 / GROUP;  // the lane's first row
 
   const int count = unite(p, seq, first, rows, kv_head, ring, all);
   if (threadIdx.x == 0) p.counts[block * KV_HEADS + kv_head] = count;
   if (threadIdx.x < STAGES && threadIdx.x < count)
     copy_page(p, kv_head, shared_address(ring), all, threadIdx.x);
 
-  // The window and the null split are there from the start.
+  // Start with the window and the null split.
   Tiles own;
   const int pair = lane % 4 * 2;
 #pragma unroll
@@ -361,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     if (!HAS_BIAS || BY_LSE || i >= count) return 0.0f;
     return p.bias[(long long)all->pages[i] * (KV_HEADS * OF_KV) + landmark] * LOG2E;
   };
-  // Which of 32 pages the warp has yet to read; `base` is the first of those after them.
+  // `wanted` marks which of 32 pages the warp has yet to read; `base` is the first page after them.
   u32 wanted = 0;
   int base = 0;
   auto next = [&] {
@@ -382,7 +383,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const u32 mine = readers >> warp_row;
     const u32 stage = shared_address(ring) + i % STAGES * STAGE_BYTES;
     const int following = next();
-    // Looked up one page ahead: it takes as long as a page.
+    // Look up the bias one page ahead: the load takes as long as a page.
     const float following_more = bias_of(following);
     barrier_wait(all->full + i);
 #if TILES == 1

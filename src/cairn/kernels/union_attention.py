@@ -1,7 +1,7 @@
 """Attention over the pages that neighbouring rows selected, in CUDA C++ (union_attention.cu).
 
-The same as `sparse_extend.attend_selected` for the shapes it has, with the unions built inside. Its
-warps skip pages that none of their rows selected, which Triton cannot say.
+It computes the same as `sparse_extend.attend_selected` for the shapes it supports, and builds the
+unions itself. Its warps skip pages that none of their rows selected; Triton cannot express this.
 """
 
 from __future__ import annotations
@@ -20,28 +20,30 @@ from cairn.kernels.sizes import power_of_two
 from cairn.kernels.sparse_shape import SparseShape
 
 _FOLDER = Path(__file__).parent
-_ARGUMENTS = struct.Struct("128s128s13Q3qf60x")  # as the source declares them
+_ARGUMENTS = struct.Struct("128s128s13Q3qf60x")  # struct Arguments in the source
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How blocks are cut; results do not depend on it."""
+    """How the work is cut into blocks. Results do not depend on it."""
 
-    rows: int  # of a block, at most 32
-    tiles: int  # of 16 rows of products that a warp computes, one or two
-    stages: int  # pages on their way, or being read
-    blocks: int  # that are to fit on a multiprocessor
+    rows: int  # rows per block, at most 32
+    tiles: int  # tiles of 16 product rows per warp, one or two
+    stages: int  # pages in the ring, in flight or being read
+    blocks: int  # blocks that should fit on a multiprocessor
 
     def warps(self, shape: SparseShape) -> int:
         return self.rows * (shape.heads // shape.kv_heads) // (16 * self.tiles)
 
     @classmethod
     def of(cls, shape: SparseShape, rows: int | None = None, tiles: int = 1) -> Tuning | None:
-        """For 16 warps on a multiprocessor, or 8 if heads of 128 or two tiles take twice the
-        registers; fewer where less than three pages of each block would fit, or two with heads of
-        128. None if no block fits."""
+        """Tuning for 16 warps per multiprocessor, or None if no block fits.
+
+        With heads of 128 or two tiles, which take twice the registers, it is 8 warps. It uses
+        fewer if otherwise less than three pages per block would fit, or two with heads of 128.
+        """
         group = shape.heads // shape.kv_heads
-        least = 16 * tiles // group  # rows of a warp
+        least = 16 * tiles // group  # rows per warp
         if rows is None:
             rows = max(least, min(32, 128 // group))
             while rows > least and rows * shape.topk > 1024:
@@ -70,13 +72,13 @@ def _union_bytes(shape: SparseShape, rows: int, warps: int) -> int:
 
 
 def shared_bytes(shape: SparseShape, tuning: Tuning) -> int:
-    """Of a block: its ring of pages, and its union."""
+    """Bytes of shared memory per block: its ring of pages and its union."""
     union = _union_bytes(shape, tuning.rows, tuning.warps(shape))
     return tuning.stages * _stage_bytes(shape) + union
 
 
 def refusal(shape: SparseShape, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the kernel cannot serve this shape here; None if it can."""
+    """Why the kernel does not support this shape on this device; None if it does."""
     if device.type != "cuda":
         return f"it is for CUDA devices, this is {device.type}"
     capability = torch.cuda.get_device_capability(device)
@@ -86,7 +88,7 @@ def refusal(shape: SparseShape, dtype: torch.dtype, device: torch.device) -> str
 
 
 def shape_refusal(shape: SparseShape, dtype: torch.dtype) -> str | None:
-    """The same, on any device it is for."""
+    """Like `refusal`, but judges shape and type only, not the device."""
     group = shape.heads // shape.kv_heads
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the type is {str(dtype).removeprefix('torch.')}; it has bfloat16 and float16"
@@ -106,7 +108,7 @@ def shape_refusal(shape: SparseShape, dtype: torch.dtype) -> str | None:
 def constants_of(
     shape: SparseShape, dtype: torch.dtype, tuning: Tuning, *, has_bias: bool
 ) -> dict[str, int]:
-    """What the source wants defined."""
+    """The macros that the source needs."""
     return {
         "HEADS": shape.heads,
         "KV_HEADS": shape.kv_heads,
@@ -137,7 +139,7 @@ def pack(
     strides: tuple[int, int, int],
     scale: float,
 ) -> bytes:
-    """The kernel's arguments: tensor maps, tensors from `query` to `counts`, strides, scale."""
+    """Pack the kernel's arguments: tensor maps, tensors `query` to `counts`, strides, scale."""
     pointers = (tensor.data_ptr() for tensor in tensors)
     return _ARGUMENTS.pack(*maps, *pointers, *strides, scale * math.log2(math.e))
 
@@ -154,7 +156,7 @@ class UnionAttention:
         has_bias: bool,
         tuning: Tuning | None = None,
     ) -> None:
-        """Raises KernelUnavailableError where nothing can be compiled or loaded."""
+        """Raises KernelUnavailableError if the kernel cannot be compiled or loaded."""
         tuning = tuning or Tuning.of(shape)
         assert tuning is not None
         self._shape = shape
@@ -168,7 +170,7 @@ class UnionAttention:
 
     @property
     def rows(self) -> int:
-        """Of a block."""
+        """Number of rows per block."""
         return self.tuning.rows
 
     def __call__(
@@ -181,14 +183,16 @@ class UnionAttention:
         bias: torch.Tensor | None,
         page_table: torch.Tensor,  # [seqs, pages] int32
         cu_query: torch.Tensor,
-        blocks: ExtendBlocks,  # of `rows` rows
+        blocks: ExtendBlocks,  # `rows` rows each
         window_out: torch.Tensor,  # [rows, heads, dim]
         window_lse: torch.Tensor,  # [rows, heads] float32
-        normalizer: torch.Tensor | None,  # [rows, heads] as `select_pages` gives it
+        normalizer: torch.Tensor | None,  # [rows, heads], from `select_pages`
         out: torch.Tensor,  # [rows, heads, dim]; may be window_out
     ) -> torch.Tensor:
-        """Attention over window and pages into `out`; returns how many pages each block and kv head
-        read, [blocks, kv_heads]."""
+        """Write attention over window and selected pages to `out`.
+
+        Returns the number of pages that each block and kv head read, [blocks, kv_heads].
+        """
         shape = self._shape
         assert blocks.block_m == self.rows
         size = (len(blocks.seq), shape.kv_heads)
@@ -204,14 +208,14 @@ class UnionAttention:
             *(window_lse if normalizer is None else normalizer, out, counts),
         )
         strides = query.stride(0), scoring.stride(0), page_table.stride(0)
-        if is_collecting():  # what was selected is not initialised
+        if is_collecting():  # `selected` is not initialised then
             return counts
         self.kernel.launch(size, pack(maps, tensors, strides, shape.scale))
         return counts
 
     def _map_of(self, matrix: torch.Tensor, box_rows: int) -> bytes:
         if self._shape.by_lse and matrix.shape[1] % 64:
-            return bytes(128)  # landmarks, which are not read
+            return bytes(128)  # a map of landmarks, which are not read
         key = matrix.data_ptr(), matrix.shape, box_rows
         found = self._maps.get(key)
         if found is None:

@@ -1,4 +1,4 @@
-"""Memory for what kernels of a layer hand on to each other; all layers of a step use the same."""
+"""Memory for data passed between the kernels of a layer; all layers of a step share it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Workspace:
         self._held: dict[str, torch.Tensor] = {}
 
     def take(self, name: str, *size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Uninitialised; what was taken by this name before is overwritten."""
+        """Return an uninitialised tensor; it may reuse the memory taken before under this name."""
         held = self._held.get(name)
         if held is None or held.shape != size or held.dtype != dtype:
             held = torch.empty(size, dtype=dtype, device=self._device)
