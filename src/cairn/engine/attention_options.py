@@ -1,4 +1,5 @@
-"""From options to attention: which backend computes which layers, and how sparse ones select."""
+"""Turns the attention options into an `AttentionPlan`: the backend of each layer, and how sparse
+layers select pages."""
 
 from __future__ import annotations
 
@@ -17,39 +18,44 @@ from cairn.sparsity.registry import make_policy, policy_class
 
 DEFAULT_PAGE_SIZE = 64
 _DENSE_PAGE_SIZE = {"cuda": 128}
-"""Without sparse attention: FlashAttention-3 loads pages of 128 rows whole."""
+"""By device, for engines without sparse attention. FlashAttention-3 loads pages of 128 rows whole.
+"""
 _POLICY, _TOPK, _WINDOW, _SINKS = "quest", 32, 512, 1
-"""For models that were not trained with sparse attention."""
+"""Defaults for models that were not trained with sparse attention."""
 
 
 class _DensePays(NamedTuple):
-    """Rows below these positions are computed no slower by dense kernels than by sparse ones."""
+    """Positions below which dense kernels are at least as fast as sparse ones."""
 
     decode: int
     prompt: int
 
 
 _DENSE_PAYS = {"cuda": _DensePays(decode=16384, prompt=65536)}
-"""By device, where that is known. On an H200 one sequence decodes densely as fast up to some 18,000
-rows (docs/benchmarks.md); the bound of prompts is an estimate. A row's position alone decides, so
-that what it computes does not depend on what else is in the batch."""
+"""By device, where it was measured. On an H200, dense decoding of one sequence is as fast as sparse
+decoding up to about 18,000 rows (docs/benchmarks.md); the limit for prompts is an estimate. Only a
+row's position decides, so that its result does not depend on the rest of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
     dense: tuple[str, ...]
-    """Backend of the layers that are not sparse, or a pair: for prefill and for decode."""
+    """Backend of the layers that are not sparse, or two backends: one for prefill, one for decode.
+    """
     sparse: SparseConfig | None
     page_size: int
     backend: type[SparseBackend] | None = None
-    """Of the sparse layers."""
+    """Backend of the sparse layers; None if there are none."""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    """Notes that a user should not miss."""
+    """Notes that are also logged as warnings."""
 
 
 def plan_attention(config: EngineConfig, spec: ModelSpec, device: str) -> AttentionPlan:
-    """`device` is the type of device the engine runs on."""
+    """Choose the attention backends and check the attention options against the model.
+
+    `device` is the device type, such as "cuda". Raises ConfigError.
+    """
     given = "auto" if config.attention_backend is None else config.attention_backend
     names = [name.strip() for name in given.split(",")]
     kind = sparse_class(names)
@@ -130,8 +136,8 @@ def _training_free(
     window = config.hsa_window or _WINDOW
     fusion = cast("Fusion", config.hsa_fusion or kind.fusion)
     dense_below, dense_prompt_below = config.hsa_dense_below or 0, 0
-    # With lse weights attention over all pages is dense attention: rows that would select every
-    # page lose nothing. In host memory pages are found by selection, however few there are.
+    # With lse weights, attention over all pages equals dense attention. Rows that would select
+    # every page can therefore be dense. Pages in host memory are always found by selection.
     if config.hsa_dense_below is None and fusion == "lse" and not config.enable_hisparse:
         pays = _DENSE_PAYS.get(device, _DensePays(0, 0))
         all_selected = (topk + 1) * page_size + window - 1
@@ -208,7 +214,7 @@ def _native(
 
 
 def _policy_shape(spec: ModelSpec, layers: Sequence[int]) -> PolicyShape:
-    """Of the sparse layers, which share one policy."""
+    """Shape of the sparse layers. They share one policy, so they must be alike."""
     first = spec.layers[layers[0]]
     for layer in layers:
         if spec.layers[layer] != first:
@@ -235,7 +241,7 @@ def _strategy(config: EngineConfig, default: Strategy) -> Strategy:
 
 
 def _layers(given: str | None, spec: ModelSpec) -> tuple[int, ...]:
-    """`0-3,7`, or all layers that see everything."""
+    """Parse layers such as `0-3,7`. None stands for all full-attention layers."""
     full = [layer for layer, window in enumerate(spec.windows) if window is None]
     if given is None:
         if not full:

@@ -1,4 +1,4 @@
-"""Puts an engine together from its config: model, memory, backend, scheduler."""
+"""Builds an engine from its config: model, memory, backend, scheduler."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def build_engine(
     progress: Progress | None = None,
     compiling: Progress | None = None,
 ) -> Engine:
-    """`progress` is told of weights that are read, `compiling` of kernels."""
+    """Build an engine on one device, or on several ranks.
+
+    `progress` reports weights that were read, `compiling` kernels that were compiled.
+    """
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, source.config, device)
     _check_quantization(config, dtype, device)
@@ -45,7 +48,7 @@ def build_engine(
             torch.set_num_threads(config.threads)
         return _build(config, source, dtype, device, progress, compiling, None)
     check_tp(config, source, device)
-    # Here, because an engine on one rank needs nothing of it.
+    # Imported here because an engine on one rank does not need it.
     from cairn.engine.parallel.ranks import Ranks
 
     ranks = Ranks(config, source, dtype, device.type)
@@ -64,7 +67,7 @@ def _build(
     ranks: Ranks | None,
 ) -> Engine:
     parallel: Parallel = Alone() if ranks is None else ranks.group
-    sampling_defaults(source)  # refused before weights are read
+    sampling_defaults(source)  # fail before the weights are read
     model, notes = load_model(config, source, dtype, device, progress, parallel)
     choices = resolve(config, model.spec, dtype, device)
     if ranks is not None:

@@ -1,4 +1,4 @@
-"""Builds what a rank runs, once all is decided: pools, host tier, attention, and the runner."""
+"""Builds what each rank runs from the resolved choices: pools, host tier, attention, runner."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from cairn.models.loader import Progress
 from cairn.models.parallel import Parallel
 
 _MOST_RECORDED_ROWS = 8192
-"""Rows of the largest mixed step that is recorded: with more, the device takes longer than the
-host takes to launch its kernels."""
+"""Rows of the largest mixed step that is recorded. With more rows the device takes longer than the
+host needs to launch the kernels, so a graph saves nothing."""
 
 
 class MakeRunner(Protocol):
-    """Runner itself, or what stands for it on rank 0 of several."""
+    """Makes the runner: `Runner`, or its counterpart on rank 0 of several ranks."""
 
     def __call__(
         self,
@@ -55,7 +55,7 @@ class MakeRunner(Protocol):
 class BuiltRunner(NamedTuple):
     runner: Runner
     notes: tuple[str, ...]
-    """What a user should know of how it runs on a GPU."""
+    """Messages for the user about how it runs on a GPU."""
 
 
 def build_runner(
@@ -68,14 +68,14 @@ def build_runner(
 ) -> BuiltRunner:
     geometry, groups, sparse = choices.geometry, choices.groups, choices.sparse
     most_running, device = memory.limits.max_running_requests, choices.device
-    # A mixed step that is recorded has one more, for padding.
+    # A recorded mixed step has one more sequence, for padding.
     max_seqs = most_decode_rows(most_running, model.spec.sparsity is not None) + 1
     shape = replace(choices.shape, max_seqs=max_seqs)
     hot_slots = 0 if memory.tier is None else memory.tier.hot_slots
     pool = KVPool(groups, memory.num_pages, geometry.page_size, device, hot_slots=hot_slots)
     notes = [choices.dense_reason] if device.type == "cuda" else []
-    # Frames behind the window are freed. Dense attention must not apply that window: it reads the
-    # missing pages from the stage.
+    # The window of the frame group only says which frames may be freed. Dense attention must not
+    # apply it: dense attention reads the missing pages from the stage.
     unbounded = (g if g.copy_of is None else replace(g, window=None) for g in groups)
     dense_shape = replace(shape, groups=tuple(unbounded))
     backends = [kind(dense_shape, pool) for kind in choices.dense]
@@ -139,7 +139,7 @@ def _warm_up(
     limits, geometry, sparse = memory.limits, choices.geometry, choices.sparse
     chunk = limits.chunked_prefill_size
     if missing_module("triton", "triton") is not None:
-        return  # there is nothing to compile
+        return  # without Triton there is nothing to compile
     if limits.max_step_seconds is not None:
         warm_up_products(model, step_sizes(chunk))
     backend = runner.backend
@@ -147,7 +147,8 @@ def _warm_up(
     dense_below = 0 if sparse is None else sparse.dense_below
     own = backend.rungs(max_seqs, max_pages) if isinstance(backend, SparseBackend) else None
     if own is None and not backend.graphs:
-        # Attention is not Cairn's own kernels: what others launch depends on rows alone.
+        # Attention does not use Cairn's own kernels. What other libraries launch depends only on
+        # the number of rows, so a few sequences and pages are enough.
         max_seqs, max_pages, dense_below = 2, min(max_pages, geometry.pages(chunk)), 0
     rungs = rungs_of(backend, max_seqs, max_pages)
     steps = rehearsals(

@@ -1,14 +1,14 @@
-"""What control groups leave a process of memory: its own, and those around it."""
+"""Memory that this process may still use under the limits of its control groups (cgroups)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-_UNLIMITED = 2**60  # version 1 says so with a number
+_UNLIMITED = 2**60  # cgroup v1 writes a huge number for "no limit"
 
 
 def memory_left(root: Path = Path("/")) -> int | None:
-    """Bytes until the tightest limit is reached; None if there is none."""
+    """Bytes left until the tightest limit of the group and its parents; None without a limit."""
     groups = root / "sys/fs/cgroup"
     left: list[int] = []
     for line in _read(root / "proc/self/cgroup").splitlines():
@@ -28,11 +28,11 @@ def _left(group: Path, limit: str, used: str, reclaimable: str) -> list[int]:
     if not most.isdecimal() or int(most) >= _UNLIMITED:
         return []
     stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
-    # File cache is given back when it is needed.
+    # The kernel reclaims file cache when memory is needed.
     taken = int(_read(group / used) or 0) - int(stat.get(reclaimable, 0))
     return [max(0, int(most) - taken)]
 
 
 def _read(path: Path) -> str:
-    """Empty if it is not there: inside a container parents are out of sight."""
+    """The file's text, empty if there is no file: a container does not see parent groups."""
     return path.read_text() if path.is_file() else ""

@@ -44,8 +44,8 @@ class EngineStats:
 @dataclass(frozen=True, slots=True)
 class TierReport:
     pages: dict[str, int]
-    """Pages of host memory by state: free, filling, backing, clean (on the device too), host_only;
-    backing ones are being copied to the host."""
+    """Number of host pages by state: free, filling, backing (being copied to the host), clean (on
+    the host and the device), host_only."""
     totals: TierStats
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Progress(NamedTuple):
 
     request: Request
     new_tokens: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()  # of the new tokens, if asked for
+    logprobs: tuple[TokenLogprob, ...] = ()  # of the new tokens, if requested
 
 
 class Engine:
@@ -92,24 +92,25 @@ class Engine:
         """Messages for the user about the loaded model."""
         self.context_length = context_length
         self.max_tokens = min(context_length, scheduler.cache.max_tokens)
-        """Tokens of the longest request, prompt and output."""
+        """Most tokens of a request, prompt and output together."""
         self.runner = runner
         self.eos_token_ids = eos_token_ids
         self._random = random.Random(seed)
         self._ids = itertools.count()
         self.overlap = overlap
-        """Launch a step before the tokens of the one before it are known."""
+        """Launch each step before the tokens of the previous step are known."""
         self._in_flight: InFlight | None = None
         self._last_finish = 0.0
 
     @property
     def compilations(self) -> CompilationCounts:
-        """Kernels compiled or loaded, by all its ranks, before it was ready and since then."""
+        """Number of kernels that all ranks compiled or loaded, before and after the engine was
+        ready."""
         return self.runner.compilations()
 
     @property
     def can_trace(self) -> bool:
-        """Attention is sparse, and its backend tells which pages it reads."""
+        """Attention is sparse and its backend reports which pages it reads."""
         return self.sparse is not None and self.runner.traces
 
     # -- requests -----------------------------------------------------------------------------
@@ -124,10 +125,10 @@ class Engine:
         traced: bool = False,
         first_id: int | None = None,
     ) -> list[Request]:
-        """Check a prompt and make a request for each of its `n` choices.
+        """Check a prompt and make one request for each of its `n` choices.
 
-        Raises RequestError; nothing is queued yet. With `first_id` the choices get this and the
-        following numbers as their ids.
+        Raises RequestError. Does not queue anything. With `first_id` the choices get the ids
+        `first_id`, `first_id + 1` and so on.
         """
         tokens = self._check_prompt(prompt_ids, scored=whole_scores)
         for name, named in (
@@ -179,7 +180,7 @@ class Engine:
         return self.scheduler.limits.max_queued_requests - self.scheduler.num_waiting
 
     def abort(self, request_id: str) -> Request | None:
-        """End a request now. It keeps its tokens so far. None if it has ended already."""
+        """End a request now and return it with its tokens so far; None if it has already ended."""
         return self.scheduler.finish(request_id, "abort")
 
     @property
@@ -191,7 +192,7 @@ class Engine:
         return self.scheduler.cache.usage()
 
     def tier(self) -> TierReport | None:
-        """Where pages are and what was copied; None without a host tier."""
+        """Page counts by state and copy totals of the host tier; None without a host tier."""
         totals = self.runner.tier_stats()
         if totals is None:
             return None
@@ -221,9 +222,10 @@ class Engine:
     # -- a step -------------------------------------------------------------------------------
 
     def step(self) -> list[Progress]:
-        """Plan and launch a step, and finish the one before it, or this one without overlap.
+        """Plan and launch a step, then finish one step and return its progress.
 
-        The result is empty if no step was finished.
+        With overlap that is the previous step, otherwise the one just launched. The result is empty
+        if no step was finished.
         """
         begin = time.perf_counter()
         plan = self._plan()
@@ -259,7 +261,7 @@ class Engine:
     def _plan(self) -> StepPlan:
         plan = self.scheduler.plan()
         if not plan and self.scheduler.has_work and self._in_flight is None:
-            plan = self.scheduler.plan()  # pages given up by the first are free now
+            plan = self.scheduler.plan()  # pages that the first call retracted are free now
             if not plan:
                 raise RuntimeError("the scheduler has work but plans nothing; this is a bug")
         return plan
@@ -288,9 +290,9 @@ class Engine:
             raise
 
     def _observe(self, plan: StepPlan, seconds: float) -> None:
-        """Give the step-time model a measurement. Only needed with a time limit, for prefill.
+        """Give the step-time model a measurement. Only needed for prefill with a time limit.
 
-        Steps that only decode may take another path through the runner, with other costs.
+        Steps that only decode are left out: they may run from graphs, at a different cost.
         """
         if all(advance.stop - advance.start == 1 for advance in plan.advances):
             return
@@ -349,7 +351,7 @@ class Engine:
             whole = set(map(type, tokens)) <= {int}
             if whole and (not len(ids) or (ids.min() >= 0 and ids.max() <= last)):
                 return found
-        for token in tokens:  # find the bad one, for the message
+        for token in tokens:  # find the invalid token for the message
             if type(token) is not int:
                 raise RequestError(f"{name} holds {token!r}; token ids are whole numbers")
             if not 0 <= token <= last:
@@ -359,7 +361,10 @@ class Engine:
         raise AssertionError("unreachable: all tokens are valid")
 
     def _rope_length(self, prompt_len: int) -> int:
-        """With dynamic rope keys depend on a long prompt's length, so only prompts of the same
-        length share pages. 0 where that does not apply."""
+        """Prompt length that the keys depend on; 0 if they do not depend on it.
+
+        With dynamic rope the keys of a long prompt depend on its length, so only prompts of the
+        same length share pages.
+        """
         limit = self.spec.dynamic_rope_context
         return 0 if limit is None or prompt_len <= limit else prompt_len

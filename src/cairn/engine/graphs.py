@@ -1,12 +1,13 @@
 """CUDA graphs of whole steps, recorded when the engine starts.
 
-A recorded step reads its inputs from buffers of its own. Running it means overwriting them and
-replaying; a step between two recorded sizes is padded with rows that live on the null page.
+Each recorded step reads its inputs from its own buffers. To run it, the engine overwrites these
+buffers and replays the graph. A step between two recorded sizes is padded with rows that are
+written to the null page.
 
     decode graphs:  one row per sequence, by number of rows
     mixed graphs:   any number of rows per sequence, by number of rows and of sequences
 
-Both are recorded once for each kind of step that the attention backend tells apart.
+Both are recorded once for each kind of step that the attention backend distinguishes.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from cairn.kernels.packing import pack, unpack
 Forward = Callable[
     [StepInputs, Draws[torch.Tensor], torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]
 ]
-"""The device work of a step, after its inputs are there. It takes how tokens are drawn and the rows
-[seqs] whose logits are wanted, None for all, and returns logits [seqs, vocab] and tokens [seqs]."""
+"""The device work of a step whose inputs are on the device. Arguments: the inputs, how tokens are
+drawn, and the rows [seqs] whose logits are needed (None for all rows). Returns logits [seqs, vocab]
+and tokens [seqs]."""
 
 Call = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
@@ -39,24 +41,29 @@ _MIXED_ROWS = (
     *(1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192),
 )
 _FEW_SEQS = 8
-"""Mixed steps are recorded for up to this many sequences, and at fewer sizes for the maximum."""
+"""Mixed steps are recorded at all sizes for up to this many sequences, and at fewer sizes for the
+largest number of sequences."""
 
 
 def batch_sizes(most: int) -> list[int]:
-    """Numbers of rows of decode steps to record: close together where padding would cost most."""
+    """Decode step sizes to record, in rows. Small sizes are close together, since padding costs
+    most there."""
     sizes = [size for size in (1, 2, 4, 8) if size < most]
     sizes += list(range(16, min(most, 128), 8)) + list(range(128, most, 16))
     return [*sizes, most]
 
 
 def coarse_sizes(most: int) -> list[int]:
-    """The same for a kind of decode steps that is rare."""
+    """Sizes for a rare kind of decode step: powers of two, and `most`."""
     return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
 
 
 def most_decode_rows(seqs: int, landmarks: bool) -> int:
-    """Rows of the largest decode step that is recorded. A sequence adds a landmark row now and
-    then. Steps in which most of many sequences do are rare, and run without a graph."""
+    """Rows of the largest decode step to record.
+
+    A sequence adds a landmark row with each completed page. With many sequences it is rare that
+    most of them do so in the same step; such steps run without a graph.
+    """
     if not landmarks:
         return seqs
     return 2 * seqs if seqs <= 64 else seqs + seqs // 4
@@ -65,7 +72,7 @@ def most_decode_rows(seqs: int, landmarks: bool) -> int:
 class StepSize(NamedTuple):
     rows: int
     seqs: int
-    """One of a mixed step is for padding."""
+    """In a mixed step one of them is for padding."""
 
 
 def mixed_sizes(most_rows: int, most_seqs: int) -> list[StepSize]:
@@ -82,7 +89,7 @@ def mixed_sizes(most_rows: int, most_seqs: int) -> list[StepSize]:
 def recorded_sizes(
     graphs: Collection[Graph], *, decode_rows: int, mixed_rows: int, seqs: int
 ) -> dict[Graph, list[StepSize]]:
-    """Sizes to record of each kind, up to these numbers of rows, and of running sequences."""
+    """Sizes to record for each kind of step, up to these numbers of rows and sequences."""
     sizes = {}
     for graph in graphs:
         if graph.mixed:
@@ -100,8 +107,8 @@ class Replayable(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Recorded:
     graph: Replayable
-    packed: torch.Tensor  # draws, rows whose logits are wanted, inputs
-    tables: torch.Tensor  # [groups, seqs, max_pages] of what all share, generations behind pages
+    packed: torch.Tensor  # draws, rows whose logits are needed, inputs
+    tables: torch.Tensor  # [groups, seqs, max_pages] view of the shared tables; pages, generations
     logits: torch.Tensor  # [seqs, vocab]
     tokens: torch.Tensor  # [seqs]
 
@@ -117,7 +124,7 @@ class StepGraphs:
         device: torch.device,
         generations: bool,
     ) -> None:
-        """`empty` is a step of no rows, with tables for the longest sequence."""
+        """`empty` is a step without rows whose tables are wide enough for the longest sequence."""
         self._generations = generations
         self._sizes = {graph: sorted(own) for graph, own in sizes.items()}
         self._most_seqs = max(size.seqs for own in sizes.values() for size in own)
@@ -130,13 +137,14 @@ class StepGraphs:
 
     @property
     def largest_decode(self) -> int:
-        """Rows of the largest decode step that is recorded."""
+        """Rows of the largest recorded decode step."""
         return max(
             size.rows for graph, own in self._sizes.items() if not graph.mixed for size in own
         )
 
     def rehearse(self, rows: Sequence[int], seqs: Sequence[int]) -> None:
-        """For each number run the smallest step to record with as many rows, or sequences."""
+        """Run, without a graph, the smallest step to record that has room for each of these
+        numbers of rows and of sequences."""
         tables = self._all_tables()
         for graph, sizes in self._sizes.items():
             some = {next((size for size in sizes if size.rows >= count), None) for count in rows}
@@ -153,16 +161,16 @@ class StepGraphs:
             torch.cuda.empty_cache()
         every = self._all_tables()
         run = set()
-        # Largest first: the smaller ones then live in its memory.
+        # Largest first, so that smaller graphs reuse its memory.
         steps = [(size, graph) for graph, sizes in self._sizes.items() for size in sizes]
         for size, graph in sorted(steps, reverse=True):
             call, packed, tables = self._step(graph, size, every)
-            if graph not in run:  # the first of its kind sets up libraries
+            if graph not in run:  # the first run of each kind sets up libraries
                 run.add(graph)
                 with self._aside():
                     call()
             if graph.mixed or graph.kind == "both":
-                # There are many of these, and each keeps its logits: they share one buffer.
+                # There are many of these graphs, so their logits share one buffer.
                 call = partial(self._into_shared, call)
             captured, (logits, tokens) = self._capture(call, pool)
             self._graphs[graph, size] = _Recorded(captured, packed, tables, logits, tokens)
@@ -174,7 +182,7 @@ class StepGraphs:
         return self._shared[: len(logits)].copy_(logits), tokens
 
     def _all_tables(self) -> torch.Tensor:
-        """[groups, seqs, max_pages] for the most sequences; all graphs share them."""
+        """Tables [groups, seqs, max_pages] for the most sequences; all graphs share them."""
         whole = self._empty.padded(self._most_seqs, self._most_seqs, mixed=False).pack_tables(
             self._generations
         )
@@ -183,7 +191,7 @@ class StepGraphs:
     def _step(
         self, graph: Graph, size: StepSize, every_table: torch.Tensor
     ) -> tuple[Call, torch.Tensor, torch.Tensor]:
-        """A step as it is recorded, and the buffers it reads its inputs and tables from."""
+        """The call to record, and the buffers that it reads its inputs and tables from."""
         host = self._empty.padded(*size, mixed=graph.mixed)
         resident = graph.kind == "resident"
         host = replace(host, batch=replace(host.batch, recorded=graph.kind, resident=resident))
@@ -200,7 +208,7 @@ class StepGraphs:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """On a stream of its own, as recording demands."""
+        """Run the body on a separate stream, as CUDA requires for recording."""
         current = torch.cuda.current_stream(self._device)
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(current)
@@ -211,9 +219,9 @@ class StepGraphs:
     def _capture(
         self, call: Call, pool: Any
     ) -> tuple[Replayable, tuple[torch.Tensor, torch.Tensor]]:
-        """A graph of what the call launches, and what it returned: replays overwrite that."""
+        """A graph of what the call launches, and the call's result, which replays overwrite."""
         graph = torch.cuda.CUDAGraph()
-        # Without `torch.cuda.graph`, which empties the allocator's cache every time.
+        # `torch.cuda.graph` would empty the allocator's cache every time.
         with self._aside():
             graph.capture_begin(pool)
             try:
@@ -223,9 +231,9 @@ class StepGraphs:
         return graph, result
 
     def size_for(self, graph: Graph, rows: StepRows) -> StepSize | None:
-        """The smallest recorded size that a step fits into; None if there is none.
+        """The smallest recorded size that fits a step; None if none does.
 
-        Rows of a decode step count as sequences, so that one with landmark rows fits too.
+        Each row of a decode step counts as a sequence, so that landmark rows fit too.
         """
         num_rows = len(rows.token_ids)
         num_seqs = len(rows.kv_lens) + 1 if graph.mixed else num_rows
@@ -242,13 +250,13 @@ class StepGraphs:
         sampling: np.ndarray,
         draws: Draws[np.ndarray] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Replay a step: logits [n, vocab] and tokens [n] of the n `sampling` sequences.
+        """Replay a step. Returns logits [n, vocab] and tokens [n] of the n `sampling` sequences.
 
-        They are overwritten by the next run. Without draws the tokens mean nothing.
+        The next run overwrites both. Without `draws` the tokens are meaningless.
         """
         wanted = host.rows.last_token_rows[sampling]
         recorded = self._graphs[graph, size]
-        # A decode step has logits of every row, in which a sequence is found at its row.
+        # A decode step has logits of every row, so a sequence's logits are at its row.
         places = sampling if graph.mixed else wanted
         own = Draws.none(size.seqs, self._spare_slot)
         if draws is not None:

@@ -1,4 +1,4 @@
-"""`--enable-hisparse` and `--hisparse-config`: their options, and what they exclude."""
+"""The options of `--enable-hisparse` and `--hisparse-config`, and checks against other options."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from cairn.models.spec import ModelSpec
 from cairn.sparsity.config import SparseConfig
 
 _MOST = 2**31 - 1
-_THREADS = tuple(32 << i for i in range(6))  # of a block: whole warps, a power of two of them
+_THREADS = tuple(32 << i for i in range(6))  # per block: a power of two of whole warps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiSparseOptions:
     top_k: int | None = None
-    """Tokens a query reads outside its window: hsa_topk pages of page_size."""
+    """Tokens that a query reads outside its window: hsa_topk * page_size."""
     device_buffer_size: int | None = None
     """Tokens of the hot cache for each running request; twice the selection by default."""
     host_to_device_ratio: float | None = None
     """Host memory for pages, as a multiple of the device's KV cache; 2 by default."""
     swap_in_block_size: int | None = None
-    """CUDA: threads of a block of the kernel that copies missing pages; 128 by default."""
+    """Threads per block of the CUDA kernel that copies missing pages; 128 by default."""
     host_gib: float | None = None
-    """Host memory for pages, in place of the ratio."""
+    """Host memory for pages in GiB, instead of the ratio."""
     async_backup: bool | None = None
-    """Copy pages to the host beside the engine instead of between its steps; by default on CUDA."""
+    """Copy pages to the host in the background instead of between steps; the default on CUDA."""
 
     def __post_init__(self) -> None:
         for name in ("top_k", "device_buffer_size"):
@@ -70,7 +70,7 @@ def _check(name: str, value: Any, kind: Any, low: float, high: float | None) -> 
 
 
 def hisparse_options(config: EngineConfig) -> HiSparseOptions | None:
-    """What the two options ask for; None if the tier is off."""
+    """The parsed options of the host tier; None if the tier is off."""
     if not config.enable_hisparse:
         if config.hisparse_config is not None:
             raise ConfigError(
@@ -97,7 +97,7 @@ def hisparse_options(config: EngineConfig) -> HiSparseOptions | None:
 
 
 def imply(config: EngineConfig, options: HiSparseOptions, spec: ModelSpec) -> EngineConfig:
-    """The config with the options of attention that the tier's options imply."""
+    """The config with the attention options that the tier implies: `top_k` sets hsa_topk."""
     names = (config.attention_backend or "").split(",")
     if options.top_k is None or sparse_class(name.strip() for name in names) is None:
         return config
@@ -124,9 +124,9 @@ def check_together(
     device: torch.device,
     refused: str | None,
 ) -> SparseConfig:
-    """Refuse what the tier cannot serve; `refused`: why kernels for sparse attention cannot run.
+    """Raise ConfigError for combinations that the tier cannot serve; return the sparse config.
 
-    Returns the sparse attention that the tier is for.
+    `refused` says why the sparse kernels cannot run; None if they can.
     """
     if attention.sparse is None:
         raise ConfigError(
@@ -157,15 +157,18 @@ def check_together(
 
 
 def split_group(groups: Sequence[LayerGroup], sparse: SparseConfig) -> tuple[LayerGroup, ...]:
-    """Take the sparse layers out of their group, which keeps the page ids, into one of frames."""
+    """Move the sparse layers from their group into a new last group, whose pages are frames.
+
+    The old group keeps the page ids.
+    """
     (ids,) = (g for g, group in enumerate(groups) if sparse.layers[0] in group.layers)
     dense = tuple(layer for layer in groups[ids].layers if layer not in sparse.layers)
     kept = [replace(group, layers=dense) if g == ids else group for g, group in enumerate(groups)]
-    # Rows below `dense_below` see everything before them, which must then be on the device.
+    # Rows below `dense_below` read everything before them, so that must be on the device.
     window = max(sparse.window, sparse.dense_below)
     return (*kept, LayerGroup("resident", sparse.layers, window, ids, groups[ids].layout))
 
 
 def prompt_stages(sparse: SparseConfig) -> int:
-    """Buffers that pages of prompts are staged in: a second one where they are read densely."""
+    """Number of stage buffers for prompt pages: two if prompts are read densely, else one."""
     return 2 if sparse.dense_prompt_below else 1

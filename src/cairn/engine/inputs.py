@@ -1,7 +1,7 @@
-"""A step's host arrays, packed into one copy to the device.
+"""The inputs of a step: host arrays that are packed and sent to the device in one copy.
 
-Everything is int32. Rows come first, then sequences; page tables travel beside them. A recorded
-step can keep one buffer of the same layout and have it overwritten.
+All values are int32. Per-row arrays come first, then per-sequence arrays. Page tables are sent
+separately. A recorded step keeps one buffer of the same layout, which each replay overwrites.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ Array = TypeVar("Array", np.ndarray, torch.Tensor)
 
 @dataclass(frozen=True, slots=True)
 class Draws(Generic[Array]):
-    """What each sequence's next token is drawn with, where that needs no filters."""
+    """How each sequence draws its next token, for sampling without filters."""
 
     slots: Array  # [seqs]
-    seeds: Array  # [seqs] int64, of request and position together
+    seeds: Array  # [seqs] int64, mixed from the request's seed and the position
     temperatures: Array  # [seqs] float32, 0 for the most likely token
 
     @staticmethod
     def none(count: int, spare_slot: int) -> Draws[np.ndarray]:
-        """For rows whose token nobody wants."""
+        """Draws for rows whose tokens are not used."""
         seeds, temperatures = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.float32)
         return Draws(np.full(count, spare_slot), seeds, temperatures)
 
     def at(
         self: Draws[np.ndarray], rows: np.ndarray, total: int, spare_slot: int
     ) -> Draws[np.ndarray]:
-        """The draws of `rows` among `total`; nobody wants the tokens of the others."""
+        """Spread these draws to `rows` of `total`; the tokens of the other rows are not used."""
         spread = Draws.none(total, spare_slot)
         spread.slots[rows] = self.slots
         spread.seeds[rows] = self.seeds
@@ -52,19 +52,19 @@ class Draws(Generic[Array]):
 
     @staticmethod
     def on_device(arrays: Sequence[torch.Tensor]) -> Draws[torch.Tensor]:
-        """`arrays` are what `arrays` returned, on the device."""
+        """Draws from device copies of what the method `arrays` returned."""
         seeds, temperatures, slots = arrays
         return Draws(slots, seeds.view(torch.int64), temperatures.view(torch.float32))
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The rows of a step and its batch; the tensors are filled in when they are sent."""
+    """The rows of a step and its batch; the tensors are set when the step is sent."""
 
     rows: StepRows
     batch: AttentionBatch
     token_ids: torch.Tensor = NOT_SENT  # [rows]
-    sources: torch.Tensor = NOT_SENT  # [rows] slot whose newest token it is, -1 for token_ids
+    sources: torch.Tensor = NOT_SENT  # [rows] slot whose newest token to use, -1 for token_ids
     positions: torch.Tensor = NOT_SENT  # [rows]
     lengths: torch.Tensor = NOT_SENT  # [rows]
 
@@ -109,8 +109,10 @@ class StepInputs:
         resident: bool = False,
         generation: int = 1,
     ) -> StepInputs:
-        """A step without requests, whose pages are all in one generation. All of its rows are a
-        prompt's unless `prompt_rows` are given."""
+        """A step without requests, whose pages are all in one generation.
+
+        All rows belong to prompts unless `prompt_rows` is given.
+        """
         advances = [
             Advance("", 0, stop - count, stop, array("q", bytes(8 * count)), 0, samples=True)
             for count, stop in zip(map(int, new), map(int, total), strict=True)
@@ -122,7 +124,7 @@ class StepInputs:
         return cls.of(rows, page_size, pages, lives, prompts, traced_rows, resident=resident)
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """All but the tables."""
+        """All arrays to send, except the tables."""
         rows, batch = self.rows, self.batch
         pages, offsets = rows.cache_rows // batch.page_size, rows.cache_rows % batch.page_size
         return (
@@ -138,7 +140,7 @@ class StepInputs:
         )
 
     def pack_tables(self, generations: bool) -> np.ndarray:
-        """[groups, seqs, pages], or twice as many groups with generations"""
+        """Page tables [groups, seqs, pages]; with `generations` those follow, as more groups."""
         groups = self.batch.groups
         lives = [group.host_generations for group in groups] if generations else []
         return np.stack([*(group.host_pages for group in groups), *lives])
@@ -151,7 +153,7 @@ class StepInputs:
         return self.on_device(unpack(packed, [len(array) for array in arrays]), tables)
 
     def on_device(self, arrays: Sequence[torch.Tensor], tables: torch.Tensor) -> StepInputs:
-        """The same step, reading `arrays` and packed `tables` that are on the device."""
+        """The same step with its tensors taken from device `arrays` and packed `tables`."""
         count = len(self.batch.groups)
         token_ids, sources, positions, lengths, offsets, *others = arrays
         *pages, kv_lens, cu_query, prompt_rows = others
@@ -175,17 +177,17 @@ class StepInputs:
         return StepInputs(self.rows, batch, token_ids, sources, positions, lengths)
 
     def as_sequences(self) -> StepInputs:
-        """Every row as a sequence of its own."""
+        """The same step with each row as its own sequence."""
         seq = self.rows.seq
         if len(seq) == self.batch.num_seqs:
             return self
         return self._with(self.rows.as_sequences(), lambda own: own[seq])
 
     def padded(self, num_rows: int, num_seqs: int, *, mixed: bool) -> StepInputs:
-        """The same step with more rows and sequences, all on the null page.
+        """The same step padded with rows and sequences on the null page.
 
-        In a mixed step the first added sequence has all added rows, and the others are empty. In a
-        decode step every added sequence has one row.
+        In a mixed step the first added sequence has all added rows and the others are empty. In a
+        decode step each added sequence has one row.
         """
         more, others = num_rows - len(self.rows.token_ids), num_seqs - self.batch.num_seqs
         if not (more or others):
@@ -204,7 +206,7 @@ class StepInputs:
         return replace(padded, batch=replace(padded.batch, prompt_rows=prompt_rows))
 
     def _with(self, rows: StepRows, change: Callable[[np.ndarray], np.ndarray]) -> StepInputs:
-        """Other rows, whose sequences are had by a `change` of any array [seqs, ...]."""
+        """The same step with other rows; `change` maps each per-sequence array [seqs, ...]."""
         batch = replace(
             self.batch,
             query_lens=rows.query_lens,

@@ -1,4 +1,4 @@
-"""From a model's source to the model: its weights, or a rank's part of them."""
+"""Builds a model and loads its weights, or one rank's part of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def load_model(
     progress: Progress | None,
     parallel: Parallel,
 ) -> tuple[LanguageModel, tuple[str, ...]]:
-    """The model, or a rank's part, and what its user should know about how it was loaded."""
+    """The model, or one rank's part of it, and notes for the user about how it was loaded."""
     if config.model_impl == "transformers":
         if source.folder is None or config.load_format == "dummy":
             raise ConfigError(

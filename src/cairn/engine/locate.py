@@ -1,4 +1,4 @@
-"""From `--model` to where the model is, and what its makers say of sampling. Needs no torch."""
+"""Finds the model that `--model` names, and its default sampling parameters. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cairn.models.source import Confirm, ModelSource, find_model
 def locate(
     config: EngineConfig, confirm: Confirm | None = None, progress: Progress | None = None
 ) -> ModelSource:
-    """Find the model, fetching it where that is possible."""
+    """Find the model; download it if necessary and possible."""
     ignored = (name.strip() for name in config.ignore_config_fields.split(","))
     return find_model(
         config.model,
@@ -25,7 +25,7 @@ def locate(
 
 
 def sampling_defaults(source: ModelSource) -> dict[str, Any]:
-    """What requests leave out, where the model's makers have said it: fields of SamplingParams."""
+    """Default SamplingParams fields from the model's generation_config.json."""
     defaults = source.sampling_fields()
     try:
         SamplingParams.from_kwargs(defaults)

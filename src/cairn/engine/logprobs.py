@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # servers name TokenLogprob before the engine's process has loaded torch
+if TYPE_CHECKING:  # the server imports TokenLogprob and must not load torch
     import torch
 
-_BLOCK = 256  # rows at a time: a long prompt times a large vocabulary does not fit at once
+_BLOCK = 256  # rows at a time: all rows of a long prompt would take too much memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,10 @@ class TokenLogprob:
 def token_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, most: Sequence[int]
 ) -> list[TokenLogprob]:
-    """logits [rows, vocab], tokens [rows], and how many top entries each row wants."""
+    """Log-probabilities of `tokens` [rows] under `logits` [rows, vocab].
+
+    `most` is the number of top entries for each row.
+    """
     result: list[TokenLogprob] = []
     for begin in range(0, len(most), _BLOCK):
         rows = slice(begin, begin + _BLOCK)
@@ -45,7 +48,7 @@ def _block(logits: torch.Tensor, tokens: torch.Tensor, most: Sequence[int]) -> l
 
 
 def _top(logprobs: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest of each row, ties by lower id, which topk alone does not promise."""
+    """The k largest of each row. Ties go to the lower id, which `topk` does not guarantee."""
     vocab = logprobs.shape[-1]
     k = min(k, vocab)
     values, ids = logprobs.topk(min(k + 1, vocab), dim=-1)

@@ -1,11 +1,15 @@
-"""How many pages there are, what they are paid from, and what each rank's memory looks like.
+"""Decides how many pages each layer group gets, from the memory of each rank.
 
 Rank 0 decides for all ranks, so that they agree.
 
-Where pages live in host memory, the device pays for landmarks, dense layers and tables of every
-host page first, then for the stage of prompts (two where they are read densely), for window layers,
-and for what running requests need: frames for their windows and tails, a share of the hot cache,
-and one prefill chunk. What is left becomes frames, in which pages stay resident.
+With a host tier, the device budget is spent in this order:
+
+1. for every host page: landmarks, dense layers and tables;
+2. the stage for prompts (two stages if prompts are read densely);
+3. window layers;
+4. what running requests need: frames for their windows and tails, a share of the hot cache, and
+   one prefill chunk;
+5. the rest becomes frames, in which pages stay resident.
 """
 
 from __future__ import annotations
@@ -30,20 +34,20 @@ from cairn.sparsity.config import SparseConfig
 
 _DEFAULT_MEM_FRACTION = 0.85
 _DEFAULT_FREE_SHARE = 0.25
-_FALLBACK_MEMORY = 8 * 2**30  # where the system does not tell what is free
+_FALLBACK_MEMORY = 8 * 2**30  # if the system does not report free memory
 _CACHE_HEADROOM = 2
-"""Without an explicit budget, room for this many times what running requests can need."""
+"""Without an explicit budget, the cache holds this many times what running requests can need."""
 _GIB = 2**30
-_RATIO = 2.0  # of host to device memory, where neither is asked for
+_RATIO = 2.0  # default ratio of host to device memory
 _MOST_OF_FREE = 0.8
-"""Of the memory that is free, what pages in host memory may take unasked."""
+"""Largest share of free memory that host pages take by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierSizes:
     page_group: int
     """The group whose pages the frames hold."""
-    num_pages: list[int]  # by group; the last is the group of frames
+    num_pages: list[int]  # by group; the last group has the frames
     hot_slots: int  # per layer and kv head
     max_running_requests: int
     note: str
@@ -51,22 +55,22 @@ class TierSizes:
 
 @dataclass(frozen=True, slots=True)
 class TierCosts:
-    """Bytes of a page, by group, and of what the device keeps for every page id."""
+    """Bytes of one page of each group, and bytes that the device keeps for every page id."""
 
     page_bytes: Sequence[int]
     kept_bytes: int
-    """Landmarks, and the parts of the cache that never leave the device."""
+    """Bytes of a page's landmarks and of the cache parts that never leave the device."""
     swap: SwapBytes | None = None
-    """Of the kernels' tables, where kernels swap pages in."""
+    """Bytes of the kernels' tables, if kernels swap pages in."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     limits: Limits
-    """With as many running requests as there is room for."""
+    """The limits, with max_running_requests lowered to what memory has room for."""
     num_pages: tuple[int, ...]  # by group
     max_pages: int
-    """Of a request's page table."""
+    """Length of a request's page table."""
     tier: TierSizes | None
 
 
@@ -109,7 +113,7 @@ def _size_tier(choices: EngineChoices) -> TierSizes:
 
 
 def size_pools(choices: EngineChoices) -> list[int]:
-    """Pages per layer group, where all of them are on the device."""
+    """Pages per layer group, for an engine without a host tier."""
     config, device, context = choices.config, choices.device, choices.context
     groups, geometry, limits = choices.groups, choices.geometry, choices.limits
     landmarks = choices.landmarks
@@ -119,7 +123,7 @@ def size_pools(choices: EngineChoices) -> list[int]:
         for group in groups
     ]
     chunk = min(limits.chunked_prefill_size, context)
-    wanted = [  # twice over for reuse
+    wanted = [  # with headroom for cached prefixes
         _CACHE_HEADROOM * needed_pages(group, limits.max_running_requests, context, chunk, geometry)
         for group in groups
     ]
@@ -129,7 +133,7 @@ def size_pools(choices: EngineChoices) -> list[int]:
         budget = min(default_budget(config, device), needed)
     pages = split_budget(budget, groups, page_bytes, wanted)
     for group, count in zip(groups, pages, strict=True):
-        # One request must be able to move on by itself, a page at a time.
+        # A single request must be able to advance one page at a time.
         least = group.peak_pages(min(context, geometry.tokens(max(pages))), 1, geometry)
         if group.window is not None and count < least:
             raise ConfigError(
@@ -142,17 +146,17 @@ def size_pools(choices: EngineChoices) -> list[int]:
 def needed_pages(
     group: LayerGroup, running: int, context: int, chunk: int, geometry: PageGeometry
 ) -> int:
-    """Pages that all running requests can hold at once, prefill counted once."""
+    """Most pages that all running requests hold at once, if one of them prefills a chunk."""
     return running * group.peak_pages(context, 1, geometry) + geometry.pages(chunk)
 
 
 def default_budget(config: EngineConfig, device: torch.device) -> int:
-    """What the KV cache of a rank may take unasked."""
+    """Bytes that the KV cache of a rank may take by default."""
     return int(free_memory(device) / config.tp * _DEFAULT_FREE_SHARE)
 
 
 def kv_budget(config: EngineConfig, device: torch.device) -> int | None:
-    """Bytes for the KV cache of a rank, or None to size it by need."""
+    """Bytes for the KV cache of a rank; None to size it by what requests need."""
     if config.kv_cache_gib is not None:
         return int(config.kv_cache_gib * 2**30)
     if device.type != "cuda":
@@ -167,7 +171,7 @@ def kv_budget(config: EngineConfig, device: torch.device) -> int | None:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes this process may still take, a container's limit included."""
+    """Bytes that this process may still allocate, including a container's limit."""
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
     free = _FALLBACK_MEMORY
@@ -192,7 +196,10 @@ def size_tier(
     context: int,
     device: torch.device,
 ) -> TierSizes:
-    """`groups` come from `split_group`."""
+    """Page counts, hot slots and running requests of an engine with a host tier.
+
+    `groups` come from `split_group`. Raises ConfigError if one request does not fit.
+    """
     frames, ids = len(groups) - 1, groups[-1].copy_of
     assert ids is not None
     budget = kv_budget(config, device)
@@ -204,13 +211,13 @@ def size_tier(
     most_running = max_running
     if costs.swap is not None:
         most_running = min(max_running, _most_with_slots(options, hot))
-    # Ranks on one machine share its memory; a CPU's KV cache comes out of the same.
+    # Ranks share the machine's memory. On a CPU the KV cache is taken from the same memory.
     free = free_memory(device) // config.tp - (budget if device.type == "cpu" else 0)
     host_bytes = _host_bytes(options, config.tp, budget, free)
     host_pages = min(host_bytes // frame_bytes, 2**31 - 1)
     fixed = host_pages * (costs.kept_bytes + costs.page_bytes[ids] + swap.per_page)
     staged, stages = 0, prompt_stages(sparse)
-    if costs.swap is not None:  # a stage holds what one layer reads of the longest request
+    if costs.swap is not None:  # a stage holds one layer of the longest request
         layer_bytes = frame_bytes // len(groups[frames].layers)
         staged = stages * min(geometry.pages(context), host_pages) * layer_bytes
 
@@ -229,7 +236,7 @@ def size_tier(
         )
         return fixed + staged + paid + running * hot * (frame_bytes + swap.per_slot), needed
 
-    # A chunk that does not fit is cut into smaller ones, down to a page.
+    # If a whole chunk does not fit, plan with the smallest one: prefill then takes smaller steps.
     for chunk_tokens in (min(chunk, context), 1):
         running = most_running
         while running and spent(running, chunk_tokens)[0] > budget:
@@ -272,11 +279,11 @@ def size_tier(
 
 
 def _hot_pages(options: HiSparseOptions, sparse: SparseConfig, page_size: int) -> int:
-    """Pages of the hot cache for each running request."""
+    """Hot-cache pages for each running request."""
     if options.device_buffer_size is None:
         return 2 * sparse.topk
     pages = options.device_buffer_size // page_size
-    # A token and the landmark row behind it are computed in one step, and each selects.
+    # A token and the landmark row after it are computed in one step, and each selects pages.
     least = 2 * sparse.topk if sparse.landmark_rows else sparse.topk
     if pages < least:
         reads = f"a query reads {sparse.topk} pages of {page_size}"
@@ -291,7 +298,7 @@ def _hot_pages(options: HiSparseOptions, sparse: SparseConfig, page_size: int) -
 
 
 def _most_with_slots(options: HiSparseOptions, hot: int) -> int:
-    """Requests whose hot pages one program of the kernel can plan with."""
+    """Most requests whose hot pages one program of the swap-in kernel can plan with."""
     if hot > MOST_HOT_SLOTS:
         raise ConfigError(
             f"hisparse_config: device_buffer_size is {options.device_buffer_size} tokens, {hot} "
@@ -302,7 +309,7 @@ def _most_with_slots(options: HiSparseOptions, hot: int) -> int:
 
 
 def _host_bytes(options: HiSparseOptions, ranks: int, budget: int, free: int) -> int:
-    """For each rank."""
+    """Bytes of host memory for the pages of each rank."""
     if options.host_gib is None:
         ratio = _RATIO if options.host_to_device_ratio is None else options.host_to_device_ratio
         return min(int(ratio * budget), int(_MOST_OF_FREE * max(0, free)))

@@ -1,7 +1,7 @@
-"""What one step does, as a value: the scheduler makes it, the runner carries it out.
+"""The plan of one step: the scheduler makes it, the runner carries it out.
 
-A plan holds everything the runner needs: tokens, table edits, sampling parameters of new requests.
-It can be compared in a test, logged, or sent to another process.
+A plan is a plain value with everything the runner needs: tokens, table edits, and the sampling
+parameters of new requests. It can be compared in a test, logged, or sent to another process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from cairn.engine.sampling_params import SamplingParams
 from cairn.memory.copies import CopyEdits
 
 PromptScores = Literal["none", "top", "whole"]
-"""Log-probabilities of the prompt: none, those of its tokens and the top ones, or all."""
+"""Log-probabilities of the prompt to return: none; those of its tokens and the top ones; or the
+whole distribution."""
 
 
 class TableEdit(NamedTuple):
@@ -28,13 +29,13 @@ class TableEdit(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """A request takes a slot: its sampling parameters."""
+    """A request that takes a slot, with its sampling parameters."""
 
     slot: int
     params: SamplingParams
     seed: int
     stop_token_ids: frozenset[int]
-    prompt_ids: tuple[int, ...]  # this and the next are empty unless penalties need them
+    prompt_ids: tuple[int, ...]  # like output_ids, empty unless penalties need it
     output_ids: tuple[int, ...]
 
 
@@ -46,31 +47,31 @@ class Advance(NamedTuple):
     start: int
     stop: int
     token_ids: array[int]
-    """Tokens start..stop, without the last one if the step before this one is still sampling it."""
+    """Tokens [start, stop), without the last one if the previous step is still sampling it."""
     prompt_len: int
     samples: bool
-    """The last token is the newest one: sample the token after it."""
+    """The last token is the newest one, so the step samples the token after it."""
     prompt_scores: PromptScores = "none"
     next_ids: tuple[int, ...] = ()
-    """The prompt tokens that follow each row, for scores of the "top" kind."""
+    """The prompt token that follows each row, for "top" scores."""
     traced: bool = False
-    """Report which pages the sampled token was read from."""
+    """Report which pages were read to sample the token."""
     allowed: bytes | None = None
     """Bit mask of the tokens that may be sampled, lowest bit first; None for all."""
     attempt: int = 0
-    """Number of times the request was retracted before."""
+    """Number of times the request had been retracted when the plan was made."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     advances: tuple[Advance, ...] = ()
     admissions: tuple[Admission, ...] = ()
-    """Carried out before anything else."""
+    """Applied before anything else."""
     edits: tuple[TableEdit, ...] = ()
     """Applied before the step's first row is computed."""
     retracted: tuple[str, ...] = ()
     copies: CopyEdits = field(default_factory=CopyEdits)
-    """Changes of where pages are on the device, from the start of this step on."""
+    """Changes of the pages' frames that take effect when this step begins."""
 
     @property
     def num_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""A request: its tokens, its parameters, and how far it has come."""
+"""A request: its tokens, its parameters and its progress."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ class RequestTimes:
 @dataclass(slots=True, eq=False)
 class Request:
     id: str
-    token_ids: array[int]  # 64 bits each: prompt, then output
+    token_ids: array[int]  # int64: prompt, then output
     params: SamplingParams
     seed: int
     max_total_tokens: int
-    """Limit of prompt and output together; reaching it ends the request with "length"."""
+    """Limit on prompt and output together; the request ends with "length" when it reaches it."""
     stop_token_ids: frozenset[int] = frozenset()
     namespace: Hashable = None
     """Requests share cached prefixes only within a namespace."""
     prompt_scores: PromptScores = "none"
-    """With scores the whole prompt is computed, even if it is cached; "whole" generates nothing."""
+    """With scores the whole prompt is computed, even if it is cached. "whole" generates nothing."""
     host_tokens: bool = False
-    """Each step needs the previous token on the host, so steps of this request do not overlap."""
+    """Each step needs the previous token on the host, so this request's steps do not overlap."""
     allowed_tokens: Callable[[Sequence[int]], bytes] | None = None
     """Maps the output so far to a bit mask of the tokens that may follow; needs `host_tokens`."""
     traced: bool = False
-    """Keep which pages each generated token was read from."""
+    """Record which pages were read for each generated token."""
     choice: int = 0
-    """Its index among the choices of its prompt."""
+    """Index among the choices of its prompt."""
 
     # set by the scheduler
     state: State = State.WAITING
     computed: int = 0
     pending: int = 0
-    """Number of tokens that the step in flight samples: 0 or 1."""
+    """Number of tokens that the step in flight is sampling: 0 or 1."""
     pages: SequencePages | None = None
     slot: int = -1
     planned_pages: int = 0  # length of the page tables in the last plan
@@ -72,7 +72,7 @@ class Request:
     stopped_by_token: bool = False
     times: RequestTimes = field(default_factory=RequestTimes)
     # set by the engine
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # one per output token, if asked for
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # one per output token, if requested
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # from the second token on
     distributions: list[torch.Tensor] = field(default_factory=list)  # for "whole" prompt scores
     selections: list[dict[int, Selection]] = field(default_factory=list)
@@ -98,10 +98,10 @@ class Request:
 
     @property
     def can_advance(self) -> bool:
-        """There are tokens to compute that do not depend on the step in flight.
+        """Whether the next step can compute tokens of this request.
 
-        The KV of the last token is never computed. A request with `host_tokens` waits for its
-        newest token.
+        A token that the step in flight is sampling can be computed too, unless the request has
+        `host_tokens`, or the token is its last one: the KV of the last token is never computed.
         """
         known = len(self.token_ids)
         if not self.pending:

@@ -1,8 +1,8 @@
-"""Every choice that options and model leave open, made once, each with its reason.
+"""Resolves the options and the model into `EngineChoices`: makes each choice once, with its reason.
 
     resolve(options, model, device) -> EngineChoices -> plan_memory -> MemoryPlan -> build
 
-Ranks resolve for themselves and come to the same choices, each for its own device.
+Each rank resolves for its own device; all ranks make the same choices.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ from cairn.models.spec import ModelSpec
 from cairn.sparsity.config import SparseConfig
 
 _RESERVED_OUTPUT = 1024
-"""Tokens of output that admission counts on where pages live in host memory, which is large enough
-to be generous; who generates more is retracted if it must be, and loses next to nothing."""
+"""Output tokens that admission reserves room for with a host tier. Host memory is large enough for
+that. A request that generates more may be retracted, which costs it almost nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineChoices:
     config: EngineConfig
-    """With what one option implies for others."""
+    """The options, with those that other options imply filled in."""
     limits: Limits
     context: int
     """Most tokens of a request."""
     geometry: PageGeometry
     attention: AttentionPlan
     shape: AttentionShape
-    """Of all layers; its `max_seqs` is known when memory is planned."""
+    """Shape of all layers; `max_seqs` is set once memory is planned."""
     dense: tuple[type[DenseBackend], ...]
-    """One backend, or two for prefill and decode."""
+    """One dense backend, or two: for prefill and for decode."""
     dense_reason: str
     kernel_refusal: str | None
-    """Why sparse attention, if there is any, runs in plain torch; None if by kernels."""
+    """Why sparse attention runs in plain torch; None if it runs by kernels or there is none."""
     landmarks: LandmarkShape | None
     hisparse: HiSparseOptions | None
     unrecorded: str | None
-    """Why no step is recorded as a CUDA graph, if that is known before there is a backend."""
+    """Why no step is recorded as a CUDA graph, if that is known before the backend is built."""
 
     @property
     def sparse(self) -> SparseConfig | None:
@@ -72,7 +72,7 @@ class EngineChoices:
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """With a host tier the last one holds copies of pages on the device."""
+        """Layer groups. With a host tier the last one holds the device copies of pages."""
         return self.shape.groups
 
     @property
@@ -83,11 +83,11 @@ class EngineChoices:
 def resolve(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device
 ) -> EngineChoices:
-    """`dtype` is that of weights and queries."""
+    """Make all choices for an engine; `dtype` is the type of weights and queries."""
     unrecorded = _unrecorded(config, device)
     hisparse = hisparse_options(config)
     if config.attention_backend is None:
-        # Host memory is for sparse attention: asking for one asks for the other.
+        # The host tier works only with sparse attention, so enabling it selects a sparse backend.
         default = "auto" if hisparse is None else AUTO_SPARSE
         named = os.environ.get("ATTN_BACKEND") or default
         config = replace(config, attention_backend=named)
@@ -115,7 +115,7 @@ def resolve(
         limits = replace(
             limits,
             reserved_output=_RESERVED_OUTPUT,
-            # Rows of prompts find their pages in the stage, others by selection.
+            # Prompt rows read their pages from the stage, other rows find theirs by selection.
             cuts_at_prompt=sparse.dense_prompt_below > 0,
         )
     dense, reason = resolve_backends(attention.dense, shape)
@@ -147,7 +147,10 @@ def _check_plans(
     backend: type[SparseBackend],
     groups: Sequence[LayerGroup],
 ) -> None:
-    """Rows of sparse layers that are dense have other lengths than those of dense layers."""
+    """Refuse a dense backend that keeps one plan if a group has both dense and sparse layers.
+
+    The dense rows of sparse layers need a plan with other lengths than dense layers do.
+    """
     own = set(sparse.layers)
     mixed = any(own & set(group.layers) and set(group.layers) - own for group in groups)
     names = [kind.name for kind in dense if kind.keeps_one_plan]
@@ -169,7 +172,7 @@ def landmark_shape(sparse: SparseConfig, dtype: torch.dtype) -> LandmarkShape | 
 
 
 def cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
-    """The type of what layers keep, `dtype` being that of the weights."""
+    """The type of the cached data; `dtype` is the type of the weights."""
     assert config.kv_cache_dtype == "auto", config.kv_cache_dtype
     return dtype
 
@@ -188,7 +191,7 @@ def resolve_device(name: str) -> torch.device:
 
 def resolve_dtype(name: str, config: ConfigReader, device: torch.device) -> torch.dtype:
     if name == "auto":
-        # CPUs without bfloat16 units are far slower in it; float32 is exact and fast everywhere.
+        # CPUs without bfloat16 units are far slower with it; float32 is exact and fast everywhere.
         if device.type == "cpu":
             return torch.float32
         name = config.peek("dtype") or config.peek("torch_dtype") or "bfloat16"
@@ -245,7 +248,8 @@ def _attention_shape(
     dtype: torch.dtype,
     device: torch.device,
 ) -> AttentionShape:
-    """With the numbers of the sparse layers, where layers differ and some are sparse."""
+    """The shape for all backends. Heads, head size and scale are those of the sparse layers if
+    there are any, else of the first layer."""
     kinds = {replace(layer, window=None, cache=None) for layer in spec.layers}
     layer = spec.layers[0 if sparse is None else sparse.layers[0]]
     return AttentionShape(

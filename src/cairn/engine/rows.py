@@ -1,4 +1,4 @@
-"""Turns a plan into the flat rows that the model computes, all requests back to back."""
+"""Turns a plan into the flat rows that the model computes, one request after the other."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class StepRows:
     """Host arrays over the rows of a step; sequence s is plan.advances[s]."""
 
     token_ids: np.ndarray  # [rows]
-    sources: np.ndarray  # [rows] slot whose newest token the row is, -1 if token_ids has it
-    positions: np.ndarray  # [rows] for rope; a landmark row has that of the next token
-    lengths: np.ndarray  # [rows] sequence length a row is rotated for, see Rotary
-    cache_rows: np.ndarray  # [rows] place in the sequence's cache
+    sources: np.ndarray  # [rows] slot whose newest token to use, -1 to use token_ids
+    positions: np.ndarray  # [rows] for rope; a landmark row has the next token's position
+    lengths: np.ndarray  # [rows] sequence length that rope assumes, see Rotary
+    cache_rows: np.ndarray  # [rows] index in the sequence's cache
     seq: np.ndarray  # [rows] sequence of each row
     query_lens: np.ndarray  # [seqs] rows of each sequence
     kv_lens: np.ndarray  # [seqs] rows in the cache after the step
@@ -29,12 +29,12 @@ class StepRows:
 
     @property
     def only_decodes(self) -> bool:
-        """Every sequence adds one token, and perhaps a landmark row behind it."""
+        """Every sequence adds one token, and possibly a landmark row after it."""
         seqs = len(self.kv_lens)
         return bool(self.is_token.sum() == seqs and self.is_token[self.cu_query[:-1]].all())
 
     def padded(self, lens: np.ndarray) -> StepRows:
-        """More sequences behind these, with `lens` new rows each and nothing before them."""
+        """Append sequences with `lens` [n] new rows and an empty past."""
         zeros = np.zeros(lens.sum(), dtype=np.int64)
         query_lens = np.concatenate((self.query_lens, lens))
         cu_query = np.concatenate(([0], np.cumsum(query_lens)))
@@ -59,7 +59,7 @@ class StepRows:
         return replace(StepRows(**joined), cu_query=cu_query)
 
     def as_sequences(self) -> StepRows:
-        """The same rows, each as a sequence of its own, which sees what is before it."""
+        """The same rows, each as its own sequence, which sees the rows before it."""
         rows = len(self.token_ids)
         return replace(
             self,
@@ -72,7 +72,8 @@ class StepRows:
 
 
 def build_rows(plan: StepPlan, geometry: PageGeometry, landmark_id: int | None = None) -> StepRows:
-    """A page's landmark row, where the model has one, rides in the step of its last token."""
+    """The rows of a plan. If the model has landmark rows, a page's landmark row is computed in the
+    same step as the page's last token."""
     size, per_page = geometry.page_size, geometry.tokens_per_page
     starts = np.array([advance.start for advance in plan.advances], dtype=np.int64)
     stops = np.array([advance.stop for advance in plan.advances], dtype=np.int64)

@@ -1,8 +1,8 @@
 """Carries out a plan: builds the step's tensors, runs the model, samples.
 
-`launch` puts a step on the device and returns; `finish` waits for its tokens. In between the next
-step may be launched: tokens that the host does not know yet are taken from where the sampler left
-them on the device.
+`launch` launches a step on the device and returns; `finish` waits for its tokens. The next step may
+be launched in between: it reads tokens that the host does not know yet from the device, where the
+sampler stored them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from cairn.sparsity.selection import Selection
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """By request id, for those it concerns."""
+    """The results of a step, by request id."""
 
     sampled: dict[str, int] = field(default_factory=dict)
     logprobs: dict[str, TokenLogprob] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class StepResult:
     distributions: dict[str, torch.Tensor] = field(default_factory=dict)
     """Log-probabilities [tokens of this step, vocab], float32 on the host."""
     selections: dict[str, dict[int, Selection]] = field(default_factory=dict)
-    """Pages that the row of a sampled token read, by layer, of traced requests."""
+    """For traced requests: the pages read to sample the token, by layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class InFlight:
 
     plan: StepPlan
     sampling: tuple[Advance, ...]
-    tokens: torch.Tensor  # [len(sampling)] on the host, there once `ready` is
+    tokens: torch.Tensor  # [len(sampling)] on the host, valid after `ready`
     ready: torch.cuda.Event | None
     result: StepResult  # without the tokens
 
@@ -86,22 +86,22 @@ class Runner:
         self._reads_generations = self._sparse is not None and self._sparse.reads_generations
         self._geometry = geometry
         self._device = device
-        # Rank 0 samples for all ranks, so that all of them have the same tokens.
+        # Rank 0 samples for all ranks, so that all have the same tokens.
         self._samples = self._parallel.rank == 0
         self._sampler = Sampler(num_slots, model.spec.vocab_size, device)
-        # Host mirror of every running request's page tables, kept up to date by plan edits.
+        # Page tables of all running requests on the host; plans carry the edits.
         self._tables = np.zeros((num_groups, num_slots, table_width(max_pages)), dtype=np.int32)
         self._generations = np.zeros_like(self._tables)
         native = model.spec.sparsity
         self._landmark_id = None if native is None else native.landmark_id
         self._top_logprobs: list[int | None] = [None] * num_slots
         self._top_prompt_logprobs = [0] * num_slots
-        # The newest token of every slot, and a spare place for rows that are only padding.
+        # The newest token of every slot, and a spare entry for padding rows.
         self._newest = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self._graphs: StepGraphs | None = None
         self.tier = tier
-        """Where pages live in host memory."""
-        self._residency: Residency | None = None  # where kernels make use of it
+        """The host tier; None if all pages are on the device."""
+        self._residency: Residency | None = None  # only for kernels that swap pages in
         if tier is not None and tier.swap is not None:
             self._residency = Residency(tier.page_group, tier.num_pages, num_slots)
 
@@ -111,7 +111,7 @@ class Runner:
 
     @property
     def traces(self) -> bool:
-        """Attention tells which pages a row reads."""
+        """The backend reports which pages a row reads."""
         if self._sparse is None:
             return False
         return type(self._sparse).selections is not SparseBackend.selections
@@ -122,7 +122,7 @@ class Runner:
         return self.tier
 
     def mark_ready(self) -> None:
-        """The engine takes requests from now on: whatever is compiled later delays one."""
+        """Note that the engine takes requests from now on. Later compilations delay requests."""
         self._compilations.mark_ready()
 
     def compilations(self) -> CompilationCounts:
@@ -135,17 +135,17 @@ class Runner:
         """Raise if a process that this runner depends on has failed."""
 
     def check(self) -> None:
-        """Raise if ranks that carry out the same plans differ."""
+        """Raise if the state of the ranks differs."""
 
     def fingerprint(self) -> str:
-        """A digest of tables and newest tokens: between two steps the same on every rank."""
+        """A digest of tables and newest tokens. Between steps it is the same on every rank."""
         digest = hashlib.blake2b(digest_size=16)
         for part in (self._tables, self._generations, self._newest.cpu().numpy()):
             digest.update(part.tobytes())
         return digest.hexdigest()
 
     def close(self) -> None:
-        """Wait for copies under way and let go of host memory."""
+        """Wait for copies in progress and free host memory."""
         self._compilations.close()
         if self.tier is not None:
             self.tier.close()
@@ -160,8 +160,10 @@ class Runner:
         most_recorded_rows: int | None,
         progress: Progress | None = None,
     ) -> None:
-        """Compile all kernels that a step may launch, set up libraries, and record graphs of decode
-        steps and of mixed steps of up to `most_recorded_rows` rows; no graphs if None."""
+        """Compile all kernels that a step may launch, set up libraries, and record graphs.
+
+        Mixed steps are recorded up to `most_recorded_rows` rows; None records no graphs.
+        """
         from cairn.kernels.precompile import collecting, compile_all
 
         graphs = None
@@ -184,9 +186,9 @@ class Runner:
 
     @contextmanager
     def _excerpt(self, sparse_layers: Collection[int]) -> Iterator[None]:
-        """Run only one of the layers that use the same kernels."""
+        """Inside, the model runs only one layer of those that use the same kernels."""
         whole = self._model
-        if self.tier is None:  # its pages are prefetched layer by layer, in their order
+        if self.tier is None:  # a tier prefetches pages layer by layer, so all layers must run
             self._model = whole.excerpt(
                 lambda layer: (self._pool.group_of[layer], layer in sparse_layers)
             )
@@ -207,7 +209,8 @@ class Runner:
             temperatures, seeds = (
                 to_device(own, self._device) for own in (draws.temperatures, draws.seeds)
             )
-            # As they are; contiguous, as some rows of them are; float32, as after penalties.
+            # The forms that `sample` gets: logits as computed, contiguous after rows were picked,
+            # float32 after penalties.
             for some in (logits, logits.contiguous(), logits.float()):
                 sample(some, temperatures, seeds)
             graph = Graph("dense", mixed=False)
@@ -216,7 +219,8 @@ class Runner:
 
     @torch.inference_mode()
     def record_graphs(self, most_rows: int) -> None:
-        """Record the steps that the backend can; mixed ones of up to `most_rows` rows."""
+        """Record the kinds of steps that the backend supports; mixed ones have up to `most_rows`
+        rows."""
         self._graphs = self._make_graphs(most_rows)
         self._graphs.record()
 
@@ -243,13 +247,15 @@ class Runner:
         )
 
     def wrap_attention(self, wrap: Callable[[AttentionBackend, KVPool], AttentionBackend]) -> None:
-        """Put a backend in front of the present one, whose metadata it passes on. Steps that are
-        replayed from graphs do not go through it."""
+        """Replace the backend by a wrapper that passes on the backend's metadata.
+
+        Steps that are replayed from graphs bypass the wrapper.
+        """
         self._backend = wrap(self._backend, self._pool)
 
     @property
     def largest_graph(self) -> int:
-        """Rows of the largest decode step that is replayed; 0 without graphs."""
+        """Rows of the largest recorded decode step; 0 without graphs."""
         return 0 if self._graphs is None else self._graphs.largest_decode
 
     # -- a step -------------------------------------------------------------------------------
@@ -280,8 +286,11 @@ class Runner:
     def _replay(
         self, plan: StepPlan, host: StepInputs, sampling: list[int]
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Replay a step from a graph: logits of the `sampling` sequences and, if all of them draw
-        plainly, tokens. None if no graph fits."""
+        """Replay a step from a graph; None if no graph fits.
+
+        Returns logits of the `sampling` sequences, and their tokens if all of them sample without
+        filters and scores.
+        """
         if self._graphs is None:
             return None
         batch = host.batch
@@ -299,7 +308,7 @@ class Runner:
 
     @contextmanager
     def _launching(self, batch: AttentionBatch, graph: Graph | None) -> Iterator[None]:
-        """Tell a sparse backend of a step that is launched or replayed, and if that fails."""
+        """Notify a sparse backend before a step, after a replay, and if the step fails."""
         if self._sparse is None:
             yield
             return
@@ -315,7 +324,7 @@ class Runner:
     def _recorded_step(
         self, inputs: StepInputs, draws: Draws[torch.Tensor], logit_rows: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A whole step, as it is recorded: logits and, for plain draws, tokens."""
+        """The step that is recorded. Returns logits, and tokens sampled without filters."""
         from cairn.kernels.sampling import sample
 
         logits = self._forward(inputs, self._backend.prepare(inputs.batch), logit_rows)
@@ -324,7 +333,7 @@ class Runner:
         return logits, tokens
 
     def _plain_draws(self, advances: Sequence[Advance]) -> Draws[np.ndarray] | None:
-        """How requests draw their tokens, if all of them draw without filters and scores."""
+        """The draws of these requests; None if one of them needs filters, scores or a mask."""
         slots = np.array([advance.slot for advance in advances], dtype=np.int64)
         if any(self._top_logprobs[slot] is not None for slot in slots):
             return None
@@ -374,7 +383,7 @@ class Runner:
         return logits
 
     def _of_all_heads(self, selection: Selection) -> Selection:
-        """The selections of all ranks, each of which selects for its own heads."""
+        """Concatenate the selections of all ranks; each rank selects for its own heads."""
         if self._parallel.size == 1:
             return selection
         parts = (getattr(selection, part.name) for part in fields(selection))
@@ -383,7 +392,7 @@ class Runner:
     def _forward(
         self, inputs: StepInputs, metadata: object, logit_rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """The device work of a step, all of which can be recorded."""
+        """The device work of a step; all of it can be recorded."""
         self._backend.begin(metadata)
         newest = self._newest[inputs.sources.clamp(min=0)]
         token_ids = torch.where(inputs.sources >= 0, newest, inputs.token_ids)
@@ -431,7 +440,7 @@ class Runner:
     def _sample(
         self, plan: StepPlan, sampling: list[int], logits: torch.Tensor, result: StepResult
     ) -> torch.Tensor:
-        """Tokens on the device, [len(sampling)]; they stay there too, for the next step."""
+        """Sample tokens [len(sampling)] on the device, and store them there for the next step."""
         if not sampling:
             return torch.empty(0, dtype=torch.int64)
         advances = [plan.advances[s] for s in sampling]
@@ -456,7 +465,7 @@ class Runner:
         return tokens
 
     def _scored_rows(self, plan: StepPlan, rows: StepRows) -> dict[int, np.ndarray]:
-        """Rows whose logits score the prompt, by sequence."""
+        """Rows whose logits are needed to score prompts, by sequence."""
         wanted = {}
         for s, advance in enumerate(plan.advances):
             if advance.prompt_scores != "none":

@@ -1,12 +1,13 @@
 """Samples tokens from logits, all rows at once.
 
-Parameters are kept on the host, one entry per slot, written when a request takes its slot; a step
-sends those of the rows it samples. Token counts and biases are tables [slots, vocab] on the device,
-allocated when a request first needs them.
+Parameters are kept on the host, one entry per slot, and are set when a request takes its slot. Each
+step sends those of the rows it samples. Token counts and biases are tables [slots, vocab] on the
+device, allocated when a request first needs them.
 
-Random numbers depend only on the request's seed and the token's position, and the way a row is
-sampled only on its own parameters. A request therefore draws the same tokens in any batch. CUDA,
-where a kernel samples rows without filters, draws other tokens than a CPU. Ties go to the lower id.
+Random numbers depend only on the request's seed and the token's position. How a row is sampled
+depends only on its own parameters. A request therefore draws the same tokens in any batch. On CUDA
+a kernel samples rows without filters, so CUDA and CPU draw different tokens. Ties go to the lower
+id.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from cairn.engine.inputs import Draws
 from cairn.engine.plan import Admission
 
 _MASK = 2**64 - 1
-_LEAST_TEMPERATURE = 1e-5  # below it the most likely token is taken
+_LEAST_TEMPERATURE = 1e-5  # below it sampling is greedy
 
-# Columns of the parameter table.
+# Columns of the parameter table `_numbers`.
 _TOP_P, _MIN_P, _REPETITION, _PRESENCE, _FREQUENCY = range(5)
 
 
@@ -52,8 +53,8 @@ class Sampler:
         self._penalized = np.zeros(num_slots, dtype=bool)
         self._biased = np.zeros(num_slots, dtype=bool)
         self._min_tokens = np.zeros(num_slots, dtype=np.int64)
-        self._special = np.zeros(num_slots, dtype=bool)  # any of these four
-        self._counts: torch.Tensor | None = None  # [slots, vocab] times in the output
+        self._special = np.zeros(num_slots, dtype=bool)  # any of the four above
+        self._counts: torch.Tensor | None = None  # [slots, vocab] occurrences in the output
         self._in_prompt: torch.Tensor | None = None  # [slots, vocab] bool
         self._bias: torch.Tensor | None = None  # [slots, vocab]
         self._ends: torch.Tensor | None = None  # [slots, vocab] tokens that min_tokens forbids
@@ -75,7 +76,7 @@ class Sampler:
         random = params.temperature >= _LEAST_TEMPERATURE
         self._temperatures[slot] = params.temperature if random else 0.0
         filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-        self._filtered[slot] = filtered and random  # filters keep the most likely token
+        self._filtered[slot] = filtered and random  # filters never drop the most likely token
         self._penalized[slot] = params.has_penalties
         self._biased[slot] = bool(params.bias)
         self._min_tokens[slot] = params.min_tokens if admission.stop_token_ids else 0
@@ -145,13 +146,14 @@ class Sampler:
         return tokens
 
     def plain_draws(self, slots: np.ndarray, positions: np.ndarray) -> Draws[np.ndarray] | None:
-        """Temperatures and seeds, if all the slots draw without filters, penalties and the like."""
+        """Temperatures and seeds of these slots; None if any slot needs filters, penalties, bias or
+        min_tokens."""
         if self._special[slots].any():
             return None
         return Draws(slots, _seeds(self._seeds[slots], positions), self._temperatures[slots])
 
     def _draw(self, logits: torch.Tensor, draws: Sequence[Draw], slots: np.ndarray) -> torch.Tensor:
-        """Greedy and unfiltered rows at once, in one kernel."""
+        """Sample greedy and unfiltered rows in one kernel."""
         from cairn.kernels.sampling import sample
 
         positions = np.array([draw.position for draw in draws])
@@ -161,7 +163,7 @@ class Sampler:
     def _adjusted(
         self, logits: torch.Tensor, draws: Sequence[Draw], slots: np.ndarray
     ) -> torch.Tensor:
-        """Logits after bias, penalties, min_tokens and grammar; the argument if none applies."""
+        """Logits after bias, penalties, min_tokens and token masks; unchanged if none applies."""
         early = np.array([draw.num_output for draw in draws]) < self._min_tokens[slots]
         penalized, biased = self._penalized[slots], self._biased[slots]
         bound = np.array([draw.allowed is not None for draw in draws])
@@ -186,7 +188,7 @@ class Sampler:
         return wide
 
     def _forbidden(self, draws: Sequence[Draw]) -> torch.Tensor:
-        """bool [rows, vocab], of draws with a mask of allowed tokens."""
+        """The forbidden tokens, bool [rows, vocab], of draws that all have a mask."""
         bits = np.zeros((len(draws), -(-self._vocab // 8)), dtype=np.uint8)
         for row, draw in enumerate(draws):
             given = np.frombuffer(draw.allowed or b"", dtype=np.uint8)[: bits.shape[1]]
@@ -225,7 +227,7 @@ class Sampler:
         ranks = torch.arange(self._vocab, device=self._device)[None, :]
         beyond = ranks >= self._to_device(self._top_k[slots])[:, None]
         probabilities = tempered.masked_fill(beyond, float("-inf")).softmax(-1)
-        # A token stays if the more likely ones together do not reach top_p.
+        # Keep a token if the more likely tokens together do not reach top_p.
         before = probabilities.cumsum(-1) - probabilities
         outside = (before >= numbers[:, _TOP_P, None]) & (ranks > 0)
         outside |= probabilities < numbers[:, _MIN_P, None] * probabilities[:, :1]
@@ -241,8 +243,8 @@ class Sampler:
         return shifted / temperatures[:, None]
 
     def _invert(self, weights: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-        """Draw an index by its weight: the first whose cumulative weight exceeds a uniform share
-        of the total. Never one of weight zero."""
+        """Draw an index in proportion to its weight: the first index whose cumulative weight
+        exceeds a uniform share of the total. Never draws an index of weight zero."""
         numbers = [uniform_number(int(self._seeds[draw.slot]), draw.position) for draw in draws]
         uniform = self._values(numbers).to(weights.dtype)[:, None]
         cumulative = weights.cumsum(-1)
@@ -257,7 +259,7 @@ class Sampler:
 
 
 def _seeds(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """One seed per draw, from the request's seed and the position: splitmix64 on uint64 arrays."""
+    """One seed per draw, mixed from the request's seed and the position by splitmix64."""
     x = seeds + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -266,7 +268,7 @@ def _seeds(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def uniform_number(seed: int, index: int) -> float:
-    """A number in [0, 1) from (seed, index): splitmix64, 24 bits, exact in float32."""
+    """A number in [0, 1) from (seed, index), by splitmix64. Its 24 bits are exact in float32."""
     value = (_mix(seed & _MASK) + index * 0x9E3779B97F4A7C15) & _MASK
     return (_mix(value) >> 40) / 2**24
 

@@ -1,7 +1,7 @@
-"""What a request may ask of the sampler.
+"""The sampling parameters of a request.
 
-Values are checked when the object is made. The same object then goes through the server's messages,
-the request and the plan.
+Values are checked when the object is created. The server's messages, the request and the plan all
+carry this same object.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Decides what every step computes.
 
-One rule: the tokens computed catch up with the tokens known. A request with one token to compute is
-decoding, one with many is prefilling, and both share a step. Running requests go first, oldest
-first. Prefill gets what is left of the row budget. When pages run out, the youngest running request
-is retracted; it resumes later from what is still cached of its prefix.
+There is one rule: each request computes its known tokens that are not computed yet. A request with
+one such token is decoding, one with many is prefilling, and both share a step. Running requests go
+first, oldest first. Prefill gets the rest of the row budget. When pages run out, the youngest
+running request is retracted. It resumes later from the part of its prefix that is still cached.
 
-No request starves: decoding requests are in every step, prefill always gets at least one page of
-rows, pages go to the oldest request first, waiting requests start in order unless they wait for a
-page that is about to be published, and the oldest running request can always proceed.
+No request starves: decoding requests are in every step; prefill always gets at least one page of
+rows; pages go to the oldest request first; waiting requests start in order unless they wait for a
+page that is about to be published; and the oldest running request can always proceed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cairn.memory.pages import NULL_PAGE
 from cairn.memory.radix import PrefixMatch
 
 _MAX_ADMISSIONS = 64
-"""Waiting requests looked at in one step: bounds planning however long the queue is."""
+"""Waiting requests considered per step. Bounds planning time if the queue is long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,9 @@ class Limits:
     max_queued_requests: int
     max_step_seconds: float | None = None
     reserved_output: int = 0
-    """Room for this many output tokens is required to admit a request, or for its max_tokens if
-    that is less."""
+    """Output tokens that there must be room for to admit a request; its max_tokens if smaller."""
     cuts_at_prompt: bool = False
-    """A chunk never has rows of both the prompt and the output of a request."""
+    """A chunk never has rows of both the prompt and the output."""
 
 
 @dataclass(slots=True)
@@ -124,7 +123,7 @@ class Scheduler:
         self._waiting[request.id] = request
 
     def finish(self, request_id: str, reason: FinishReason) -> Request | None:
-        """End a waiting or running request now. None if it is unknown or has ended."""
+        """End a waiting or running request now and return it; None if unknown or already ended."""
         request = self._requests.get(request_id)
         if request is not None:
             self._end(request, reason)
@@ -135,7 +134,8 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Choose the work of the next step and allocate its pages.
 
-        Strictly oldest first, so that a request retracted to make room is not yet in the plan.
+        Requests are planned strictly oldest first. A request that is retracted to make room is
+        therefore not in the plan yet.
         """
         step = _Step()
         self.cache.poll()
@@ -146,7 +146,7 @@ class Scheduler:
         step.budget = max(self.limits.chunked_prefill_size - decoding, least)
         for request in ready:
             if request.state is not State.RUNNING:
-                continue  # retracted to make room for an older one
+                continue  # retracted to make room for an older request
             if request.remaining == 1:
                 self._plan_decode(step, request)
             else:
@@ -162,9 +162,10 @@ class Scheduler:
         )
 
     def undo(self, plan: StepPlan, *, launched: bool = False) -> None:
-        """Retract the requests of a plan that failed. They resume from what is cached.
+        """Retract the requests of a plan that failed. They resume from the prefix cache.
 
-        Their page tables and sampling state in the runner may be wrong.
+        Retraction is needed because their page tables and sampling state in the runner may be
+        wrong.
         """
         planned = {advance.slot for advance in plan.advances}
         planned.update(admission.slot for admission in plan.admissions)
@@ -173,10 +174,10 @@ class Scheduler:
                 self._retract(request)
         self.cache.put_back(plan.copies)
         if launched:
-            self.cache.clear()  # pages it published may not have been written
+            self.cache.clear()  # pages that the plan published may not have been written
             for advance in plan.advances:
                 if (known := self._requests.get(advance.request_id)) is not None:
-                    known.pending -= advance.samples  # a token that will not come
+                    known.pending -= advance.samples  # this token will never arrive
 
     def _plan_decode(self, step: _Step, request: Request) -> None:
         pages, start = request.pages, request.computed
@@ -193,7 +194,7 @@ class Scheduler:
         ):
             self._advance(step, request, 1, prefill=False)
             return
-        # The common case: `_advance` without its conditions.
+        # Fast path for the common case: `_advance` without its conditions.
         self._hold_pages(step, request, pages, start + 1)
         ids = request.token_ids
         step.advances.append(
@@ -210,7 +211,7 @@ class Scheduler:
         )
 
     def _plan_prefill(self, step: _Step, request: Request) -> bool:
-        """Advance by a chunk; False if there is no budget or no room for any of it."""
+        """Advance by a chunk; False if there is no budget or no page for it."""
         tokens = self._chunk(step, request)
         if tokens <= 0 or not self._make_room(step, request, request.computed + 1):
             return False
@@ -231,7 +232,7 @@ class Scheduler:
             fit = self.step_time.rows_within(limit, step.rows, step.pairs, context, rows)
             # At least one page per step, so that prefill does not starve.
             least = 0 if step.prefill_rows else min(rows, geometry.page_size)
-            # Few different sizes of steps: libraries prepare for each new size.
+            # Round to few distinct step sizes, since libraries set up for each new size.
             rows = max(round_rows(step.rows + fit) - step.rows, least)
             if rows <= 0:
                 return 0
@@ -242,8 +243,8 @@ class Scheduler:
         return min(request.remaining, tokens)
 
     def _make_room(self, step: _Step, request: Request, tokens: int) -> bool:
-        """Retract younger requests until `request` can grow to `tokens`; False if it had to be
-        retracted itself."""
+        """Retract younger requests until `request` can grow to `tokens` tokens; False if `request`
+        itself had to be retracted."""
         while (new := self.cache.new_pages(request.pages, tokens)) and (
             new > self.cache.min_available()
         ):
@@ -257,15 +258,15 @@ class Scheduler:
         return True
 
     def _admit(self, step: _Step) -> None:
-        """Start waiting requests in order, while there are slots, rows and pages.
+        """Start waiting requests in order while there are slots, rows and pages.
 
-        A request whose next page is about to be published waits for it, instead of computing that
-        page a second time.
+        A request whose next page is about to be published waits for that page instead of computing
+        it again.
         """
         if not (self._waiting and self._free_slots and step.budget > 0):
             return
         while not self._running and self.cache.reclaim():
-            pass  # nothing else to do: wait for pages that are about to be cached
+            pass  # nothing runs: wait for pages that are about to be cached
         promised = [
             sum(self._outstanding_pages(request, g) for request in self._running.values())
             for g in range(len(self.cache.groups))
@@ -281,7 +282,7 @@ class Scheduler:
             match = self._match(request)
             if self._next_page(request, match) in pending:
                 continue
-            # A request always fits alone: its length was checked against the pool.
+            # A single request always fits: its length was checked against the pool.
             if self._running and not self._fits(request, match, promised):
                 return
             step.admissions.append(self._start(request, match))
@@ -331,10 +332,10 @@ class Scheduler:
         return self.cache.match(request.namespace, request.token_ids)
 
     def _fits(self, request: Request, match: PrefixMatch, promised: list[int]) -> bool:
-        """Whether there is room for the request's known tokens, the next one and the reserved
-        output, beside what running requests will need.
+        """Whether there is room for the request's known tokens, the next token and the reserved
+        output, in addition to what running requests will need.
 
-        Admitting it with less room would only lead to retractions.
+        Admission with less room would only lead to retractions.
         """
         for g in range(len(self.cache.groups)):
             peak = self._peak_pages(request, g, self.limits.chunked_prefill_size)
@@ -344,7 +345,7 @@ class Scheduler:
         return True
 
     def _outstanding_pages(self, request: Request, group: int) -> int:
-        """Number of pages a running request still needs for what it was admitted with."""
+        """Number of pages that a running request still needs of those it was admitted with."""
         pages = request.pages
         assert pages is not None
         held = pages.num_pages - pages.live_from[group]
@@ -392,7 +393,7 @@ class Scheduler:
         )
 
     def _hold_pages(self, step: _Step, request: Request, pages: SequencePages, tokens: int) -> None:
-        """Allocate pages for `tokens` tokens, and plan the edits of the runner's tables."""
+        """Allocate pages for `tokens` tokens and add the edits of the runner's tables."""
         held = len(pages.tables[0])
         if tokens > held * self.cache.geometry.tokens_per_page:
             held += self.cache.grow(pages, tokens)
@@ -400,7 +401,7 @@ class Scheduler:
             self._collect_edits(step, request, pages)
 
     def _collect_edits(self, step: _Step, request: Request, pages: SequencePages) -> None:
-        """Add the difference between the request's tables and those of earlier plans."""
+        """Add the edits that bring the runner's tables up to date with the request's tables."""
         for g, table in enumerate(pages.tables):
             before, now = request.planned_live[g], pages.live_from[g]
             dropped = min(now, request.planned_pages) - before
@@ -418,10 +419,11 @@ class Scheduler:
     # -- committing ---------------------------------------------------------------------------
 
     def launched(self, plan: StepPlan) -> None:
-        """The plan was launched. The next one may build on it before its tokens are known.
+        """Record that a plan was launched. The next plan may build on it before its tokens are
+        known.
 
-        Pages and slots of the step may be given to other requests from now on, even those it still
-        writes to: later steps run after it on the device.
+        From now on, pages and slots of the step may go to other requests even while the step still
+        writes to them: later steps run after it on the device.
         """
         due: list[tuple[SequencePages, Request]] = []
         for advance in plan.advances:
@@ -446,11 +448,11 @@ class Scheduler:
                 continue  # ended after the plan was made
             pages = request.pages
             if pages is not None and advance.stop >= pages.due:
-                # The new token may have completed a page. If the request was retracted and has
-                # resumed, it may have computed fewer tokens than before.
+                # The new token may have completed a page. A request that was retracted and resumed
+                # may have computed fewer tokens than before.
                 computed = min(advance.stop, request.computed)
                 self.cache.commit(pages, request.token_ids, computed)
-            # A request that was retracted meanwhile scores its prompt again.
+            # A request that was retracted in the meantime scores its prompt again.
             if request.prompt_scores != "none" and advance.attempt != request.retractions:
                 request.pending -= advance.samples
                 continue
@@ -477,7 +479,7 @@ class Scheduler:
     # -- leaving ------------------------------------------------------------------------------
 
     def _retract(self, request: Request) -> None:
-        """Free a request's pages. It resumes from the prefix cache, ahead of all waiting ones."""
+        """Free a request's pages and requeue it first. It resumes from the prefix cache."""
         self._leave(request)
         request.state = State.WAITING
         request.computed = 0

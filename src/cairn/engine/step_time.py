@@ -1,9 +1,9 @@
-"""How long a step with prefill takes, learnt while serving, so that it can be cut to fit a limit.
+"""Predicts how long a step with prefill takes, so that the scheduler can keep a time limit.
 
     seconds ~ a + b * rows + c * pairs         pairs = (row, key) pairs that attention scores
 
-a, b, c follow the machine by least squares with forgetting; none may be negative, since more work
-is never faster.
+a, b and c are fitted while serving, by least squares with exponential forgetting. None may be
+negative, since more work is never faster.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 import numpy as np
 
 _FORGET = 0.97
-_TRUSTED = 8  # observations after which outliers are cut
-_FIRST_ROWS = 512  # before anything is known
+_TRUSTED = 8  # observations after which outliers are clipped
+_FIRST_ROWS = 512  # rows of a step before the first observation
 _SAFETY = 0.75  # aim below the limit: steps vary
 
 
 def round_rows(rows: int) -> int:
-    """The largest power of two, or one and a half times one, that is not more."""
+    """Round down to a power of two, or to one and a half times a power of two."""
     if rows < 2:
         return rows
     power = 1 << (rows.bit_length() - 1)
@@ -25,7 +25,7 @@ def round_rows(rows: int) -> int:
 
 
 def step_sizes(most: int, least: int = 64) -> list[int]:
-    """All that `round_rows` makes of numbers from `least` to `most`."""
+    """All values of `round_rows` for numbers from `least` to `most`, largest first."""
     sizes = [round_rows(most)]
     while sizes[-1] > least:
         sizes.append(round_rows(sizes[-1] - 1))
@@ -42,7 +42,7 @@ class StepTimeModel:
 
     def observe(self, rows: int, pairs: int, seconds: float) -> None:
         if self.observations >= _TRUSTED:
-            # A step that compiled a kernel or waited for the system says nothing of the next.
+            # A step that compiled a kernel or waited for the system does not predict the next.
             seconds = min(seconds, 2 * self.predict(rows, pairs))
         x = np.array([1.0, rows, pairs])
         self._scale = np.maximum(self._scale, x)
@@ -55,9 +55,10 @@ class StepTimeModel:
         return float(self._weights() @ np.array([1.0, rows, pairs]))
 
     def rows_within(self, limit: float, rows: int, pairs: int, context: int, most: int) -> int:
-        """Rows of a sequence with `context` rows before them that still fit into the step.
+        """Most rows of a sequence, after `context` earlier rows, that still fit into the step.
 
-        `rows` and `pairs` are in the step already. Before anything is known, take a few.
+        `rows` and `pairs` are already in the step. Before the first observation the result is a
+        fixed small number.
         """
         if self.observations == 0:
             return min(most, _FIRST_ROWS)
@@ -76,13 +77,13 @@ class StepTimeModel:
         return min(most, int(fit))
 
     def _weights(self) -> np.ndarray:
-        """a, b, c; fitted when they are asked for, which without a time limit is never."""
+        """a, b and c, fitted on demand. Without a time limit nothing asks for them."""
         if self._fitted is None:
             self._fitted = self._fit()
         return self._fitted
 
     def _fit(self) -> np.ndarray:
-        """Non-negative least squares over three features: drop the most negative, refit."""
+        """Non-negative least squares: drop the most negative coefficient and refit."""
         active = [0, 1, 2]
         normal = self._normal / np.outer(self._scale, self._scale)
         moment = self._moment / self._scale

@@ -1,9 +1,9 @@
-"""Made-up steps of every kind, run before the engine is ready.
+"""Synthetic steps of every kind, run before the engine is ready.
 
-Kernels are compiled for constants that depend on the sizes of a step, and tell at which sizes these
-constants change. There is a step here for each such size. All steps run first without launching
-anything, which tells the kernels they need; those are then compiled in parallel. Then some of the
-steps run for real, which sets up libraries.
+Kernels are compiled for constants that depend on the size of a step. Each kernel reports the sizes
+at which its constants change, and there is a step here for each such size. First all steps run
+without launching anything, which collects the kernels they need. These are compiled in parallel.
+Then some of the steps run for real, which sets up libraries.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from cairn.attention.backend import AttentionBackend, SparseBackend
 from cairn.engine.inputs import StepInputs
 from cairn.kernels.packing import table_width
 
-_CHUNK = 40  # rows of a chunk where only the rows before it matter
+_CHUNK = 40  # rows of a chunk in steps where only the past matters
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """A made-up step."""
+    """A synthetic step."""
 
     new: Sequence[int]
     """New rows of each sequence."""
     past: Sequence[int]
-    """Rows of each sequence that are in the cache already."""
+    """Rows of each sequence that are already in the cache."""
     prompt: bool
-    """The rows are a prompt's; else generated ones."""
+    """The rows belong to a prompt; otherwise they are generated."""
     for_real: bool = False
-    """Also run it with its kernels launched."""
+    """Also run it with kernels launched."""
 
     def inputs(self, groups: int, page_size: int, *, resident: bool) -> StepInputs:
-        """All pages are the null page."""
+        """The step's inputs; all pages are the null page."""
         total = np.add(self.new, self.past)
         tables = np.zeros((groups, len(total), table_width(-(-int(total.max()) // page_size))))
         return StepInputs.made_up(
@@ -51,16 +51,16 @@ class Rehearsal:
 
 @dataclass(frozen=True, slots=True)
 class Rungs:
-    """Sizes of a step from which on kernels need another compiled form."""
+    """Step sizes at which kernels switch to another compiled form."""
 
     rows: Sequence[int]
     seqs: Sequence[int]
     pages: Sequence[int]
-    """Of its longest sequence."""
+    """Pages of the longest sequence."""
 
 
 def rungs_of(backend: AttentionBackend, max_seqs: int, max_pages: int) -> Rungs:
-    """Those of all kernels, the backend's own included."""
+    """The rungs of all kernels, including the backend's own."""
     from cairn.kernels import gemv, paged_decode, rope_kv
 
     rows = {*gemv.row_rungs(), *rope_kv.row_rungs()}
@@ -79,9 +79,9 @@ def rungs_of(backend: AttentionBackend, max_seqs: int, max_pages: int) -> Rungs:
 def rehearsals(
     rungs: Rungs, *, page_size: int, max_pages: int, chunk: int, dense_below: int
 ) -> Iterator[Rehearsal]:
-    """`dense_below`: generated rows at this position and behind it are not dense."""
+    """The steps to rehearse. Generated rows at position `dense_below` or later are not dense."""
     longest = max_pages * page_size
-    # A row that is not dense, and one that completes a page.
+    # The position of a row that is not dense and completes a page.
     beyond = min(longest - 1, -(-dense_below // page_size) * page_size + page_size - 1)
     some = min(_CHUNK, longest)
     for pages in rungs.pages:
