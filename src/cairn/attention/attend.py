@@ -1,4 +1,4 @@
-"""What the layers of a model call: store the new rows of a step, then attend to the sequences."""
+"""The attention interface for model layers: store a step's new rows, then attend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Attend:
     def __init__(
         self, pool: KVPool, backend: AttentionBackend, batch: AttentionBatch, metadata: object
     ) -> None:
-        """`metadata` is what the backend's `prepare` returned for the batch."""
+        """`metadata` is the result of the backend's `prepare` for this batch."""
         self._pool = pool
         self._backend = backend
         self._batch = batch
@@ -40,15 +40,15 @@ class Attend:
     def write_rotated(
         self,
         layer: int,
-        qkv: torch.Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim and more], as projected
+        qkv: torch.Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim or more], as projected
         heads: int,
         cos_sin: tuple[torch.Tensor, torch.Tensor],  # [rows, 1, head_dim] each
         norm: tuple[torch.Tensor, torch.Tensor, float] | None,  # q and k weights per head, eps
         scoring: ScoringHeads | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Norm, rotate and store in one kernel; for CUDA with Triton.
+        """Normalize, rotate and store the new rows in one kernel. Needs CUDA and Triton.
 
-        Returns the query and the query that scores pages, [rows, heads, head_dim] each. Without
+        Returns the query and the query that scores pages, each [rows, heads, head_dim]. Without
         `scoring` they are the same tensor.
         """
         from cairn.kernels.rope_kv import rope_kv
@@ -60,9 +60,9 @@ class Attend:
     def forward(
         self, layer: int, query: torch.Tensor, scoring: Scoring | None = None
     ) -> torch.Tensor:
-        """query [rows, heads, head_dim] -> the same shape. The new rows must be stored already.
+        """Attention output of query [rows, heads, head_dim], in the same shape.
 
-        Layers with landmarks of their own give `scoring`.
+        The new rows must be stored already. Layers with their own landmarks pass `scoring`.
         """
         return self._backend.forward(layer, query, self._metadata, scoring)
 

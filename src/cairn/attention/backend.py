@@ -1,7 +1,7 @@
-"""What backends have in common, and the registry that finds one by name.
+"""The interfaces and base classes of attention backends, and the registry that finds one by name.
 
 A backend computes attention for a batch over the paged KV cache. It is imported only when it is
-asked for, and says itself whether it can run here.
+requested, and reports itself whether it can run on this machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cairn.sparsity.selection import Selection
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What a backend must know of the model before the first step."""
+    """What a backend must know about the model before the first step."""
 
     num_heads: int
     num_kv_heads: int
@@ -38,12 +38,12 @@ class AttentionShape:
     device: torch.device
     groups: tuple[LayerGroup, ...]
     max_seqs: int = 1
-    """Most sequences of a step; in a recorded decode step every row counts as one."""
+    """Most sequences in a step. In a recorded decode step every row counts as a sequence."""
     hides_landmark_rows: bool = False
-    """The last row of a page is a landmark row that dense layers do not see."""
+    """The last row of each page is a landmark row, which dense layers must not see."""
     scales: tuple[float, ...] = ()
-    """By layer, where layers differ in heads, head size or scale; the numbers above are then those
-    of one kind of layer."""
+    """Scale of each layer, if layers differ in heads, head size or scale. The numbers above are
+    then those of one kind of layer."""
 
 
 class Graph(NamedTuple):
@@ -51,14 +51,14 @@ class Graph(NamedTuple):
 
     kind: GraphKind
     mixed: bool
-    """Sequences have any number of new rows; else one each."""
+    """Sequences may have any number of new rows; otherwise each has one."""
 
 
 DENSE_GRAPHS = (Graph("dense", mixed=False), Graph("dense", mixed=True))
 
 
 class AttentionBackend(Protocol):
-    """What every backend has; `DenseBackend` and `SparseBackend` give most of it."""
+    """The interface of every backend; `DenseBackend` and `SparseBackend` implement most of it."""
 
     @property
     def name(self) -> str: ...
@@ -69,14 +69,14 @@ class AttentionBackend(Protocol):
         ...
 
     def graph_for(self, batch: AttentionBatch, *, mixed: bool) -> Graph | None:
-        """The kind that a step can be replayed from, of decode steps or of mixed ones; None if its
-        kernels must be launched one by one."""
+        """The kind of graph, decode or mixed, that can replay a step; None if the step's kernels
+        must be launched one by one."""
         ...
 
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> Any:
-        """Host work of a step, shared by all its layers. The result goes to `forward`.
+        """Host work of a step, shared by all its layers. Returns metadata for `forward`.
 
-        `groups` names the layer groups that `forward` will be called for, all if None.
+        `groups` are the layer groups that `forward` will be called for; None for all.
         """
         ...
 
@@ -87,16 +87,16 @@ class AttentionBackend(Protocol):
     def forward(
         self, layer: int, query: torch.Tensor, metadata: Any, scoring: Scoring | None = None
     ) -> torch.Tensor:
-        """query [rows, heads, head_dim] -> [rows, heads, head_dim].
+        """Attention output of query [rows, heads, head_dim], in the same shape.
 
-        The new rows' keys and values are in the pool already. `scoring` comes from layers that
-        bring landmarks of their own.
+        The keys and values of the new rows are already in the pool. Layers with their own
+        landmarks pass `scoring`.
         """
         ...
 
 
 class Backend:
-    """What dense and sparse backends have in common; derive from one of these."""
+    """What dense and sparse backends have in common. Derive from one of those, not from this."""
 
     name: ClassVar[str]
     graphs: Collection[Graph] = ()
@@ -127,7 +127,7 @@ class DenseBackend(Backend):
     serves_mixed_layers: ClassVar[bool] = False
     """Layers may differ in heads, head size and scale."""
     hides_rows: ClassVar[bool] = False
-    """Can leave landmark rows out."""
+    """It can hide landmark rows."""
     reads: ClassVar[tuple[str, ...]] = (KV,)
     """Parts of the cache that it needs in every layer."""
 
@@ -137,7 +137,7 @@ class DenseBackend(Backend):
 
     @classmethod
     def unsupported_reason(cls, shape: AttentionShape) -> str | None:
-        """Why it cannot serve this model; None if it can."""
+        """Why this backend cannot serve the model; None if it can."""
         if shape.dtype not in cls.dtypes:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in cls.dtypes)
             return f"the type is {str(shape.dtype).removeprefix('torch.')}; it has {names}"
@@ -167,7 +167,7 @@ class DenseBackend(Backend):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseParts:
-    """What an engine builds a sparse backend from."""
+    """The constructor arguments of a sparse backend."""
 
     shape: AttentionShape
     pool: KVPool
@@ -175,60 +175,60 @@ class SparseParts:
     max_pages: int
     """Pages of the longest sequence."""
     dense: AttentionBackend
-    """For layers that are not sparse, and for rows that read everything."""
+    """For layers that are not sparse, and for dense rows of sparse layers."""
     landmarks: LandmarkPool | None = None
     tier: HiSparseCoordinator | None = None
     in_stage: AttentionBackend | None = None
-    """A dense backend over the tier's stage, where prompts are read densely."""
+    """A dense backend over the tier's stage, if prompts are read densely."""
 
 
 class SparseBackend(Backend):
-    """A backend that leaves out most of the past in the layers `SparseConfig.layers`.
+    """A backend that skips most of the past in the layers `SparseConfig.layers`.
 
-    Besides `name`, `prepare` and `forward` everything has a default. The members below are for
-    sparse backends alone.
+    Everything but `name`, `prepare` and `forward` has a default. Only sparse backends have the
+    members below.
     """
 
     needs_landmarks: ClassVar[bool] = False
-    """The engine keeps a landmark of every complete page, made by the policy of `SparseConfig`."""
+    """The engine must keep a landmark of every complete page, made by `SparseConfig.policy`."""
     options: ClassVar[frozenset[str]] = frozenset({"layers", "window"})
-    """Options `hsa_*` that it honours; the others are refused. Without "prefill" it reads prompts
-    sparsely, without "dense_below" no row reads everything."""
+    """The `hsa_*` options that it supports; others are refused. Without "prefill" it reads prompts
+    sparsely; without "dense_below" no row is dense."""
     serves_trained: ClassVar[bool] = False
-    """Also runs models that were trained with sparse attention."""
+    """It supports models that were trained with sparse attention."""
     serves_tier: ClassVar[bool] = False
-    """Also runs where pages live in host memory."""
+    """It supports the host tier."""
     reads_generations: bool = False
-    """Wants the generations of pages on the device."""
+    """It needs the page generations on the device."""
     notes: tuple[str, ...] = ()
-    """What a user should know of how it runs."""
+    """Messages for the user about how it runs."""
 
     def __init__(self, parts: SparseParts) -> None:
         self._parts = parts
 
     @classmethod
     def kernel_refusal(cls, config: SparseConfig, shape: AttentionShape) -> str | None:
-        """Why its kernels cannot serve this model, so that it runs in torch; None if they can."""
+        """Why its kernels cannot serve this model and it must run in torch; None if they can."""
         return f"{cls.name} has none"
 
     def rungs(
         self, max_seqs: int, max_pages: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Numbers of sequences, and of pages of the longest one, from which on a step needs other
-        compiled forms of the kernels; None if it has no Triton kernels."""
+        """Numbers of sequences, and of pages of the longest sequence, at which kernels switch to
+        another compiled form; None if it has no Triton kernels."""
         return None
 
     def launching(self, batch: AttentionBatch, graph: Graph | None) -> None:
-        """A step is about to be launched, or replayed from a graph: keep the host's books."""
+        """Called before a step is launched or replayed, to update the state on the host."""
 
     def replayed(self, batch: AttentionBatch, graph: Graph) -> None:
-        """A graph was replayed: launch what it leaves out."""
+        """Called after a graph was replayed, to launch work that is not part of it."""
 
     def abandon(self, batch: AttentionBatch) -> None:
-        """A step that `launching` was called for has failed."""
+        """Called when a step fails after `launching`."""
 
     def selections(self, metadata: Any, row: int) -> dict[int, Selection]:
-        """Pages that a traced row of the step read, by layer."""
+        """The pages that a traced row of the step read, by layer."""
         return {}
 
     def forward(
@@ -248,18 +248,18 @@ _BACKENDS: Mapping[str, str] = {
 
 _AUTO_PREFILL = ("sgl_kernel", "triton", "torch")
 _AUTO_DECODE = ("triton", "sgl_kernel", "torch")
-"""What `auto` tries, fastest first, as `cairn bench attention` measures it."""
+"""Candidates of `auto`, fastest first according to `cairn bench attention`."""
 AUTO_SPARSE = "hsa"
-"""What `auto` takes for models that were trained with sparse attention, and for a host tier."""
+"""The backend that `auto` means for models trained with sparse attention and for a host tier."""
 
 
 def backend_names() -> tuple[str, ...]:
-    """Dense backends that come with Cairn."""
+    """Names of the dense backends that come with Cairn."""
     return tuple(name for name in _BACKENDS if issubclass(backend_class(name), DenseBackend))
 
 
 def backend_class(name: str) -> type[Backend]:
-    """A backend that comes with Cairn, or one of the user's as `module:Class`."""
+    """The class of a backend that comes with Cairn, or of a user's backend `module:Class`."""
     return import_class("attention_backend", name, _BACKENDS, Backend, also="auto, ")
 
 
@@ -288,10 +288,10 @@ def refusal(name: str, shape: AttentionShape) -> str | None:
 def resolve_backends(
     names: Sequence[str], shape: AttentionShape
 ) -> tuple[list[type[DenseBackend]], str]:
-    """One backend, or two for prefill and decode, and a line about the choice. Raises ConfigError
-    if a named backend cannot run.
+    """One backend, or two for prefill and decode, and a line that explains the choice.
 
-    `auto` takes the first of its candidates that can run; the line says why not the others.
+    `auto` takes the first candidate that can run; the line says why earlier ones cannot. Raises
+    ConfigError if a named backend cannot run.
     """
     dimensions = (
         f"{shape.num_heads} query and {shape.num_kv_heads} kv heads of {shape.head_dim}, "

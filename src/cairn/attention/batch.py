@@ -1,4 +1,4 @@
-"""What a backend may know of a step: lengths, positions in the cache, page tables. No requests."""
+"""What a backend knows about a step: lengths, cache positions and page tables, but no requests."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 
 GraphKind = Literal["dense", "sparse", "resident", "both"]
 """How sparse layers attend in a recorded step. dense: all rows attend densely. sparse: all rows
-select pages. resident: as sparse, and `AttentionBatch.resident`. both: some rows are dense, some
+select pages. resident: like sparse, with `AttentionBatch.resident`. both: some rows are dense, some
 sparse."""
 
 
 NOT_SENT = torch.empty(0, device="meta")
-"""Stands for the tensors of a batch that is not on the device yet."""
+"""Placeholder for the tensors of a batch that is not on the device yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTables:
-    """The page tables of one layer group, for the sequences of this step in their order."""
+    """The page tables of one layer group, for the sequences of this step in order."""
 
     host_pages: np.ndarray  # [seqs, max_pages] int32, NULL_PAGE where no page is held
-    host_generations: np.ndarray  # [seqs, max_pages] int32, the life of each page in the table
+    host_generations: np.ndarray  # [seqs, max_pages] int32, generation of each page
     page_table: torch.Tensor = NOT_SENT  # [seqs, max_pages] int32, host_pages on the device
     row_pages: torch.Tensor = NOT_SENT  # [rows] page that each new row is written to
     generations: torch.Tensor | None = None
@@ -34,23 +34,23 @@ class GroupTables:
 class AttentionBatch:
     """Sequence s computes rows [kv_lens[s] - query_lens[s], kv_lens[s]) of its cache.
 
-    Its new rows stand at [cu_query[s], cu_query[s + 1]) of the step's tensors. Lengths are host
-    arrays: backends plan on the host, once per step and not per layer. The tensors are filled in
+    Its new rows are rows [cu_query[s], cu_query[s + 1]) of the step's tensors. Lengths are host
+    arrays, because backends plan on the host, once per step and not per layer. The tensors are set
     when the batch is sent to the device.
     """
 
     page_size: int
     query_lens: np.ndarray  # [seqs] int64
-    kv_lens: np.ndarray  # [seqs] int64, the new rows included
+    kv_lens: np.ndarray  # [seqs] int64, including the new rows
     cu_query: np.ndarray  # [seqs + 1] int64
     groups: tuple[GroupTables, ...]
     prompt_rows: np.ndarray  # [seqs] int64, rows of the cache that hold the sequence's prompt
-    traced_rows: np.ndarray  # [n] int64, rows of the step whose page selection is wanted
+    traced_rows: np.ndarray  # [n] int64, rows of the step whose page selection is reported
     resident: bool = False
-    """Pages live in host memory, and those of these sequences all have a copy on the device."""
+    """There is a host tier, and all pages of these sequences have a copy on the device."""
     recorded: GraphKind | None = None
-    """The kind of step this batch is recorded for. The host's lengths are made up then: only the
-    device knows those of the steps that will be replayed."""
+    """The kind of graph that this batch is recorded for; None outside recording. While recording,
+    the lengths on the host are placeholders: replayed steps set the lengths on the device."""
     device: torch.device = NOT_SENT.device
     row_offsets: torch.Tensor = NOT_SENT  # [rows] row within its page
     device_kv_lens: torch.Tensor = NOT_SENT  # kv_lens on the device, int32
@@ -71,11 +71,11 @@ class AttentionBatch:
         return bool((self.query_lens == 1).all())
 
     def shortened(self, seqs: np.ndarray) -> AttentionBatch:
-        """The same rows, but those of the chosen sequences, [seqs] bool, see only each other.
+        """The same batch with an empty past for the sequences chosen by `seqs` [seqs] bool.
 
-        For rows that are computed elsewhere: they cost next to nothing and their output is
-        overwritten. On the host their tables name no page, so that nobody takes the first page of
-        their past for one that this step begins, and clears it.
+        For rows that are computed elsewhere: they cost almost nothing here, and their output is
+        overwritten. Their host tables hold only the null page. Otherwise the first page of their
+        past would look like a page that this step begins, and would be cleared.
         """
         kv_lens = np.where(seqs, self.query_lens, self.kv_lens)
         groups = tuple(
@@ -86,11 +86,11 @@ class AttentionBatch:
         return replace(self, kv_lens=kv_lens, device_kv_lens=on_device, groups=groups)
 
 
-_AT_ONCE = 65536  # bytes; CUDA buffers copies up to this size, and waits for the stream with more
+_AT_ONCE = 65536  # bytes; CUDA buffers copies up to this size, larger ones wait for the stream
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy on the device, made without waiting for what the device is doing."""
+    """A copy on the device, made without waiting for work on the device."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type != "cuda":
         return tensor.to(device)
@@ -98,7 +98,7 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def send(array: np.ndarray, target: torch.Tensor) -> torch.Tensor:
-    """Overwrite a contiguous tensor without waiting for what its device is doing; returns it."""
+    """Overwrite a contiguous tensor without waiting for work on its device, and return it."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     piece = _AT_ONCE // tensor.itemsize
     if tensor.numel() <= piece:
@@ -110,7 +110,7 @@ def send(array: np.ndarray, target: torch.Tensor) -> torch.Tensor:
 
 
 class Scoring(NamedTuple):
-    """What a layer of a model with landmarks of its own hands to attention, besides the query."""
+    """What layers with their own landmarks pass to attention in addition to the query."""
 
-    query: torch.Tensor  # [rows, heads, head_dim] scores landmarks
-    prior: torch.Tensor  # [rows, heads, head_dim] pools a page's landmark, read at its last row
+    query: torch.Tensor  # [rows, heads, head_dim] to score landmarks with
+    prior: torch.Tensor  # [rows, heads, head_dim] to pool a page's landmark with, at its last row

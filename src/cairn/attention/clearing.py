@@ -1,4 +1,5 @@
-"""Clearing pages: a masked slot has weight zero, but zero times NaN is NaN."""
+"""Clears new pages, because unwritten rows may hold NaN: a masked row has weight zero, but zero
+times NaN is NaN."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from cairn.memory.kv_pool import KVPool
 
 
 def clear_begun_pages(pool: KVPool, batch: AttentionBatch) -> None:
-    """Zero the last page of every sequence that begins it in this step and leaves it partial."""
+    """Zero the last page of each sequence if this step begins that page and does not fill it."""
     size = batch.page_size
     last_page = (batch.kv_lens - 1) // size
     begun = last_page * size >= batch.kv_lens - batch.query_lens

@@ -43,7 +43,7 @@ class FlashInferBackend(DenseBackend):
         return missing_module("flashinfer", "flashinfer-python")
 
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> list[Any]:
-        """A planned wrapper for each group."""
+        """One planned FlashInfer wrapper for each group."""
         size = batch.page_size
         counts = -(-batch.kv_lens // size)
         indptr = torch.from_numpy(np.concatenate(([0], np.cumsum(counts))).astype(np.int32))
@@ -53,7 +53,7 @@ class FlashInferBackend(DenseBackend):
         wrappers = self._decode if batch.decodes else self._extend
         for g, (wrapper, tables) in enumerate(zip(wrappers, batch.groups, strict=True)):
             if groups is not None and g not in groups:
-                continue  # planned for others
+                continue  # `forward` is not called for this group
             group = shape.groups[g]
             pages = torch.from_numpy(tables.host_pages[:, : held.shape[1]][held])
             common = {

@@ -1,7 +1,7 @@
-"""One backend for steps that only decode, another for all others: `PREFILL,DECODE`.
+"""`PREFILL,DECODE`: one backend for steps that only decode, another for all other steps.
 
-A step that does both goes to the first as a whole: splitting it would cost more launches than the
-better decode kernel saves.
+A step with both prefill and decode goes to the prefill backend as a whole. Splitting it would cost
+more in launches than the better decode kernel saves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FlashAttention-3 as SGLang's kernel package has it, over Cairn's paged cache."""
+"""FlashAttention-3 from SGLang's kernel package, over Cairn's paged cache."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from cairn.kernels.workspace import Workspace
 from cairn.memory.kv_pool import KVPool
 
 _TILE = 128
-"""Rows of a key tile. Pages of a multiple of this are loaded by TMA; smaller ones row by row, which
-is 9 % slower for long prompts."""
+"""Rows of a key tile. Pages whose size is a multiple of this are loaded by TMA. Smaller pages are
+loaded row by row, which is 9 % slower for long prompts."""
 _GATHER_FROM = 3000
-"""Copy a layer's pages into pages of _TILE rows first if cached rows are read by more new rows than
-this on average. The copy pays for itself from about half of that."""
+"""First copy a layer's pages into pages of _TILE rows if, on average, more new rows than this read
+each cached row. The copy already pays off from about half this number."""
 _MOST_GATHERED = 4 * 2**30
-"""Bytes of one layer."""
+"""Most bytes to copy for one layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Gathered:
-    """Small pages of a group as pages of _TILE rows, for one layer at a time."""
+    """A group's small pages, combined into large pages of _TILE rows, for one layer at a time."""
 
-    pages: torch.Tensor  # [n] int32, what each large page is made of, one behind the other
+    pages: torch.Tensor  # [n] int32, small pages of each large page, in order
     table: torch.Tensor  # [seqs, large pages] int32
     workspace: Workspace
 
@@ -119,7 +119,7 @@ class SglKernelBackend(DenseBackend):
     def _gathered(
         self, layer: int, gathered: _Gathered
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Keys, values [large pages, _TILE, kv_heads, dim] and the page table."""
+        """Keys and values, each [large pages, _TILE, kv_heads, dim], and the page table."""
         from cairn.kernels.gather_pages import gather_pages
 
         pool = self._pool.part(layer)

@@ -1,9 +1,9 @@
 """Attention in plain torch, on any device. The reference for every faster backend.
 
-Rows that stand alone in their sequence (decode) are batched with the rows of other sequences that
-read equally many pages; longer chunks of new rows go one sequence and one block of queries at a
-time. Either way exactly the pages that are read are copied, once per layer. Slots that were never
-written may hold NaN: a page that a step leaves partial is cleared when it is begun.
+Single new rows (decode) are batched with those of other sequences that read the same number of
+pages. Longer chunks of new rows are computed one sequence and one block of queries at a time.
+Either way each layer copies exactly the pages that are read, once. Unwritten rows may hold NaN, so
+a page that a step begins and does not fill is cleared first.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from cairn.attention.clearing import clear_begun_pages
 from cairn.memory.groups import LayerGroup
 from cairn.memory.layout import KV
 
-_QUERY_BLOCK = 128  # bounds the mask and what a causal block reads in vain
+_QUERY_BLOCK = 128  # bounds the mask and the masked keys that a causal block reads
 
 
 @dataclass(frozen=True, slots=True)
 class _Peers:
-    """Decoding sequences that read equally many pages."""
+    """Decoding sequences that read the same number of pages."""
 
     seqs: int
     pages: int
@@ -35,10 +35,10 @@ class _Peers:
 
 @dataclass(frozen=True, slots=True)
 class _Decode:
-    """All decoding sequences of a step, peers side by side."""
+    """All decoding sequences of a step, with peers next to each other."""
 
     rows: torch.Tensor  # [seqs] row of each in the step
-    places: torch.Tensor  # [seqs] where each stands among the step's decoding sequences
+    places: torch.Tensor  # [seqs] index of each among the step's decoding sequences
     slices: torch.Tensor  # [sum of seqs * 2 * kv_heads * pages] (page, head) slices of the pool
     peers: tuple[_Peers, ...]
 
@@ -54,7 +54,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """All new rows of one sequence that has several."""
+    """All new rows of a sequence with several new rows."""
 
     slices: torch.Tensor  # [2 * kv_heads * pages] from the first page that any of its queries reads
     num_keys: int  # keys from the first row of the first page to the last query
@@ -190,7 +190,7 @@ class TorchBackend(DenseBackend):
         return out
 
     def _decode(self, layer: int, query: torch.Tensor, decode: _Decode) -> torch.Tensor:
-        """query [seqs, heads, dim]: one row per sequence, over all its pages."""
+        """Attention of query [seqs, heads, dim], one row per sequence, over all its pages."""
         _, heads, dim = query.shape
         kv_heads = self._pool.kv_heads(layer)
         copied = self._gather(layer, decode.slices)  # [slices, page_size, dim]
@@ -199,7 +199,7 @@ class TorchBackend(DenseBackend):
         for peers in decode.peers:
             end = begin + peers.seqs * self._pool.part(layer).shape[1] * peers.pages
             key, value = copied[begin:end].view(peers.seqs, 2, kv_heads, -1, dim).unbind(1)
-            # The query heads of a kv head are like so many queries: [seqs, kv_heads, group, dim].
+            # Treat the query heads of a kv head as queries: [seqs, kv_heads, group, dim].
             own = query[row : row + peers.seqs].reshape(peers.seqs, kv_heads, -1, dim)
             out = F.scaled_dot_product_attention(
                 own, key, value, attn_mask=peers.mask, scale=self._scale(layer)
@@ -209,7 +209,7 @@ class TorchBackend(DenseBackend):
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _gather(self, layer: int, slices: torch.Tensor) -> torch.Tensor:
-        """Copy (page, head) slices: [slices, page_size, dim]"""
+        """A copy of (page, head) slices, [slices, page_size, dim]."""
         pool = self._pool.part(layer)
         return pool.view(-1, *pool.shape[2:]).index_select(0, slices)
 
@@ -220,7 +220,7 @@ class TorchBackend(DenseBackend):
 def _extend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """query [rows, heads, dim] over key, value [kv_heads, keys, dim] of the same sequence."""
+    """Attention of query [rows, heads, dim] over key, value [kv_heads, keys, dim] of a sequence."""
     rows, heads, dim = query.shape
     kv_heads, keys, _ = key.shape
     # [kv_heads, group, rows, dim] against [kv_heads, 1 -> group, keys, dim]
@@ -237,7 +237,7 @@ def _extend(
 
 
 def _slices(group: LayerGroup, pages: torch.Tensor) -> torch.Tensor:
-    """pages [..., pages] -> places of their (page, head) slices, by sequence and head."""
-    heads = group.layout.part(KV).shape[0]  # of keys, then of values
+    """Flat indices of the (page, head) slices of pages [..., pages], by sequence and head."""
+    heads = group.layout.part(KV).shape[0]  # key heads, then value heads
     index = torch.arange(heads, device=pages.device)
     return (pages[..., None, :] * heads + index[:, None]).flatten()

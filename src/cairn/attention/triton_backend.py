@@ -1,4 +1,5 @@
-"""Cairn's own Triton kernels: decode rows split along the past, longer chunks in blocks of rows."""
+"""Cairn's own Triton kernels. Decode rows are split along the past, longer chunks into blocks of
+rows."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Metadata:
-    decode_rows: torch.Tensor | None  # [n] rows of the sequences with one new row; None for none
+    decode_rows: torch.Tensor | None  # [n] rows of sequences with one new row; None without any
     decode_lens: torch.Tensor  # [n] their lengths
     decode_tables: tuple[torch.Tensor, ...]  # per group, [n, pages]
     blocks: ExtendBlocks | None  # of the other sequences

@@ -1,1 +1,1 @@
-"""Page-selection policies: what a page is summed up by, and which pages a query reads."""
+"""Page-selection policies: how a page is summarized, and which pages a query reads."""

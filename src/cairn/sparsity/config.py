@@ -1,4 +1,4 @@
-"""How the sparse layers of a model attend, with every choice made."""
+"""The resolved configuration of a model's sparse layers."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ import numpy as np
 from cairn.sparsity.policy import Fusion, Policy, Strategy
 
 ALL_ROWS = 2**31 - 1
-"""As a bound on rows: all of them."""
+"""A limit on rows that includes all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class SparseConfig:
     policy: Policy | None
-    """None for backends without landmarks."""
+    """Makes and scores landmarks; None for backends without landmarks."""
     layers: tuple[int, ...]
     topk: int
-    """Pages a query reads outside its window, sinks included."""
+    """Pages that a query reads outside its window, including sinks."""
     window: int
-    """Rows a query always sees, itself included, widened to whole pages."""
+    """Rows that a query always sees, including itself, extended to whole pages."""
     strategy: Strategy
     fusion: Fusion
     sinks: int = 0
-    """First pages of a sequence, which are always among the selected."""
+    """Number of first pages of a sequence that are always selected."""
     null_split: bool = False
-    """A split of weight exp(0) and output zero takes part in the merge (softmax1)."""
+    """The merge includes an empty split of weight exp(0) and output zero (softmax1)."""
     landmark_rows: bool = False
-    """The last row of a page is a landmark row, whose KV nobody attends to."""
+    """The last row of each page is a landmark row. No query attends to its KV."""
     dense_below: int = 0
-    """Rows below this one see everything before them."""
+    """Rows below this position are dense: they see everything before them."""
     dense_prompt_below: int = 0
-    """So do the rows of a prompt below this one."""
+    """Prompt rows below this position are dense too."""
 
     @property
     def reads_densely(self) -> bool:
-        """Some rows see everything."""
+        """Whether some rows are dense."""
         return self.dense_below > 0 or self.dense_prompt_below > 0
 
     def window_start(self, row: int, page_size: int) -> int:
-        """First page of the window of a query at `row`; earlier pages are candidates."""
+        """First page of the window of a query at `row`. Earlier pages are candidates."""
         if row < self.dense_below:
             return 0
         return max(0, (row - self.window + 1) // page_size)
 
     def dense_until(self, prompt_rows: np.ndarray) -> np.ndarray:
-        """Rows of each sequence before this one see everything; `prompt_rows` [seqs] are those of
-        its prompt."""
+        """The position [seqs] below which each sequence's rows are dense. `prompt_rows` [seqs] is
+        the number of rows of its prompt."""
         until: np.ndarray = np.maximum(
             self.dense_below, np.minimum(prompt_rows, self.dense_prompt_below)
         )
@@ -56,6 +56,6 @@ class SparseConfig:
     def window_starts(
         self, rows: np.ndarray, page_size: int, prompt_rows: np.ndarray
     ) -> np.ndarray:
-        """`window_start` of a row of each of several sequences, dense ones of a prompt included."""
+        """`window_start` for one row of each sequence, also for dense prompt rows."""
         starts = np.maximum(0, (rows - self.window + 1) // page_size)
         return np.where(rows < self.dense_until(prompt_rows), 0, starts)

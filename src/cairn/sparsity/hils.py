@@ -1,7 +1,8 @@
-"""HiLS: a page is summed up as its own landmark row would read it.
+"""HiLS: the page's landmark row summarizes the page.
 
-The landmark row's query attends to the page's keys; the mean key under that attention, plus the
-attention's entropy, is the first-order expansion of the page's log-sum-exp around that query.
+The query of the landmark row attends to the page's keys. The landmark is the mean key under that
+attention, and its bias is the entropy of that attention. Together they are the first-order
+expansion of the page's log-sum-exp around that query.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class HiLSPolicy(Policy):
     def landmark(self, keys: torch.Tensor, prior: torch.Tensor | None) -> Landmark:
         assert prior is not None
         wide = torch.promote_types(keys.dtype, torch.float32)
-        real = keys[:, :-1].to(wide)  # the landmark row itself does not count
+        real = keys[:, :-1].to(wide)  # without the landmark row itself
         query = torch.unflatten(
             prior.to(wide), 1, (real.shape[2], -1)
         )  # [pages, kv_heads, group, dim]

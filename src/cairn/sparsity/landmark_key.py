@@ -1,4 +1,4 @@
-"""The key of a page's landmark row is its landmark: HiLS without the prior query."""
+"""Uses the key of a page's landmark row as its landmark: HiLS without the prior query."""
 
 from __future__ import annotations
 

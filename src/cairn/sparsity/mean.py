@@ -1,4 +1,4 @@
-"""The mean key of a page: the simplest landmark for models that were not trained with any."""
+"""Uses a page's mean key as its landmark: the simplest policy for models without landmarks."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What a page-selection policy is.
+"""The interface of page-selection policies.
 
-A policy sums up each complete page in a landmark, and scores it against a query:
+A policy summarizes each complete page in a landmark, and scores the landmark against a query:
 
     score(query, page) = scale * map_query(query) . vectors(page) + bias(page)
 
-It is linear in the landmark, so that the same kernels serve every policy; a policy that overrides
-`score` still runs, in plain torch. Policies know nothing of kernels, requests or memory.
+The score is linear in the landmark, so that the same kernels serve every policy. A policy that
+overrides `score` runs in plain torch. Policies know nothing about kernels, requests or memory.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 
 Fusion = Literal["landmark", "lse"]
-"""What a selected page weighs in the merge: its landmark's score, or its exact log-sum-exp."""
+"""The weight of a selected page in the merge: its landmark score, or its exact log-sum-exp."""
 
 Strategy = Literal["group", "head", "softmax_head"]
-"""How the query heads of one kv head agree on pages: by the sum of their scores, by the best
+"""How the query heads of one kv head choose pages together: by the sum of their scores, by the best
 score, or by the best share of a head's attention."""
 
 
@@ -38,10 +38,10 @@ class Landmark(NamedTuple):
 
 class Policy:
     needs_landmark_rows: ClassVar[bool] = False
-    """Pages must end in a landmark row, which only models trained with one have."""
+    """Pages must end in a landmark row, which only models trained with landmark rows have."""
     pooling: ClassVar[str | None] = None
-    """A name for what `landmark` does: hils, last, box or mean. A backend that has a kernel of this
-    name may call that instead."""
+    """Name of the method that `landmark` implements: hils, last, box or mean. A backend with a
+    kernel of this name may call the kernel instead."""
     fusion: ClassVar[Fusion] = "lse"
     strategy: ClassVar[Strategy] = "softmax_head"
     has_bias: ClassVar[bool] = False
@@ -51,7 +51,7 @@ class Policy:
 
     @property
     def landmark_heads(self) -> int:
-        """One landmark per kv head, or one per query head."""
+        """Number of landmarks per page: one per kv head, or one per query head."""
         return self.shape.num_kv_heads
 
     @property
@@ -59,22 +59,20 @@ class Policy:
         return self.shape.head_dim
 
     def landmark(self, keys: torch.Tensor, prior: torch.Tensor | None) -> Landmark:
-        """Sum up complete pages.
+        """The landmarks of complete pages.
 
-        keys [pages, page_size, kv_heads, head_dim]; prior [pages, heads, head_dim] is the scoring
-        query of each page's last row, None where the model has no landmark rows.
+        keys [pages, page_size, kv_heads, head_dim]. prior [pages, heads, head_dim] is the scoring
+        query of each page's last row; None if the model has no landmark rows.
         """
         raise NotImplementedError
 
     def map_query(self, query: torch.Tensor) -> torch.Tensor:
-        """[rows, heads, head_dim] -> [rows, heads, landmark_width]"""
+        """Map query [rows, heads, head_dim] to [rows, heads, landmark_width]."""
         return query
 
     def score(self, query: torch.Tensor, landmark: Landmark) -> torch.Tensor:
-        """query [..., rows, heads, width], mapped; landmarks [..., pages, heads, width].
-
-        -> [..., rows, heads, pages]
-        """
+        """Scores [..., rows, heads, pages] of landmarks [..., pages, heads, width] for mapped query
+        [..., rows, heads, width]."""
         vectors, bias = landmark
         grouped = torch.unflatten(
             query, -2, (vectors.shape[-2], -1)

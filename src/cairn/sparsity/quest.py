@@ -1,7 +1,8 @@
-"""Quest: the box around a page's keys, and the largest score any key in that box could have.
+"""Quest: the landmark is the bounding box of a page's keys. The score is the largest score that any
+key in the box could have.
 
-For each dimension the larger of q * max and q * min counts. That is linear in [max, min] once the
-query is split into its positive and its negative part.
+Each dimension contributes the larger of q * max and q * min. That is linear in [max, min] if the
+query is split into its positive and negative parts.
 """
 
 from __future__ import annotations

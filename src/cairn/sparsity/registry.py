@@ -1,4 +1,4 @@
-"""Policies by name. A new one is one file: name it as `module:Class`, or add a line here."""
+"""Finds policies by name. A new policy is one file: name it as `module:Class`, or add it here."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def policy_names() -> tuple[str, ...]:
 
 
 def policy_class(name: str) -> type[Policy]:
-    """A policy that comes with Cairn, or one of the user's as `module:Class`."""
+    """The class of a policy that comes with Cairn, or of a user's policy `module:Class`."""
     return import_class("hsa_policy", name, _POLICIES, Policy)
 
 
 def import_class(
     option: str, name: str, known: Mapping[str, str], base: type[T], also: str = ""
 ) -> type[T]:
-    """The subclass of `base` that an option names: one of `known`, or any as `module:Class`.
+    """The subclass of `base` that an option names: one of `known`, or any `module:Class`.
 
-    `also` are choices that are no classes, for the message.
+    `also` lists choices that are not classes, for the error message.
     """
     module, _, attribute = known.get(name, name).partition(":")
     if not attribute:
@@ -55,7 +55,7 @@ def import_class(
 
 
 def make_policy(name: str, shape: PolicyShape) -> Policy:
-    """The named policy, tried on two pages of zeros so that a wrong one fails here."""
+    """Make the named policy and try it on two pages of zeros, so that errors show early."""
     kind = policy_class(name)
     if kind.strategy not in get_args(Strategy) or kind.fusion not in get_args(Fusion):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Which pages each query reads: the one definition that prefill, decode and every kernel share."""
+"""Page selection: the single definition that prefill, decode and every kernel follow."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import torch
 
 from cairn.sparsity.policy import Strategy
 
-_BLOCK = 4096  # pages scored at once; bounds memory, not the result
+_BLOCK = 4096  # pages scored at once; bounds memory and does not change the result
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The pages that rows of a layer read, in ascending order; -1 where there are fewer than k."""
+    """The pages that rows of a layer read, in ascending order, padded with -1 to k."""
 
-    page_ids: torch.Tensor  # [rows, kv_heads, k] in the pool
+    page_ids: torch.Tensor  # [rows, kv_heads, k]
     page_index: torch.Tensor  # [rows, kv_heads, k] place in the sequence
-    scores: torch.Tensor  # [rows, heads, k] of the landmark, -inf where there is no page
+    scores: torch.Tensor  # [rows, heads, k] landmark scores, -inf for padding
     weights: torch.Tensor  # [rows, heads, k] share in the output
     window_lse: torch.Tensor  # [rows, heads]
     window_weight: torch.Tensor  # [rows, heads]
 
     @classmethod
     def window_only(cls, heads: int, kv_heads: int) -> Selection:
-        """Of one row that no page was selected for: all it saw is its window."""
+        """The selection of one row that read only its window."""
         pages = torch.empty(1, kv_heads, 0, dtype=torch.int64)
         none = torch.empty(1, heads, 0)
         return cls(pages, pages, none, none, torch.zeros(1, heads), torch.ones(1, heads))
@@ -48,15 +48,15 @@ def select(
     sinks: int = 0,
     block: int = _BLOCK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best `topk` pages of each row and kv head, ties to the earlier page.
+    """Select the best `topk` pages of each row and kv head. Ties go to the earlier page.
 
-    score(begin, end) -> [rows, heads, end - begin], -inf for pages that must not be read;
-    limits [rows]: pages before it are candidates; window_lse [rows, heads]; num_pages, one or
-    more, is at least the largest limit.
+    score(begin, end) returns [rows, heads, end - begin], -inf for pages that must not be read.
+    Pages below limits [rows] are candidates. window_lse is [rows, heads]. num_pages is at least 1
+    and at least the largest limit.
 
-    Returns place in the sequence [rows, kv_heads, k] ascending, -1 where there is none, and
-    scores [rows, heads, k], -inf there. Scoring goes in blocks of pages, which changes nothing
-    but the rounding of the normalizer.
+    Returns the places in the sequence [rows, kv_heads, k], ascending and padded with -1, and the
+    scores [rows, heads, k], padded with -inf. Pages are scored in blocks, which affects only the
+    rounding of the normalizer.
     """
     blocks = [(begin, min(begin + block, num_pages)) for begin in range(0, num_pages, block)]
     group = window_lse.shape[1] // kv_heads
@@ -69,7 +69,7 @@ def select(
 
     normalizer = None
     if strategy == "softmax_head" and group > 1:
-        # Heads of one group compare pages by their share of each head's whole attention.
+        # Compare pages by their share of each head's whole attention.
         normalizer = window_lse
         for begin, end in blocks:
             kept = masked(begin, end)
@@ -87,7 +87,7 @@ def select(
             first = ranks[..., : sinks - begin]
             first.masked_fill_(first > float("-inf"), float("inf"))
         found = torch.arange(begin, end, device=limits.device).expand(ranks.shape)
-        # The best so far are earlier pages: put first, they win ties.
+        # The best pages so far are earlier ones. They come first, so that they win ties.
         found, ranks = torch.cat((index, found), -1), torch.cat((best, ranks), -1)
         scores = torch.cat((chosen, scores), -1)
         place = top_positions(ranks, topk)
@@ -97,9 +97,9 @@ def select(
 
 
 def top_positions(ranks: torch.Tensor, k: int) -> torch.Tensor:
-    """Positions of the k largest ranks above -inf, ascending; -1 behind them where fewer are.
+    """Positions of the k largest ranks above -inf, ascending and padded with -1.
 
-    Of equal ranks the earlier position wins, which torch.topk does not promise.
+    Of equal ranks the earlier position wins, which torch.topk does not guarantee.
     """
     n = ranks.shape[-1]
     least = ranks.topk(min(k, n), dim=-1).values[..., -1:]
@@ -107,7 +107,7 @@ def top_positions(ranks: torch.Tensor, k: int) -> torch.Tensor:
     equal = (ranks == least) & (ranks > float("-inf"))
     room = min(k, n) - above.sum(-1, keepdim=True)
     keep = above | (equal & (equal.cumsum(-1) <= room))
-    # Ascending positions first, then padding: earlier positions have larger keys.
+    # Earlier positions get larger keys, so that topk returns ascending positions, then padding.
     keys = torch.where(keep, torch.arange(n, 0, -1, device=ranks.device), 0)
     keys = keys.topk(min(k, n), dim=-1).values
     places = torch.where(keys > 0, n - keys, -1)
@@ -117,5 +117,5 @@ def top_positions(ranks: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _gather(values: torch.Tensor, places: torch.Tensor, missing: float) -> torch.Tensor:
-    """values at places along the last dimension, `missing` where the place is -1."""
+    """The values at `places` along the last dimension; `missing` where the place is -1."""
     return values.gather(-1, places.clamp(min=0)).masked_fill(places < 0, missing)

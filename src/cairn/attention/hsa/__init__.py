@@ -1,1 +1,1 @@
-"""Hierarchical sparse attention: a window, the best pages outside it, and one merge of both."""
+"""Hierarchical sparse attention: attend to a window and to the best pages outside it, and merge."""

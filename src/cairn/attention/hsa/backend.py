@@ -1,4 +1,4 @@
-"""`--attention-backend hsa`: sparse layers here, all others through a dense backend."""
+"""`--attention-backend hsa`: computes sparse layers, and passes the others to a dense backend."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ from cairn.sparsity.selection import Selection
 @dataclass(frozen=True, slots=True)
 class HSAMetadata:
     dense: Any
-    """The dense backend's own, for all layers that are not sparse."""
+    """The dense backend's metadata for layers that are not sparse."""
     dense_rows: Any
-    """The dense backend's, for the sequences that sparse layers read densely, or that of
-    `TieredDense`; None without any."""
-    dense_seqs: np.ndarray  # [seqs] which those are
+    """Metadata of the dense backend, or of `TieredDense`, for the sequences that sparse layers read
+    densely; None if there are none."""
+    dense_seqs: np.ndarray  # [seqs] bool, those sequences
     kernels: KernelMetadata | None
     tiles: tuple[Tile, ...]
-    """Rows that are computed in torch; with kernels only traced ones."""
+    """Rows that are computed in torch; with kernels only the traced rows."""
     completed: CompletedPages | None
-    """Pages whose landmarks torch saves."""
+    """Pages whose landmarks are made in torch."""
     batch: AttentionBatch
     selections: dict[int, dict[int, Selection]] = field(default_factory=dict)
-    """Filled as layers run: row of the step -> layer -> its selection, one row each."""
+    """Filled as layers run: row of the step -> layer -> the selection of that row."""
 
 
 class HSABackend(SparseBackend):
-    """Sparse layers by selection of pages, all others through a dense backend.
+    """Selects pages in sparse layers, and passes all other layers to a dense backend.
 
-    Rows of sparse layers are sparse or, by their position alone, dense (`SparseConfig`). The dense
-    backend gets all rows of the step where a sequence has only dense rows. The other sequences are
-    made short for it, and their rows are overwritten by what the sparse kernels compute.
+    In sparse layers a row's position alone decides whether it is sparse or dense (`SparseConfig`).
+    If some sequence has only dense rows, the dense backend gets all rows of the step. It sees an
+    empty past for the other sequences, whose output the sparse kernels then overwrite.
     """
 
     name = "hsa"
@@ -65,7 +65,7 @@ class HSABackend(SparseBackend):
     serves_tier = True
 
     def __init__(self, parts: SparseParts, *, kernels: bool | None = None) -> None:
-        """`kernels`: attend by kernels, or in torch; by default by kernels where they can run."""
+        """`kernels` chooses between kernels and torch; by default kernels run if they can."""
         shape, pool, config, dense = parts.shape, parts.pool, parts.config, parts.dense
         landmarks, tier = parts.landmarks, parts.tier
         assert landmarks is not None and config.policy is not None
@@ -104,7 +104,7 @@ class HSABackend(SparseBackend):
         mixed: tuple[GraphKind, ...] = ()
         if not has_tier and self._config.reads_densely and decodes:
             decode = ("dense", "sparse", "both")
-            # Chunks of rows that select pages are not recorded.
+            # Chunks whose rows select pages are not recorded.
             mixed = ("dense", "both") if mixes else ()
         return [*(Graph(kind, False) for kind in decode), *(Graph(kind, True) for kind in mixed)]
 
@@ -119,7 +119,7 @@ class HSABackend(SparseBackend):
 
     @property
     def launches(self) -> int:
-        """Sparse layers of decode steps that kernels have attended to."""
+        """Number of sparse decode layers that kernels have computed."""
         return 0 if self.kernels is None else self.kernels.launches
 
     def graph_for(self, batch: AttentionBatch, *, mixed: bool) -> Graph | None:
@@ -150,7 +150,8 @@ class HSABackend(SparseBackend):
         )
 
     def _seals_itself(self, batch: AttentionBatch, graph: Graph | None) -> bool:
-        """Kernels of sparse decode steps make the landmarks of completed pages and seal them."""
+        """Whether the step's own kernels make and seal the landmarks of completed pages, as they do
+        in sparse decode steps."""
         if self.kernels is None:
             return False
         if graph is not None:
@@ -158,7 +159,7 @@ class HSABackend(SparseBackend):
         return bool((batch.query_lens == 1).all() and not self._dense_seqs(batch).any())
 
     def replayed(self, batch: AttentionBatch, graph: Graph) -> None:
-        """Landmarks of pages that rows complete which no sparse kernel has seen."""
+        """Make the landmarks of pages that the step completed outside sparse kernels."""
         if self._seals_itself(batch, graph):
             return
         seq, place, _ = completed_pages(batch)
@@ -168,7 +169,7 @@ class HSABackend(SparseBackend):
             self.kernels.save_all_layers(pages, kv_pages)
 
     def _dense_seqs(self, batch: AttentionBatch) -> np.ndarray:
-        """[seqs] which have only rows that see everything."""
+        """The sequences with dense rows only, [seqs] bool."""
         return batch.kv_lens <= self._config.dense_until(batch.prompt_rows)
 
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> HSAMetadata:
@@ -186,7 +187,7 @@ class HSABackend(SparseBackend):
             )
             completed = CompletedPages(pages, kv_pages, to_device(rows, batch.device))
         dense_seqs = self._dense_seqs(batch)
-        if self._tiered is not None:  # rows that select pages do not find all of them
+        if self._tiered is not None:  # sparse kernels do not find all pages that dense rows read
             begun = batch.kv_lens - batch.query_lens < batch.prompt_rows
             assert not (begun & ~dense_seqs).any(), "a chunk has rows of a prompt and of an answer"
         dense_rows = self._prepare_dense(batch, dense_seqs) if dense_seqs.any() else None
@@ -200,16 +201,16 @@ class HSABackend(SparseBackend):
         return HSAMetadata(dense, dense_rows, dense_seqs, kernels, tiles, None, batch)
 
     def _prepare_dense(self, batch: AttentionBatch, dense: np.ndarray) -> Any:
-        """`dense` [seqs]: those that go to the dense backend."""
+        """Metadata for the dense rows; `dense` [seqs] are the sequences with only such rows."""
         if self._tiered is not None:
-            selecting = ~dense & (batch.query_lens > 1)  # such chunks use the stage, too
+            selecting = ~dense & (batch.query_lens > 1)  # such chunks also use the stage
             ahead = batch.resident or not selecting.any()
             return self._tiered.prepare(batch, dense, ahead=ahead)
         own = batch if dense.all() else batch.shortened(~dense)
         return self._dense.prepare(own, {self._groups.kv})
 
     def _prepare_recorded(self, batch: AttentionBatch, dense: Any) -> HSAMetadata:
-        """Of a step whose lengths only the device knows."""
+        """Metadata of a recorded step, whose lengths only the device knows."""
         assert self.kernels is not None
         none = np.zeros(batch.num_seqs, dtype=bool)
         dense_rows = kernels = None
@@ -226,7 +227,8 @@ class HSABackend(SparseBackend):
     def begin(self, metadata: HSAMetadata) -> None:
         if metadata.dense_rows is not None:
             (self._tiered or self._dense).begin(metadata.dense_rows)
-        # Behind it: where layers of both share a group, the plan with whole lengths serves both.
+        # This must come second. If dense and sparse layers share a group, both calls write the same
+        # plan, and the one with the whole lengths serves both.
         if metadata.dense is not None:
             self._dense.begin(metadata.dense)
         if metadata.kernels is not None and self.kernels is not None:
@@ -256,7 +258,8 @@ class HSABackend(SparseBackend):
     def _selected(
         self, metadata: HSAMetadata, tile: Tile, of_chunks: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """What kernels selected for a tile of one traced row, [1, kv_heads, k]; else None."""
+        """What the kernels selected for the one traced row of a tile, [1, kv_heads, k]; None
+        without kernels."""
         if metadata.kernels is None or self.kernels is None:
             return None
         (row,) = tile.traced_rows
@@ -275,7 +278,7 @@ class HSABackend(SparseBackend):
         scoring: Scoring | None,
         index: torch.Tensor | None,
     ) -> torch.Tensor:
-        """A tile's output; the selections of its traced rows are noted."""
+        """The output of a tile. Also records the selections of its traced rows."""
         scores_with = query if scoring is None else scoring.query
         own, scored = (rows[tile.rows].to(self._wide) for rows in (query, scores_with))
         attended, selection = self._torch.forward(layer, tile, own, scored, index)
@@ -300,7 +303,7 @@ class HSABackend(SparseBackend):
     def _save_landmarks(
         self, layer: int, completed: CompletedPages, scoring: Scoring | None
     ) -> None:
-        # [pages, size, kv_heads, dim]; all rows of a completed page are in the pool by now.
+        # [pages, size, kv_heads, dim]; all rows of a completed page are already in the pool.
         keys = self._pool.keys(layer)[completed.kv_pages]
         prior = None if scoring is None else scoring.prior[completed.last_rows]
         vectors, bias = self._policy.landmark(keys, prior)

@@ -1,7 +1,7 @@
-"""Sparse attention by Triton kernels: the same as `torch_sparse`, on CUDA, fit for recording.
+"""Sparse attention by Triton kernels: computes the same as `torch_sparse`, and can be recorded.
 
-Sequences with one new row take three launches per layer; longer chunks a window pass, the
-selection, and a pass over the union of what neighbouring rows selected.
+Sequences with one new row take three launches per layer. Longer chunks take a window pass, the
+selection, and a pass over the union of the pages that neighbouring rows selected.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 class DecodeRows:
     """Sequences with one new row."""
 
-    rows: torch.Tensor  # [n] int32, their rows of the step; negative for none
+    rows: torch.Tensor  # [n] int32, row of the step; negative to skip the sequence
     kv_lens: torch.Tensor  # [n] int32
     page_table: torch.Tensor  # [n, pages]
-    kv_table: torch.Tensor  # [n, pages] of the pool
+    kv_table: torch.Tensor  # [n, pages] pages of the pool
     generations: torch.Tensor  # [n, pages]
     alone: bool
-    """They are the whole step: pages that they complete are sealed on the device."""
+    """The step has no other rows. The kernels then seal the pages that these rows complete."""
     resident: bool
     """See `AttentionBatch.resident`."""
 
@@ -54,19 +54,19 @@ class ChunkRows:
     windows: ExtendBlocks
     selecting: ExtendBlocks
     reading: tuple[ExtendBlocks, ...]
-    """All blocks, in parts that read no more pages than the stage holds."""
+    """All blocks, in parts whose pages fit into the stage."""
     candidates: CandidatePages
     dense_until: torch.Tensor  # [seqs] int32
     workspace: Workspace
 
 
 class LayerRows(NamedTuple):
-    """What a layer attends with, [rows, heads, ...] each."""
+    """The rows of a layer, each tensor [rows, heads, ...]."""
 
     layer: int
     query: torch.Tensor
-    mapped: torch.Tensor  # scores landmarks
-    prior: torch.Tensor  # pools landmarks
+    mapped: torch.Tensor  # query to score landmarks with
+    prior: torch.Tensor  # query to pool landmarks with
     out: torch.Tensor
 
 
@@ -75,7 +75,7 @@ class KernelMetadata:
     decode: DecodeRows | None
     chunks: ChunkRows | None
     completed: CompletedPages | None = None
-    """Pages whose landmarks are saved in every layer, before anything is selected."""
+    """Pages whose landmarks every layer saves before it selects pages."""
 
 
 class KernelSparse:
@@ -119,9 +119,9 @@ class KernelSparse:
             split_query=type(policy).map_query is QuestPolicy.map_query,
         )
         self._unions: UnionAttention | None = None
-        """Attends to what chunk rows selected; without it `attend_selected` does."""
+        """CUDA C++ kernel for the selected pages of chunks; if None, `attend_selected` runs."""
         self.notes: tuple[str, ...] = ()
-        """What a user should know of how it runs."""
+        """Messages for the user about how it runs."""
         if shape.device.type == "cuda":
             unserved = self._load_unions(shape)
             if unserved is not None:
@@ -135,7 +135,7 @@ class KernelSparse:
         self._every_row = torch.arange(shape.max_seqs, dtype=torch.int32, device=shape.device)
 
     def _load_unions(self, shape: AttentionShape) -> str | None:
-        """Compile the kernel in CUDA C++, or load it; returns why that cannot be, if so."""
+        """Compile or load the CUDA C++ kernel; returns why it is not available, else None."""
         from cairn.kernels.cuda_source import KernelUnavailableError
         from cairn.kernels.union_attention import UnionAttention, refusal
 
@@ -193,13 +193,14 @@ class KernelSparse:
 
     @property
     def launches(self) -> int:
-        """Sparse layers of decode steps the device has attended to so far."""
+        """Number of sparse decode layers that the device has computed so far."""
         return int(self._scratch.launches.item())
 
     def prepare(
         self, batch: AttentionBatch, chosen: np.ndarray, completed: CompletedPages | None
     ) -> KernelMetadata:
-        """`chosen`: the sequences that are sparse; `completed`: all pages the step completes."""
+        """Metadata of a step; `chosen` are the sparse sequences, `completed` all pages that the
+        step completes."""
         if batch.decodes and len(chosen) == batch.num_seqs:
             return self.prepare_decode(batch)
         single = batch.query_lens[chosen] == 1
@@ -213,7 +214,7 @@ class KernelSparse:
         return KernelMetadata(decode, chunks, completed)
 
     def prepare_decode(self, batch: AttentionBatch) -> KernelMetadata:
-        """Of a step in which every sequence has one row, and is sparse."""
+        """Metadata of a step in which every sequence is sparse and has one new row."""
         rows = self._every_row[: batch.num_seqs]
         whole = self._decode_rows(
             batch, rows, batch.device_kv_lens, alone=True, resident=batch.resident
@@ -221,9 +222,11 @@ class KernelSparse:
         return KernelMetadata(whole, None)
 
     def prepare_both(self, batch: AttentionBatch) -> tuple[KernelMetadata, torch.Tensor]:
-        """Of a recorded step: sequences with one row that is not dense are found on the device.
+        """Metadata of a recorded step that finds its sparse sequences on the device: those with one
+        new row that is not dense.
 
-        Also returns lengths for the dense backend, [seqs] int32, at which those see nothing else.
+        Also returns the lengths for the dense backend, [seqs] int32, which give the sparse
+        sequences an empty past.
         """
         config, kv_lens = self._config, batch.device_kv_lens
         query_lens = batch.device_cu_query.diff()
@@ -243,7 +246,7 @@ class KernelSparse:
         alone: bool = False,
         resident: bool = False,
     ) -> DecodeRows:
-        """`seqs` [n]: the sequences of these rows, all of the batch if None."""
+        """`seqs` [n] are the sequences of these rows; None for all sequences of the batch."""
         own, kv = batch.groups[self._groups.selected], batch.groups[self._groups.kv]
         assert own.generations is not None
         pages, kv_pages, lives = own.page_table, kv.page_table, own.generations
@@ -273,7 +276,7 @@ class KernelSparse:
         )
 
     def _candidates(self, batch: AttentionBatch, seqs: np.ndarray) -> CandidatePages:
-        """The complete pages of these sequences, wherever their landmarks are their own."""
+        """The complete pages of these sequences; -1 where a landmark is of another generation."""
         from cairn.kernels.sparse_select import CandidatePages
 
         tables = batch.groups[self._groups.selected]
@@ -291,7 +294,7 @@ class KernelSparse:
         )
 
     def _staged_together(self, batch: AttentionBatch, seqs: np.ndarray) -> list[np.ndarray]:
-        """Cut sequences into runs whose pages fit in the stage even if all of them are selected."""
+        """Split sequences into runs whose pages fit into the stage even if all are selected."""
         if self._swap is None or batch.resident:
             return [seqs]
         pages = batch.kv_lens[seqs] // batch.page_size
@@ -320,9 +323,10 @@ class KernelSparse:
         query: torch.Tensor,  # [rows, heads, dim]
         scoring: Scoring | None,
         metadata: KernelMetadata,
-        out: torch.Tensor,  # [rows, heads, dim]; rows of sequences that are not sparse are left
+        out: torch.Tensor,  # [rows, heads, dim]; rows of other sequences are kept
     ) -> torch.Tensor | None:
-        """Returns what chunk rows selected: places [rows, kv_heads, k], unset elsewhere."""
+        """Write the output of sparse rows to `out`. Returns the pages that chunk rows selected, as
+        places in the sequence [rows, kv_heads, k]; other rows are unset."""
         mapped = query if scoring is None else scoring.query
         if not self._shape.split_query:
             mapped = self._policy.map_query(mapped)
@@ -337,7 +341,7 @@ class KernelSparse:
         return selected
 
     def selected(self, metadata: KernelMetadata, row: int) -> torch.Tensor | None:
-        """What a decode row of the layer just computed selected, [kv_heads, k]."""
+        """What a decode row selected in the layer that was computed last, [kv_heads, k]."""
         decode = metadata.decode
         if decode is None:
             return None
@@ -396,7 +400,8 @@ class KernelSparse:
     def _select(
         self, own: LayerRows, lse: torch.Tensor, chunks: ChunkRows
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Places [rows, kv_heads, k] of the pages that chunk rows read, and heads' normalizers."""
+        """Places [rows, kv_heads, k] of the pages that chunk rows select, and the normalizers of
+        the heads."""
         from cairn.kernels.sparse_select import select_pages
 
         return select_pages(
@@ -421,7 +426,7 @@ class KernelSparse:
         chunks: ChunkRows,
         blocks: ExtendBlocks,
     ) -> torch.Tensor:
-        """Attend to the selected pages of some blocks; returns how many pages each block read."""
+        """Attend to the selected pages of some blocks; returns the number of pages per block."""
         from cairn.kernels.sparse_extend import attend_selected
 
         batch, swap = chunks.batch, self._swap
@@ -453,7 +458,7 @@ class KernelSparse:
     # -- landmarks ----------------------------------------------------------------------------
 
     def save_all_layers(self, pages: np.ndarray, kv_pages: np.ndarray) -> None:
-        """Landmarks of pages [n] whose rows are in the pool, where those take nothing but keys."""
+        """Save the landmarks of pages [n] in all layers, for policies that need only keys."""
         device, layers = self._every_row.device, self._config.layers
         ids, places = (to_device(own.astype(np.int64), device) for own in (pages, kv_pages))
         if self._pooling is None:
@@ -473,7 +478,7 @@ class KernelSparse:
 
     @cached_property
     def _layer_shifts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """How far the layers' KV and landmarks are from those of the first layer."""
+        """Offsets of each layer's KV and landmarks from those of the first layer."""
         from cairn.kernels.layer_memory import LayerMemory
 
         device, layers = self._every_row.device, self._config.layers
@@ -498,8 +503,8 @@ class KernelSparse:
         )
 
     def _save_last_pages(self, own: LayerRows, decode: DecodeRows) -> None:
-        """Landmarks of every sequence's last page; those of pages that are not complete go to the
-        null page, so that nothing depends on lengths."""
+        """Save the landmark of every sequence's last page. Landmarks of incomplete pages go to the
+        null page, so that no shape depends on lengths."""
         size = self._shape.page_size
         last = ((decode.kv_lens - 1) // size).long()
         page, kv_page = (
@@ -516,7 +521,8 @@ class KernelSparse:
 
 
 def _pooling(policy: Policy) -> Pooling | None:
-    """The kernel for this policy's landmarks, unless a subclass makes them in another way."""
+    """The kernel for this policy's landmarks; None if there is none, or if a subclass overrides
+    `landmark`."""
     for kind in type(policy).__mro__:
         if "pooling" in vars(kind):
             return next((name for name in get_args(Pooling) if name == policy.pooling), None)

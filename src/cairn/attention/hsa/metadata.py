@@ -1,10 +1,10 @@
-"""What all sparse layers of a step share: which rows go together, and what each may see.
+"""What all sparse layers of a step share: how rows are batched, and what each row may see.
 
-Rows are computed in tiles. A tile of decode rows has one row of each of several sequences; a tile
+Rows are computed in tiles. A tile of decode rows has one row of each of several sequences. A tile
 of a prefill chunk has many rows of one sequence, in blocks that share a window:
 
     block:   rows of one sequence within a page, and the pages from the first row's window start
-    tile:    equal blocks, with equally many window pages
+    tile:    blocks with the same number of rows and of window pages
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _TILE_ROWS = 512
 @dataclass(frozen=True, slots=True)
 class Tile:
     seqs: int
-    """Number of sequences; all have equally many rows, which are next to each other."""
+    """Number of sequences. All have the same number of rows, which are next to each other."""
     blocks: int
-    """Number of blocks, of equally many rows; every block is within one sequence."""
+    """Number of blocks. All have the same number of rows; each is within one sequence."""
     rows: torch.Tensor  # [rows] of the step
-    limits: torch.Tensor  # [rows] pages before it are candidates
+    limits: torch.Tensor  # [rows] pages below this index are candidates
     window_pages: torch.Tensor  # [blocks, window pages] in the pool
     hidden: torch.Tensor  # [blocks, rows of a block, window keys] True where not visible
-    page_table: torch.Tensor  # [seqs, candidate pages] page ids; none where no row has candidates
+    page_table: torch.Tensor  # [seqs, candidate pages] page ids; empty if no row has candidates
     generations: torch.Tensor  # [seqs, candidate pages]
     own_pages: torch.Tensor  # [rows] page of the pool that holds the row itself
-    traced: torch.Tensor | None  # [n] rows of the tile whose selection is wanted
+    traced: torch.Tensor | None  # [n] rows of the tile whose selection is reported
     traced_rows: tuple[int, ...]  # the same rows, as rows of the step
 
 
 class SparseGroups(NamedTuple):
-    """Layer groups of the sparse layers' tables; they differ where pages live in host memory."""
+    """Layer groups of the sparse layers' tables. They differ only with a host tier."""
 
     selected: int
     """Index of the group whose page ids name landmarks and selected pages."""
@@ -76,7 +76,8 @@ class _Block:
 
 
 def completed_pages(batch: AttentionBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Pages this step completes: sequence, place in its table, and the row that completes it."""
+    """The pages that this step completes: sequence, index in its table, and the row of the step
+    that completes the page."""
     size = batch.page_size
     past = batch.kv_lens - batch.query_lens
     seqs, index = [], []
@@ -93,8 +94,8 @@ def completed_pages(batch: AttentionBatch) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def fitting_runs(seqs: np.ndarray, pages: np.ndarray, room: int) -> list[np.ndarray]:
-    """Cut sequences into runs that have at most `room` pages together. `pages` [seqs]: the number
-    of pages of each, at most `room`."""
+    """Split sequences into runs of at most `room` pages each. `pages` [seqs] is the number of pages
+    of each sequence, at most `room`."""
     runs: list[list[int]] = [[]]
     left = room
     for seq, count in zip(seqs, pages, strict=True):
@@ -112,7 +113,7 @@ def make_tiles(
     config: SparseConfig,
     chosen: np.ndarray | None = None,
 ) -> tuple[Tile, ...]:
-    """Tiles of all rows, or of those of the `chosen` sequences."""
+    """Tiles of all rows, or of the rows of the `chosen` sequences."""
     seqs = np.arange(batch.num_seqs) if chosen is None else chosen
     blocks = [block for s in seqs for block in _blocks(batch, config, int(s))]
     return tuple(_tile(batch, groups, config, run) for run in _runs(batch, blocks))
@@ -121,7 +122,7 @@ def make_tiles(
 def traced_tiles(
     batch: AttentionBatch, groups: SparseGroups, config: SparseConfig, excluded: np.ndarray
 ) -> tuple[Tile, ...]:
-    """Tiles of one traced row each, but for those of `excluded` sequences."""
+    """One tile for each traced row, except rows of `excluded` sequences."""
     tiles = []
     for row in batch.traced_rows:
         s = int(np.searchsorted(batch.cu_query, row, side="right")) - 1
@@ -147,7 +148,7 @@ def _blocks(batch: AttentionBatch, config: SparseConfig, s: int) -> Iterator[_Bl
 
 
 def _runs(batch: AttentionBatch, blocks: list[_Block]) -> Iterator[list[_Block]]:
-    """Blocks that make a tile: of one sequence, or single rows of several."""
+    """The blocks of each tile: of one sequence, or single rows of several sequences."""
     single = [block for block in blocks if batch.query_lens[block.seq] == 1]
     for width in sorted({block.window_pages for block in single}):
         alike = [block for block in single if block.window_pages == width]
@@ -184,7 +185,7 @@ def _tile(
     hidden |= keys[:, None] < limits[..., None] * size
     if config.landmark_rows:
         hidden |= (keys % size == size - 1)[:, None]
-    # Tiles of a chunk hold one sequence, tiles of decode rows one row of each.
+    # A chunk's tile has one sequence; a tile of decode rows has one row of each sequence.
     owners = seq[:1] if len(set(seq.tolist())) == 1 else seq
     candidates = int(limits.max())
     flat_rows = rows.reshape(-1)

@@ -1,7 +1,7 @@
-"""Rows of sparse layers that see everything, where pages live in host memory.
+"""Dense rows of sparse layers, with a host tier.
 
-Sequences whose pages are all in frames are read there. The pages of the others are gathered in the
-stage, in runs of sequences that fit into it together (`memory/prompt_stage.py`).
+Sequences whose pages are all in frames are read from the frames. The pages of other sequences are
+gathered in the stage (`memory/prompt_stage.py`), in runs of sequences that fit into it together.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from cairn.memory.prompt_stage import StagedPages, StagedStep
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Sequences that a backend attends to at once; the others are short for it."""
+    """Sequences that a backend attends to at once. It sees an empty past for the others."""
 
     backend: AttentionBackend
     batch: AttentionBatch
     metadata: Any
-    """The backend's. None if there are several staged runs: some backends hold only one plan, so it
-    is made again before each run."""
-    rows: torch.Tensor | None  # [n] int64, rows of the step; None for the first run: all of them
+    """The backend's metadata. None if there are several staged runs: some backends hold only one
+    plan, so it is made again before each run."""
+    rows: torch.Tensor | None  # [n] int64, rows of the step; None for all, in the first run
     staged: bool
 
 
@@ -47,7 +47,7 @@ class TieredDense:
         layers: tuple[int, ...],
         groups: SparseGroups,
     ) -> None:
-        """Backends over the pool and over the tier's stage."""
+        """`in_frames` is a backend over the pool, `in_stage` one over the tier's stage."""
         assert tier.stage is not None
         self._in_frames = in_frames
         self._in_stage = in_stage
@@ -57,8 +57,8 @@ class TieredDense:
         self._groups = groups
 
     def prepare(self, batch: AttentionBatch, dense: np.ndarray, *, ahead: bool) -> TieredRows:
-        """`dense` [seqs]: whose rows see everything. `ahead`: nobody else uses the stage in this
-        step."""
+        """Plan a step. `dense` [seqs] are the sequences with dense rows only. `ahead` means that
+        nothing else uses the stage in this step, so that it can be filled ahead."""
         groups = self._groups
         ids = batch.groups[groups.selected].host_pages
         counts = -(-batch.kv_lens // batch.page_size)
@@ -96,7 +96,7 @@ class TieredDense:
                 run.backend.begin(run.metadata)
 
     def forward(self, layer: int, query: torch.Tensor, rows: TieredRows) -> torch.Tensor:
-        """Rows of other sequences are not to be read."""
+        """The output for dense rows; rows of other sequences are undefined."""
         out: torch.Tensor | None = None
         for run in rows.runs:
             metadata = run.metadata
@@ -122,7 +122,8 @@ class TieredDense:
 def _batch_of(
     batch: AttentionBatch, seqs: np.ndarray, group: int, table: np.ndarray
 ) -> AttentionBatch:
-    """These sequences with `table` [seqs, pages] in place of the group's; the others are short."""
+    """The batch with `table` [seqs, pages] as the group's table, and with an empty past for all
+    sequences but `seqs`."""
     others = np.ones(batch.num_seqs, dtype=bool)
     others[seqs] = False
     own = batch.shortened(others) if others.any() else batch

@@ -1,8 +1,8 @@
 """Sparse attention in plain torch: exact, on any device, the reference for every kernel.
 
-Every part is a split (output, log-sum-exp) of the past. The window is one split, each selected
-page is another, and softmax1 adds an empty one; a softmax over their log-sum-exps, or over the
-landmark scores that stand for them, merges the outputs.
+The past is divided into splits, each with an output and a log-sum-exp. The window is one split,
+each selected page is another, and softmax1 adds an empty one. A softmax over the log-sum-exps, or
+over the landmark scores in their place, merges the outputs.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from cairn.sparsity.config import SparseConfig
 from cairn.sparsity.policy import Landmark
 from cairn.sparsity.selection import Selection, select
 
-_ELEMENTS = 2**23  # scores inside selected pages that are computed at once
-_MANY_ROWS = 16  # of one sequence: from here on rows that share a page are multiplied together
-_PIECES = (4, 8, 16, 32)  # rows that share a copy of a page: as many as do on average
+_ELEMENTS = 2**23  # most scores inside selected pages to compute at once
+_MANY_ROWS = 16  # rows of a sequence from which on `_pages_by_page` is used
+_PIECES = (4, 8, 16, 32)  # rows that share a copy of a page; chosen by the average
 
 
 class TorchSparse:
-    """Attention of one tile of one layer."""
+    """Computes attention one tile and one layer at a time."""
 
     def __init__(
         self,
@@ -52,10 +52,10 @@ class TorchSparse:
         scoring: torch.Tensor,
         index: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Selection | None]:
-        """query, scoring [rows, heads, dim] of the tile, in float32 or wider.
+        """The output of a tile, and the selection of its traced rows.
 
-        The selection comes back for the rows that are traced. `index` [rows, kv_heads, k], if
-        given, is what somebody else selected: places in the sequence, -1 behind them.
+        query and scoring are [rows, heads, dim] in float32 or wider. `index` [rows, kv_heads, k],
+        if given, replaces the selection: places in the sequence, padded with -1.
         """
         out, lse = self._window(layer, tile, query)
         rows, heads = lse.shape
@@ -87,7 +87,7 @@ class TorchSparse:
         window_weight: list[torch.Tensor] = []
         step = max(1, _ELEMENTS // (heads * index.shape[2] * self._pool.page_size))
         for part in self._parts(layer, page_ids, lives, step):
-            # Empty places read the row's own page, with weight zero: nothing unowned is touched.
+            # Padding reads the row's own page with weight zero, so that no foreign page is read.
             found = self._locate(layer, page_ids[part], lives[part])
             readable = torch.where(index[part] < 0, tile.own_pages[part, None, None], found)
             page_out, page_lse, totals = attend(layer, query[part] * self._scale, readable)
@@ -110,13 +110,13 @@ class TorchSparse:
     def _parts(
         self, layer: int, page_ids: torch.Tensor, lives: torch.Tensor, most: int
     ) -> Iterator[slice]:
-        """Rows to attend to at once."""
+        """Slices of rows to attend to at once."""
         if self._tier is not None:
             return self._tier.parts(layer, page_ids, lives, most)
         return (slice(begin, begin + most) for begin in range(0, len(page_ids), most))
 
     def _locate(self, layer: int, page_ids: torch.Tensor, lives: torch.Tensor) -> torch.Tensor:
-        """Selected pages in the pool, [rows, kv_heads, k]."""
+        """Pages of the pool that hold the selected pages, [rows, kv_heads, k]."""
         if self._tier is None:
             return page_ids
         return self._tier.swap_in_selected_pages(layer, page_ids, lives)
@@ -124,7 +124,7 @@ class TorchSparse:
     def _window(
         self, layer: int, tile: Tile, query: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> output [rows, heads, dim] and log-sum-exp [rows, heads] over the window."""
+        """Output [rows, heads, dim] and log-sum-exp [rows, heads] over the window."""
         rows, heads, dim = query.shape
         kv_heads, blocks = self._pool.kv_heads(layer), tile.blocks
         count, group = rows // blocks, heads // kv_heads
@@ -164,7 +164,8 @@ class TorchSparse:
     def _scores(
         self, layer: int, tile: Tile, scoring: torch.Tensor, begin: int, end: int
     ) -> torch.Tensor:
-        """Of candidates begin..end, [rows, heads, pages]; -inf where one must not be read."""
+        """Scores [rows, heads, pages] of the candidates begin..end; -inf for pages that must not be
+        read."""
         policy = self._policy
         mapped = torch.unflatten(policy.map_query(scoring), 0, (tile.seqs, -1))
         pages = tile.page_table[:, begin:end]
@@ -176,11 +177,11 @@ class TorchSparse:
     def _pages_by_row(
         self, layer: int, query: torch.Tensor, pages: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Attention inside each page, page by page: every row copies the pages it reads.
+        """Attention inside each selected page. Every row copies the pages it reads.
 
-        query [rows, heads, dim], scaled; pages [rows, kv_heads, k]
-        -> output [rows, heads, k, dim], log-sum-exp [rows, heads, k], and what the output is still
-        to be divided by, likewise
+        query [rows, heads, dim] is scaled; pages [rows, kv_heads, k]. Returns the output before
+        division by the sum of weights [rows, heads, k, dim], the log-sum-exp [rows, heads, k] and
+        the sum of weights [rows, heads, k].
         """
         rows, _, dim = query.shape
         kv_heads, k = pages.shape[1:]
@@ -192,10 +193,10 @@ class TorchSparse:
     def _pages_by_page(
         self, layer: int, query: torch.Tensor, pages: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The same, but every page is copied once for a few of the rows that read it.
+        """Like `_pages_by_row`, but several rows that read a page share one copy of it.
 
-        (row, page) pairs are sorted by page and cut into pieces of equal length, which are
-        multiplied together.
+        (row, page) pairs are sorted by page and split into pieces of equal length. The rows of a
+        piece are multiplied together.
         """
         rows, _, dim = query.shape
         kv_heads, k = pages.shape[1:]
@@ -209,7 +210,7 @@ class TorchSparse:
         pieces = (counts + piece - 1) // piece
         run = torch.repeat_interleave(torch.arange(len(slices), device=device), counts)
         rank = torch.arange(len(order), device=device) - (counts.cumsum(0) - counts)[run]
-        # Pair -> place among pieces; places that no pair takes repeat the first pair.
+        # Pair -> place among pieces; unused places repeat the first pair.
         place = (pieces.cumsum(0) - pieces)[run] * piece + rank
         of_place = torch.zeros(int(pieces.sum()) * piece, dtype=torch.int64, device=device)
         of_place[place] = order
@@ -224,14 +225,15 @@ class TorchSparse:
         return _by_head((rows, kv_heads, k), out.view(-1, group, dim)[where], *found)
 
     def _slice_ids(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
-        """pages [rows, kv_heads, k] -> where the pool has their (page, kv head) slices of keys."""
+        """Indices in the pool of the key slices (page, kv head) of pages [rows, kv_heads, k]."""
         heads = torch.arange(pages.shape[1], device=pages.device)
         return pages * self._pool.part(layer).shape[1] + heads[:, None]
 
     def _slices(
         self, layer: int, slices: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of (page, kv head) slices: [slices, rows that count, dim]"""
+        """Keys and values of (page, kv head) slices, each [slices, rows, dim] without landmark
+        rows."""
         pool = self._pool.part(layer)
         flat = pool.view(-1, *pool.shape[2:])
         real = self._pool.page_size - self._config.landmark_rows
@@ -241,14 +243,14 @@ class TorchSparse:
 
     def _merge(
         self,
-        page_out: torch.Tensor,  # [rows, heads, k, dim], to be divided by
+        page_out: torch.Tensor,  # [rows, heads, k, dim], not yet divided by totals
         page_lse: torch.Tensor,  # [rows, heads, k]
         totals: torch.Tensor,  # [rows, heads, k]
         scores: torch.Tensor,  # [rows, heads, k], -inf where there is no page
         window_out: torch.Tensor,  # [rows, heads, dim]
         window_lse: torch.Tensor,  # [rows, heads]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Merged output, weights of the pages and of the window."""
+        """The merged output, the weights of the pages, and the weight of the window."""
         mass = scores
         if self._config.fusion == "lse":
             mass = page_lse.masked_fill(scores == float("-inf"), float("-inf"))
@@ -265,8 +267,10 @@ class TorchSparse:
 def _softmax(
     scores: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """scores [..., rows, keys], overwritten, and value [..., keys, dim] -> output before it is
-    divided by the sum of weights, log-sum-exp, and that sum. Every row sees some key."""
+    """The output before division by the sum of weights, the log-sum-exp, and the sum of weights.
+
+    scores [..., rows, keys] are overwritten; value [..., keys, dim]. Every row must see some key.
+    """
     most = scores.amax(-1)
     shares = scores.sub_(most[..., None]).exp_()
     total = shares.sum(-1)
@@ -276,8 +280,10 @@ def _softmax(
 def _by_head(
     size: tuple[int, int, int], *parts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output and both sums, [rows * kv_heads * k, group, ...] -> [rows, heads, k, ...] each;
-    `size` is rows, kv_heads and k."""
+    """Reshape output and both sums from [rows * kv_heads * k, group, ...] to [rows, heads, k, ...].
+
+    `size` is (rows, kv_heads, k).
+    """
     out, lse, totals = (
         part.view(*size, *part.shape[1:]).transpose(2, 3).flatten(1, 2) for part in parts
     )
