@@ -1,9 +1,9 @@
-"""Made-up selections of decode rows that change from token to token as a trained model's do.
+"""Synthetic selections of decode rows that change from token to token like a trained model's.
 
-Random weights select other pages with every token, which no cache could serve. Here a row's
-candidates are cut into k equal parts. The row reads one page of each part, and changes it now and
-then. One launch draws the pages of all layers, so a step takes hardly longer; a recorded step draws
-new ones with every replay.
+Random weights select different pages for every token, which no cache could serve. Here a row's
+candidates are divided into k equal parts. The row reads one page of each part, and sometimes
+changes it. One launch draws the pages of all layers, so a step takes hardly longer. A recorded step
+draws new pages with every replay.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _drift_kernel(
     before = tl.load(selected + own * TOPK + k, mask=k < TOPK, other=-1)
     begin, end = k * limit // TOPK, (k + 1) * limit // TOPK
     drawn = begin + (tl.rand(2 * own + 1, now * BLOCK_K + k) * (end - begin)).to(tl.int32)
-    # A page stays while new ones widen the parts; the few that a part has left behind are given up.
+    # A page stays while new pages widen the parts. A page that is no longer in its part is dropped.
     moves = (tl.rand(2 * own, now * BLOCK_K + k) < change) | (before < begin) | (before >= end)
     place = tl.where(moves, tl.minimum(drawn, end - 1), before)
     # With fewer candidates than pages to select, all of them are selected.
@@ -79,7 +79,7 @@ def drift(
     shape: SparseShape,
     state: DriftState,
     kv_lens: torch.Tensor,  # [seqs] int32
-    change: float,  # share of a row's pages that are others than at its last token
+    change: float,  # share of a row's pages that change from token to token
 ) -> None:
     layers, max_seqs = state.clock.shape[:2]
     _drift_kernel[(shape.kv_heads, len(kv_lens), layers)](
@@ -99,15 +99,15 @@ def drift(
 
 
 class DriftingSparse(KernelSparse):
-    """Looks up drifting pages where pages live in host memory, whatever decode rows selected.
+    """With a host tier, looks up drifting pages instead of those that decode rows selected.
 
-    The attention weights of a page stay those of the page that was selected.
+    The attention weights stay those of the selected pages.
     """
 
     _drift: tuple[DriftState, float]
 
     def drift_by(self, change: float) -> None:
-        """`change`: share of a row's pages that change from token to token."""
+        """Start drifting; `change` is the share of a row's pages that change per token."""
         seqs, device = len(self._every_row), self._every_row.device
         layers = len(self._config.layers)
         self._drift = DriftState.empty(self._shape, layers, seqs, device), change

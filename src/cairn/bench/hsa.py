@@ -1,9 +1,10 @@
-"""`cairn bench hsa`: sparse attention beside the best dense backend, through the whole engine.
+"""`cairn bench hsa`: sparse attention against the best dense backend, through the whole engine.
 
-Every sparse preset has a dense twin of the same size. Weights are random, which changes nothing but
-the selection: neighbouring rows of a trained model read mostly the same pages, those of a random
-one do not. Prefill is therefore timed twice, with what the random model selects and with a made-up
-selection of a trained model's locality (2.5x fewer pages for 4 neighbouring rows, 3.4x for 8).
+Every sparse preset has a dense twin of the same size. Weights are random, which affects only the
+selection: neighbouring rows of a trained model read mostly the same pages, those of a random model
+do not. Prefill is therefore timed twice: with the random model's selection, and with a synthetic
+selection that has the locality of a trained model (2.5x fewer pages for 4 neighbouring rows, 3.4x
+for 8).
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from cairn.llm import LLM
 PARTS = ("decode", "batch", "prefill", "together", "7b")
 
 _CHUNK = 16704  # 261 pages: 16K tokens and their landmark rows in one step
-_SHORT = 16384  # tokens of prompts whose time is as much the host's, which varies
-_WARM_STEPS = 80  # a page and more: every kind of step has run
-_CHANGE = 0.195  # share of its pages that a row does not have from the row before
+_SHORT = 16384  # tokens; for shorter prompts host time matters as much, and it varies
+_WARM_STEPS = 80  # more than a page, so that every kind of step has run
+_CHANGE = 0.195  # share of a row's pages that the previous row does not read
 
 
 def run(
@@ -109,8 +110,8 @@ def _decode(
                 frontend.step()
             for _ in range(_WARM_STEPS):
                 frontend.step()
-            # Steps overlap: what counts is the time from one to the next. A page's landmark row
-            # comes with every 63rd token, so that the mean of a whole page is the fair number.
+            # Steps overlap, so measure the time from one step to the next. Every 63rd token brings
+            # a landmark row, so take the mean over whole pages.
             moments = []
             for _ in range(steps):
                 frontend.step()
@@ -129,7 +130,7 @@ def _decode(
 def _prefill(
     llm: LLM, model: str, lengths: Sequence[int], profile: bool
 ) -> Iterator[dict[str, Any]]:
-    """Milliseconds to the first token of one prompt: the median, after one that compiles."""
+    """Milliseconds to the first token of one prompt: the median, after one run that compiles."""
     kernels = _watched(llm)
     selections: dict[str, LocalSelection | None] = {"random weights": None}
     if kernels is not None:
@@ -155,7 +156,7 @@ def _prefill(
 
 
 def _together(llm: LLM, model: str) -> Iterator[dict[str, Any]]:
-    """16 prompts in one step, against one by one."""
+    """16 prompts in one step, compared with one at a time."""
     for length in (128, 2048):
         times: dict[str, list[float]] = {"together": [], "alone": []}
         for attempt in range(3):
@@ -177,7 +178,7 @@ def _first_token(llm: LLM, prompts: list[list[int]]) -> float:
 
 
 def _watched(llm: LLM) -> WatchedSparse | None:
-    """Kernels that can be watched, in place of the engine's; None where it has none."""
+    """Replace the engine's sparse kernels by `WatchedSparse`; None if it has no such kernels."""
     backend = llm.engine.runner.backend
     if not isinstance(backend, HSABackend) or backend.kernels is None:
         return None
@@ -186,7 +187,7 @@ def _watched(llm: LLM) -> WatchedSparse | None:
 
 
 class WatchedSparse(KernelSparse):
-    """Keeps what chunk rows of the newest layer read; `revise` replaces what they select."""
+    """Keeps what chunk rows of the last layer read. `revise` replaces what they select."""
 
     revise: Callable[[torch.Tensor, ChunkRows], torch.Tensor] | None = None
     _selected: torch.Tensor | None = None
@@ -194,7 +195,7 @@ class WatchedSparse(KernelSparse):
 
     @property
     def reuse(self) -> float | None:
-        """Pages rows selected, per page that blocks of neighbouring rows read together."""
+        """Pages that rows selected, per page that blocks of neighbouring rows read together."""
         if self._selected is None:
             return None
         read = sum(int(counts.sum()) for counts in self._read)
@@ -216,8 +217,11 @@ class WatchedSparse(KernelSparse):
 
 
 class LocalSelection:
-    """Every row keeps the pages of the row before it but for a few: the candidates are cut into k
-    equal parts, each row reads one page of each part, and now and then changes it."""
+    """A synthetic selection in which every row keeps most pages of the previous row.
+
+    The candidates are divided into k equal parts. Each row reads one page of each part, and
+    sometimes changes it.
+    """
 
     def __init__(self, kernels: KernelSparse) -> None:
         self._topk = kernels.topk
@@ -226,11 +230,11 @@ class LocalSelection:
 
     def __call__(self, selected: torch.Tensor, chunks: ChunkRows) -> torch.Tensor:
         pages = int(chunks.batch.kv_lens.max() - chunks.batch.query_lens.max())
-        candidates = pages // chunks.batch.page_size - 9  # of the chunk's first row
+        candidates = pages // chunks.batch.page_size - 9  # candidates of the chunk's first row
         if candidates < self._topk:
             return selected  # every candidate is selected anyway
         if self._newest is not None and self._newest[0] is chunks.batch:
-            return self._newest[1]  # of the layer before: what is made up costs no time
+            return self._newest[1]  # reuse the previous layer's selection, to cost no time
         if selected.shape not in self._drawn:
             self._drawn[selected.shape] = self._draw(selected)
         edges = torch.arange(self._topk + 1, device=selected.device) * candidates // self._topk
@@ -239,12 +243,12 @@ class LocalSelection:
         return self._newest[1]
 
     def _draw(self, selected: torch.Tensor) -> torch.Tensor:
-        """Where in each part the row reads, from 0 to 1: [rows, kv_heads, k]"""
+        """The place from 0 to 1 in each part that each row reads, [rows, kv_heads, k]."""
         rows = len(selected)
         device = selected.device
         generator = torch.Generator(device).manual_seed(0)
         changes = torch.rand(selected.shape, device=device, generator=generator) < _CHANGE
-        # The row of the last change, and a place drawn there.
+        # The row of the last change, and the place drawn there.
         row = torch.arange(rows, device=device)[:, None, None]
         last = torch.where(changes, row, 0).cummax(0).values
         return torch.rand(selected.shape, device=device, generator=generator).gather(0, last)

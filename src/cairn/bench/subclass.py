@@ -1,4 +1,4 @@
-"""Replacing a part of a running engine by a subclass that does one thing differently."""
+"""Replaces a part of a running engine by a subclass that does one thing differently."""
 
 from __future__ import annotations
 

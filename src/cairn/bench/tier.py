@@ -1,15 +1,16 @@
-"""`cairn bench tier`: what the host tier buys, and what it costs.
+"""`cairn bench tier`: the gains and costs of the host tier.
 
-    throughput   decode speed against requests at once, with and without, at the same device budget
+    throughput   decode speed by concurrency, with and without the tier, at the same device budget
     small        batches of 1 to 4 whose pages are all on the device
-    hits         how often the hot cache has what real text reads, by its size
-    ttft         first tokens on a warm prefix, on the device and in host memory alone
+    hits         hit rate of the hot cache on real text, by cache size
+    ttft         time to the first token on a warm prefix, on the device or only in host memory
     beyond       one prompt longer than the device's pool
-    prompt       time to the first token of one prompt, with and on a device that holds all of it
-    bandwidth    bursts of misses beside a plain copy of the same memory
+    prompt       time to the first token of one prompt, with the tier and without it on a device
+                 that holds the whole prompt
+    bandwidth    bursts of misses compared with a plain copy of the same memory
 
-Weights are random but for `hits`. They select other pages with every token; in `throughput` and
-`beyond` decode rows therefore select made-up pages, of which a given share changes.
+Weights are random except in `hits`. Random weights select different pages for every token, so in
+`throughput` and `beyond` decode rows select synthetic pages, of which a given share changes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bytes per second between host and device: a plain copy, a burst of misses, whole pages."""
+"""Bytes per second between host and device: plain copies, bursts of misses, whole pages."""
 
 from __future__ import annotations
 
@@ -85,18 +85,21 @@ def _plain(
 def _bursts(
     tier: HiSparseCoordinator, rows: int, topk: int, num_pages: int, device: torch.device
 ) -> float:
-    """Every row selects pages that nobody selected before it; in a recorded graph where there are
-    any, as decode steps do, since a launch of its own takes as long as a small burst."""
+    """GB/s of bursts in which every row selects pages that no row selected before.
+
+    On devices with graphs the bursts run in a recorded graph, as in decode steps: a separate launch
+    would take as long as a small burst.
+    """
     draw = torch.Generator().manual_seed(rows)
     bursts = min(_BURSTS, num_pages // (rows * topk))
-    if bursts < 2:  # the first is not timed
+    if bursts < 2:  # the first burst is not timed
         raise ConfigError(
             f"bandwidth: {rows} rows read {rows * topk} pages at once and host memory has "
             f"{num_pages}; raise --bandwidth-gib"
         )
     order = 1 + torch.randperm(num_pages, generator=draw)[: bursts * rows * topk]
     tables = order.view(bursts, rows, topk).int().to(device)
-    # A life of their own: what an earlier burst brought in is of no use.
+    # Generations that are new in each call and each replay, so that no slice is a hit.
     lives = torch.full((rows, topk), _REPLAYS * rows, dtype=torch.int32, device=device)
     places = torch.arange(topk, dtype=torch.int32, device=device)
     selected = places.expand(rows, _KV_HEADS, topk).contiguous()
@@ -112,7 +115,7 @@ def _bursts(
         for table in tables[1:]:
             burst(table)
 
-    burst(tables[0])  # compiles what there is to compile
+    burst(tables[0])  # compiles the kernels
     run, times = _recorded(bursts_in_turn, device), []
     before = tier.stats
     for _ in range(_REPLAYS):
@@ -137,7 +140,7 @@ def _recorded(work: Callable[[], object], device: torch.device) -> Callable[[], 
 
 
 def _seconds(work: Callable[[], object], device: torch.device, repeat: int = 4) -> float:
-    """The fastest of some runs, after one that does not count."""
+    """Seconds of the fastest of several runs; the first run is not counted."""
     times = []
     for _ in range(repeat):
         _synchronize(device)

@@ -1,5 +1,5 @@
-"""What the parts of `cairn bench tier` share: engines with and without the host tier at the same
-device budget, contexts of their own for every request, and the time of a decode step."""
+"""Shared parts of `cairn bench tier`: engines with and without the host tier at the same device
+budget, requests with separate contexts, and the time of a decode step."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ if TYPE_CHECKING:
     from cairn.kernels.swap_in import Misses
 
 _GIB = 2**30
-_SPARE = 1.02  # of host memory, for pages that are begun and not full
+_SPARE = 1.02  # factor on host memory, for pages that are not full yet
 SMALL_BATCHES = (1, 2, 4)
 PROFILED_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierBench:
-    """What is measured, and how long."""
+    """The options of the benchmark."""
 
     device: str = "cuda"
     dtype: str = "bfloat16"
     model: str = "qwen3-0.6b-long"
-    """A shape with random weights, for everything but hit rates."""
+    """A preset with random weights, for everything except hit rates."""
     kv_cache_gib: float = 16.0
     contexts: Sequence[int] = (131072, 32768)
     concurrency: Sequence[int] = (1, 2, 4, 7, 14, 28)
     most_host_gib: float = 104.0
-    """Fewer run at once where that does not hold them."""
+    """Limit on host memory; fewer requests run at once if it does not hold them all."""
     short_context: int = 16384
     prefix: int = 25000
     longest: int = 262144
@@ -58,8 +58,8 @@ class TierBench:
     topk: int = 32
     window: int = 512
     change: float = 0.03
-    """Share of a decode row's pages that change from token to token; 0 for what random weights
-    select, which is hardly ever the same."""
+    """Share of a decode row's pages that change from token to token. 0 uses the selection of the
+    random weights, which is hardly ever the same."""
     warm_steps: int = 80
     steps: int = 64
     text_models: Sequence[str] = ("smollm2", "cairn-nano")
@@ -73,25 +73,25 @@ class TierBench:
     profile: bool = False
 
     def length(self, context: int, requests: int) -> int:
-        """Tokens of a request that runs until all measurements of its engine are made."""
+        """Tokens of a request that runs until all measurements of its engine are done."""
         each = self.warm_steps + 2 * self.steps + (PROFILED_STEPS if self.profile else 0)
         measurements = max(len(self.concurrency), len(SMALL_BATCHES))
         filling = requests * (-(-context // self.chunk) + 1)
         return context + measurements * each + filling + 2 * self.page_size
 
     def host_gib(self, context: int, requests: int) -> float:
-        """What so many contexts take."""
+        """GiB of host memory that `requests` contexts take."""
         return _SPARE * requests * self.length(context, requests) * self.token_bytes() / _GIB
 
     def fitting(self, context: int) -> int:
-        """The most contexts that host memory holds, of those asked for."""
+        """The most of the requested contexts that host memory holds."""
         most = max(self.concurrency)
         while most > 1 and self.host_gib(context, most) > self.most_host_gib:
             most -= 1
         return most
 
     def token_bytes(self) -> int:
-        """Of the keys and values of one token, in all layers."""
+        """Bytes of the keys and values of one token, in all layers."""
         source = locate(EngineConfig(model=self.model))
         spec = read_spec(source.config)
         dtype = resolve_dtype(self.dtype, source.config, torch.device(self.device))
@@ -109,9 +109,11 @@ def engine(
     drifting: bool = False,
     length: int | None = None,
 ) -> Iterator[LLM]:
-    """For so many requests of `context` tokens, all with their own or only so many; with a tier as
-    much host memory as they take. They may grow to `length` tokens, by default until everything is
-    measured."""
+    """An engine for `requests` requests of `context` tokens.
+
+    `own_contexts` of them have a separate context, by default all. With a tier, host memory is as
+    large as they need. They may grow to `length` tokens, by default until everything is measured.
+    """
     options: dict[str, Any] = {
         "load_format": "dummy",
         "dtype": bench.dtype,
@@ -138,7 +140,7 @@ def engine(
 
 
 def drift(llm: LLM, change: float) -> None:
-    """Let decode rows select made-up pages, where kernels select them."""
+    """Let decode rows select synthetic pages, if kernels select the pages."""
     runner = llm.engine.runner
     backend = runner.backend
     if isinstance(backend, HSABackend) and backend.kernels is not None:
@@ -151,13 +153,13 @@ def drift(llm: LLM, change: float) -> None:
 
 
 def drop_copies(cache: PagedCache) -> None:
-    """Free every page of the device that no request holds; host memory keeps all of them."""
+    """Free every device copy that no request holds. Host memory keeps all pages."""
     while cache.copies is not None and cache.tree.evictable_pages(cache._frame_group):
         cache._evict(cache._frame_group)
 
 
 class _NotCopying(DeviceSwap):
-    """Plans what decode rows would bring in, and copies nothing: what they read is wrong."""
+    """Plans the copies for decode rows but does not make them, so rows read wrong data."""
 
     nothing: Misses
 
@@ -172,7 +174,7 @@ def prompt(tokens: int, seed: int, vocab: int) -> list[int]:
 
 
 class Running:
-    """Requests that are being answered without end, each on a context of its own."""
+    """Requests that generate endlessly, each with its own context."""
 
     def __init__(self, llm: LLM, context: int) -> None:
         self._llm = llm
@@ -185,14 +187,14 @@ class Running:
 
     @property
     def room(self) -> int:
-        """How many fit at once, each to its end."""
+        """Number of requests that fit at once at full length."""
         cache = self._llm.engine.scheduler.cache
         pages = cache.geometry.pages(self._llm.engine.max_tokens)
         most = self._llm.engine.scheduler.limits.max_running_requests
         return min(most, cache.allocators[cache._page_group].num_pages // pages)
 
     def grow_to(self, count: int) -> float:
-        """Have so many run, and return the seconds that took."""
+        """Grow to `count` running requests; returns the seconds that took."""
         begin = time.perf_counter()
         vocab = self._llm.engine.spec.vocab_size
         while len(self.requests) < count:
@@ -205,7 +207,7 @@ class Running:
         return time.perf_counter() - begin
 
     def step_seconds(self, warm: int, steps: int) -> float:
-        """Steps overlap: what counts is the time from one to the next."""
+        """Mean seconds from one step to the next, since steps overlap."""
         for _ in range(warm):
             self._frontend.step()
         moments = [time.perf_counter()]
@@ -220,8 +222,8 @@ class Running:
 
 
 def stop_copying(llm: LLM) -> bool:
-    """Let decode steps go on without what they would copy, which tells what copies cost. False
-    where no kernels copy."""
+    """Let decode steps run without copying missing pages, to measure the cost of the copies.
+    Returns False if no kernels copy."""
     runner, backend = llm.engine.runner, llm.engine.runner.backend
     if runner.tier is None or runner.tier.swap is None:
         return False
@@ -236,7 +238,7 @@ def stop_copying(llm: LLM) -> bool:
 
 
 def totals(llm: LLM) -> TierStats:
-    """Nothing, where there is no tier."""
+    """The tier's totals; zeros without a tier."""
     report = llm.engine.tier()
     return TierStats() if report is None else report.totals
 

@@ -1,5 +1,5 @@
-"""How often the hot cache has what real text reads: a text is read token by token, as if it were
-being generated, with all pages before the window in host memory alone."""
+"""Hit rate of the hot cache on real text. A text is read token by token, as if it were generated,
+with all pages before the window only in host memory."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from cairn.eval.ppl import encode_text
 from cairn.llm import LLM
 from cairn.models.registry import read_spec
 
-_DEVICE_GIB, _HOST_GIB = 1.0, 0.5  # for a text, with models as small as are at hand
-_COLD_ROWS = 16  # that find the hot cache empty, and are not counted
+_DEVICE_GIB, _HOST_GIB = 1.0, 0.5  # enough for a text with small models
+_COLD_ROWS = 16  # first rows, which find the hot cache empty; not counted
 
 
 def hits(bench: TierBench) -> Iterator[dict[str, Any]]:
     text = read_text(bench.text)
     for model in bench.text_models:
         spec = read_spec(locate(EngineConfig(model=model)).config)
-        own = spec.sparsity  # selection is part of what a model was trained with
+        own = spec.sparsity  # a trained model brings its own selection
         topks = bench.text_topk if own is None else (own.topk,)
         least = 1.0 if own is None else 2.0
         for topk in topks:
             for hot in sorted({max(least, size) for size in bench.hot_sizes}):
                 page_size = bench.page_size if own is None else own.chunk_size
                 options: dict[str, Any] = {"page_size": page_size}
-                if own is None:  # rows of the text are rows of a prompt, and select pages here
+                if own is None:  # the text's rows are prompt rows, which must select pages here
                     options |= {"hsa_topk": topk, "hsa_window": bench.window}
                     options["hsa_prefill"] = "sparse"
                 tier = {"host_gib": _HOST_GIB, "device_buffer_size": int(hot * topk) * page_size}
@@ -62,7 +62,7 @@ def _read(
         llm.generate(ids[: -bench.text_rows], max_tokens=1, ignore_eos=True)
         while cache.reclaim():
             pass
-        # One row a step: the rest of the text goes the way of generated tokens.
+        # One row per step: the rest of the text runs like generated tokens.
         scheduler.limits = replace(scheduler.limits, chunked_prefill_size=1)
         frontend.submit(frontend.prepare(ids, SamplingParams(max_tokens=1, ignore_eos=True)))
         before, steps = totals(llm), -_COLD_ROWS

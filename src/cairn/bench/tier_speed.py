@@ -26,15 +26,15 @@ from cairn.bench.tier_engines import (
 from cairn.engine.sampling_params import SamplingParams
 from cairn.llm import LLM
 
-_LINK = 45e9  # bytes per second that host memory must be read with, at least
+_LINK = 45e9  # least bytes per second at which host memory must be read
 _SUFFIX = 64
 _REPEATS = 5
 _BRANCHES = 16
-_WITH_LANDMARKS = 1.05  # of the KV of a context: that, its landmarks and what little else there is
+_WITH_LANDMARKS = 1.05  # factor on the KV of a context, for landmarks and other small data
 
 
 def throughput(bench: TierBench) -> Iterator[dict[str, Any]]:
-    """Output tokens per second against requests that run at once, at the same device budget."""
+    """Output tokens per second by number of concurrent requests, at the same device budget."""
     for context in bench.contexts:
         best: dict[bool, float] = {}
         for tier in (False, True):
@@ -54,7 +54,7 @@ def _by_concurrency(
     running = Running(llm, context)
     for count in sorted({min(count, most) for count in bench.concurrency}):
         if count > running.room:
-            break  # the others would wait for these to end
+            break  # more requests would have to wait for these to end
         seconds = running.grow_to(count)
         before = totals(llm)
         step = running.step_seconds(bench.warm_steps, bench.steps)
@@ -81,7 +81,7 @@ def _by_concurrency(
 
 
 def small(bench: TierBench) -> Iterator[dict[str, Any]]:
-    """What the tier costs batches of 1 to 4 whose pages are all on the device."""
+    """Cost of the tier for batches of 1 to 4 whose pages are all on the device."""
     times: dict[tuple[bool, int], float] = {}
     for tier in (False, True):
         with engine(bench, bench.short_context, max(SMALL_BATCHES), tier=tier) as llm:
@@ -101,7 +101,7 @@ def small(bench: TierBench) -> Iterator[dict[str, Any]]:
 
 
 def ttft(bench: TierBench) -> Iterator[dict[str, Any]]:
-    """First tokens on a warm prefix: on the device, or in host memory alone."""
+    """Time to the first token on a warm prefix, on the device or only in host memory."""
     for tier in (False, True):
         length = bench.prefix + 2 * _SUFFIX
         with engine(bench, length, _BRANCHES, tier=tier, own_contexts=3) as llm:
@@ -133,8 +133,8 @@ def _warm(llm: LLM, prefix: Sequence[int], place: str) -> dict[str, Any]:
 
 
 def _branches(llm: LLM, prefix: Sequence[int]) -> dict[str, Any]:
-    """Many continuations of one prefix: pages that they take on the device besides it. The first
-    time is for what is compiled on the way."""
+    """Device pages that many continuations of one prefix take in addition to it. They run twice;
+    the first run compiles kernels."""
     row: dict[str, Any] = {}
     for attempt in range(2):
         come_to_rest(llm)
@@ -182,7 +182,7 @@ def beyond(bench: TierBench) -> Iterator[dict[str, Any]]:
 
 
 def prompts(bench: TierBench) -> Iterator[dict[str, Any]]:
-    """One prompt that is read densely: with the tier, and on a device that holds all of it."""
+    """One prompt that is read densely, with the tier and on a device that holds all of it."""
     for context in bench.contexts:
         whole = replace(bench, kv_cache_gib=_WITH_LANDMARKS * bench.host_gib(context, 1))
         seconds: dict[bool, float] = {}
@@ -214,7 +214,7 @@ def _fits(bench: TierBench) -> bool:
 
 
 def first_token(llm: LLM, prefix: Sequence[int], seed: int) -> float:
-    """Seconds to the first token behind a prefix and a few tokens of its own."""
+    """Seconds to the first token after a prefix and a few new tokens."""
     frontend = llm.frontend
     tokens = [*prefix, *prompt(_SUFFIX, seed, llm.engine.spec.vocab_size)]
     params = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -227,7 +227,7 @@ def first_token(llm: LLM, prefix: Sequence[int], seed: int) -> float:
 
 
 def come_to_rest(llm: LLM) -> None:
-    """Wait until nothing runs and every page that is complete is in host memory."""
+    """Wait until nothing runs and every complete page is in host memory."""
     frontend = llm.frontend
     while llm.engine.has_work:
         frontend.step()

@@ -99,7 +99,7 @@ def _needle(arguments: argparse.Namespace) -> int:
 
 
 def _take(asking: Iterator[Answer], path: str | None) -> tuple[list[Answer], bool]:
-    """The answers, each written to the file as it comes; and whether all came before Ctrl-C."""
+    """The answers, and whether all arrived before Ctrl-C. Writes each to the file as it arrives."""
     answers: list[Answer] = []
     with open(path or os.devnull, "w", encoding="utf-8") as file:
         try:
@@ -171,7 +171,7 @@ def _compare(
 
 
 def _shares(arguments: argparse.Namespace, name: str) -> list[float]:
-    """Percentages with commas, as shares of 1."""
+    """Parse comma-separated percentages into shares of 1."""
     shares = []
     for part in getattr(arguments, name).split(","):
         try:

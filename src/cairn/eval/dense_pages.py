@@ -1,6 +1,6 @@
-"""What dense attention would give to each page, for the rows whose selection is traced.
+"""The share of dense attention that each page would get, for the rows whose selection is traced.
 
-An attention backend that does all its work through another one and, beside it, computes the whole
+`DensePages` is an attention backend that delegates to another one. In addition it computes the full
 softmax of a few rows in plain torch, from the keys in the pool.
 """
 
@@ -21,19 +21,19 @@ _BLOCK = 256  # pages at a time
 
 class DenseRow(NamedTuple):
     cache_row: int
-    """Its place in the cache of its sequence."""
+    """Index of the row in the cache of its sequence."""
     shares: dict[int, torch.Tensor]
-    """layer -> share of each page, [heads, pages] float32 on the host"""
+    """Share of each page by layer, [heads, pages] float32 on the host."""
 
 
 class _Row(NamedTuple):
     row: int  # of the step
-    pages: tuple[np.ndarray, ...]  # page ids of its sequence up to it, by layer group
+    pages: tuple[np.ndarray, ...]  # page ids of its sequence up to this row, by layer group
     record: DenseRow
 
 
 class DensePages:
-    """Delegates to `inner`, and keeps a DenseRow over `layers` for each traced row."""
+    """Delegates to `inner`, and keeps a DenseRow of `layers` for each traced row."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class DensePages:
         self._rows: list[_Row] = []  # traced rows of the step that was prepared last
 
     def take(self) -> list[DenseRow]:
-        """The rows since it was last called, in the order they ran."""
+        """The rows since the last call, in the order they ran."""
         taken, self._taken = self._taken, []
         return taken
 
@@ -91,7 +91,7 @@ class DensePages:
         return self._inner.forward(layer, query, metadata, scoring)
 
     def _shares(self, layer: int, query: torch.Tensor, row: _Row) -> torch.Tensor:
-        """query [heads, dim] -> [heads, pages]"""
+        """Shares [heads, pages] of dense attention for query [heads, dim]."""
         wide = torch.promote_types(query.dtype, torch.float32)
         kv_heads, size = self._pool.kv_heads(layer), self._pool.page_size
         own = query.to(wide).view(kv_heads, -1, query.shape[-1]) * self._scale

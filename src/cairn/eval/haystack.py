@@ -1,6 +1,6 @@
 """Long texts of an exact number of tokens, with sentences hidden at given depths.
 
-A text is cut into sentences, and each is encoded once. Hidden sentences are put between them, never
+A text is split into sentences, and each is encoded once. Hidden sentences go between them, never
 inside one.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from cairn.errors import ConfigError
 
 _SENTENCE_END = re.compile(r"(?<=[.?!])(?=\s)")
-_LONGEST = 2000  # characters; a text without full stops is cut at spaces
+_LONGEST = 2000  # characters; longer sentences are split at spaces
 
 
 def read_text(path: str | None) -> str:
@@ -34,7 +34,7 @@ def read_text(path: str | None) -> str:
 
 
 def split_sentences(text: str) -> list[str]:
-    """Each begins with the space before it; the first one gets a space too."""
+    """The sentences of a text. Each begins with the space before it; the first gets a space too."""
     sentences = []
     for sentence in _SENTENCE_END.split(text.strip()):
         while len(sentence) > _LONGEST:
@@ -65,8 +65,11 @@ class Prose:
             raise ConfigError("the text to hide facts in has no tokens; give another --text")
 
     def excerpt(self, length: int, seed: int) -> Excerpt:
-        """`length` tokens that begin at a random sentence and wrap around at the end of the text;
-        after one round sentences are shuffled. The same seed gives the same text, cut to length."""
+        """`length` tokens that begin at a random sentence and wrap around at the end of the text.
+
+        After one round the sentences are shuffled. The same seed gives the same text, cut to
+        `length`.
+        """
         rng = random.Random(seed)
         count = len(self._sentences)
         start = rng.randrange(count)

@@ -55,8 +55,8 @@ def need_tokenizer(llm: LLM) -> Tokenizer:
 def ask(
     llm: LLM, text: str, options: NeedleOptions, progress: Callable[[int, int], None]
 ) -> Iterator[Answer]:
-    """Ask all questions of a sample at once, the deepest facts first: pages before the point where
-    two texts differ are computed once. This changes no answer."""
+    """Ask all questions of a sample at once, deepest facts first. Pages before the point where two
+    texts differ are then computed only once. The order does not change any answer."""
     tokenizer = need_tokenizer(llm)
     frame = Frame(tokenizer, choose_style(tokenizer, options.prompt), options.answer_start)
     most = llm.engine.max_tokens - options.max_tokens
@@ -96,7 +96,7 @@ def ask(
 
 
 def tally(answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """Shares by task, length and depth, and with depth None over all depths."""
+    """Shares of right answers by task, length and depth; depth None stands for all depths."""
     cells: dict[tuple[str, int, float | None], list[bool]] = {}
     for answer in answers:
         for depth in (answer.depth, None):

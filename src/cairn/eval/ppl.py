@@ -1,4 +1,4 @@
-"""`cairn eval ppl`: perplexity of a text, dense and sparse, by budget of pages."""
+"""`cairn eval ppl`: perplexity of a text with dense and sparse attention, by page budget."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def encode_text(llm: LLM, text: str, tokens: int) -> list[int]:
 def measure(
     settings: Sequence[Setting], text: str, tokens: int, progress: Callable[[int, int], None]
 ) -> list[dict[str, Any]]:
-    """Score every token with each setting's attention. The tail is the second half of the text,
-    where a budget matters: early tokens read everything."""
+    """Score every token with each setting's attention. The tail is the second half of the text. The
+    budget matters only there, since early tokens read everything."""
     rows: list[dict[str, Any]] = []
     for done, setting in enumerate(settings):
         progress(done, len(settings))

@@ -1,4 +1,4 @@
-"""How a text and a question become a prompt: the model's chat format, or plain completion."""
+"""Builds prompts from a text and a question, in the model's chat format or as plain completion."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def plain_question(question: str) -> str:
 
 
 def choose_style(tokenizer: Tokenizer, asked: str) -> Style:
-    """`auto` is the chat format, if the model has one other than the plain form."""
+    """`auto` chooses the chat format if the model has one that differs from the plain form."""
     if asked == "chat" and tokenizer.template is None:
         raise ConfigError("--prompt is chat and the model has no chat template; use plain")
     if asked != "auto":
@@ -33,19 +33,19 @@ def choose_style(tokenizer: Tokenizer, asked: str) -> Style:
     probe = [{"role": "system", "content": "Text."}, {"role": "user", "content": "What?"}]
     try:
         own = tokenizer.template.render(probe)
-    except RequestError:  # some templates know no system message
+    except RequestError:  # some templates do not support a system message
         return "chat"
     return "plain" if own == f"Text.{plain_question('What?')}" else "chat"
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What comes before and after a text in a prompt. All prompts over one text begin alike."""
+    """What comes before and after a text in a prompt. All prompts over one text begin the same."""
 
     tokenizer: Tokenizer
     style: Style
     answer_start: str = ""
-    """Words that begin the answer; {name} stands for what is asked about."""
+    """Words that begin the answer; {name} stands for the name in the question."""
 
     def around(self, question: str, name: str) -> tuple[list[int], list[int]]:
         start = self.answer_start.replace("{name}", name)
@@ -76,7 +76,7 @@ class Query:
 def build_prompts(
     frame: Frame, prose: Prose, queries: Sequence[Query], length: int, seed: int
 ) -> list[Hidden]:
-    """Prompts of exactly `length` tokens each, over the same text as far as pieces allow."""
+    """Prompts of exactly `length` tokens each, over the same text except for the hidden pieces."""
     parts = []
     for query in queries:
         before, after = frame.around(query.question, query.name)

@@ -1,4 +1,4 @@
-"""`cairn eval recall`: how much of dense attention a policy's pages hold, layer by layer."""
+"""`cairn eval recall`: the share of dense attention that a policy's pages hold, by layer."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class Kept(NamedTuple):
     mass: float
     """Share of dense attention that lies in the window and the selected pages."""
     far: float
-    """The same of what lies before the window; 1 where nothing does."""
+    """The same share, of attention before the window only; 1 if there is none."""
     best: float
-    """What `far` would be with the same number of pages, those of most dense attention."""
+    """`far` of the same number of pages with the most dense attention."""
     top: float
-    """Share of those pages that are selected."""
+    """Share of those best pages that were selected."""
     read: float
     """Share of all pages that are read."""
 
 
 def compare(shares: torch.Tensor, read: LayerRead, window_start: int) -> Kept:
-    """shares [heads, pages] of dense attention; pages before `window_start` are candidates.
+    """Compare a selection with `shares` [heads, pages] of dense attention.
 
-    Query heads that share a kv head share its pages: the best ones are those of most attention
-    over the group.
+    Pages before `window_start` are candidates. Query heads that share a kv head share its pages,
+    so the best pages are those with the most attention over the group.
     """
     pages = shares.shape[1]
     kv_heads = len(read.pages)
@@ -94,7 +94,7 @@ def attach(llm: LLM) -> DensePages:
 
 
 def query_places(tokens: int, rows: int) -> list[int]:
-    """Lengths of the prefixes whose last token is the query, evenly over the second half."""
+    """Lengths of the prefixes whose last token is the query, spread evenly over the second half."""
     first = tokens // 2
     return sorted({first + (tokens - first) * (i + 1) // rows for i in range(rows)})
 
@@ -140,8 +140,8 @@ def _means(kept: list[Kept]) -> dict[str, float]:
 
 
 def _compare_at(llm: LLM, watcher: DensePages, ids: list[int]) -> dict[int, Kept]:
-    """What each layer keeps for the last row of a prompt. Where prompts are read densely it is the
-    first generated token. Prompts that extend each other share the prefix cache."""
+    """What each layer keeps for the last row of a prompt, or for the first generated token if
+    prompts are read densely. Prompts that extend each other share the prefix cache."""
     sparse = llm.engine.sparse
     assert sparse is not None
     most = 2 if sparse.dense_prompt_below else 1

@@ -13,7 +13,7 @@ from rich.text import Text
 from cairn.bench import report
 
 Cells = dict[tuple[int, float | None], dict[str, Any]]
-"""Results of a task by length and depth; the depth is None for all depths together."""
+"""Results of a task by length and depth; depth None stands for all depths."""
 
 
 def make_record(
@@ -24,7 +24,7 @@ def make_record(
 
 
 def finish(record: dict[str, Any], output: str | None, plot: str | None) -> None:
-    """Draw the plot if one is asked for, then print and write the JSON line."""
+    """Draw the plot if requested, then print and write the JSON line."""
     if plot is not None:
         _PLOTS[record["eval"]](record, plot)
     report.finish(record, output)
@@ -34,7 +34,7 @@ def finish(record: dict[str, Any], output: str | None, plot: str | None) -> None
 
 
 def show_needle(record: dict[str, Any]) -> None:
-    """A map of each task: depths down, lengths across."""
+    """Print a table for each task: depths down, lengths across."""
     for task, cells in _by_task(record).items():
         lengths, depths = _axes(cells)
         table = Table("depth", *(f"{length:,}" for length in lengths), title=f"needle: {task}")
@@ -72,7 +72,7 @@ def show_rows(record: dict[str, Any], columns: Sequence[str]) -> None:
 
 
 def show_layers(record: dict[str, Any]) -> None:
-    """Share of the attention before the window that each setting keeps, layer by layer."""
+    """Print the share of attention before the window that each setting keeps, by layer."""
     results = record["results"]
     rows = [
         {"layer": layers[0]["layer"]}
@@ -92,7 +92,7 @@ def _value(value: object) -> str:
 
 
 def _plot_needle(record: dict[str, Any], path: str) -> None:
-    """A heat map of each task: lengths across, depths down, right answers of those asked."""
+    """A heat map of right answers for each task: lengths across, depths down."""
     tasks = _by_task(record)
     width = max(len(_axes(cells)[0]) for cells in tasks.values())
     size = (len(tasks) * (1.6 + 0.9 * width), 4.2)
@@ -116,7 +116,7 @@ def _plot_needle(record: dict[str, Any], path: str) -> None:
 
 
 def _plot_ppl(record: dict[str, Any], path: str) -> None:
-    """Perplexity of the text's second half against the budget of pages."""
+    """Perplexity of the text's second half against the page budget."""
     figure, axis = report.need_matplotlib().subplots(figsize=(5.4, 3.8))
     results = record["results"]
     for policy in dict.fromkeys(row["policy"] for row in results):
@@ -131,7 +131,7 @@ def _plot_ppl(record: dict[str, Any], path: str) -> None:
 
 
 def _plot_recall(record: dict[str, Any], path: str) -> None:
-    """What each setting keeps of the attention before the window, layer by layer."""
+    """Share of attention before the window that each setting keeps, by layer."""
     figure, axis = report.need_matplotlib().subplots(figsize=(6.4, 3.8))
     for row in record["results"]:
         layers = [entry["layer"] for entry in row["layers"]]

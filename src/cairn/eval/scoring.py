@@ -12,8 +12,8 @@ _Z95 = 1.959963984540054
 
 
 def is_right(said: str, answer: str) -> bool:
-    """Whether the first number in the answer is the value, digit for digit. If the right answer is
-    `unknown`, the answer must say so and have no number."""
+    """Whether the first number in `said` equals the answer, digit for digit. If the answer is
+    `unknown`, `said` must say so and contain no number."""
     number = _NUMBER.search(said)
     if answer == UNKNOWN:
         return number is None and UNKNOWN in said.lower()
@@ -21,7 +21,7 @@ def is_right(said: str, answer: str) -> bool:
 
 
 def wilson(right: int, asked: int, z: float = _Z95) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share, which also holds for few questions and near 0 and 1."""
+    """Wilson's 95 % interval of a share. It is also valid for few questions and near 0 and 1."""
     if asked == 0:
         return 0.0, 1.0
     share = right / asked

@@ -1,4 +1,4 @@
-"""The kinds of attention that are compared: dense, and each policy with each budget of pages."""
+"""The attention settings to compare: dense, and each policy with each page budget."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cairn.models.registry import read_spec
 from cairn.models.spec import NativeSparsity
 
 _PAGE_SIZE = 64
-_WINDOW_PAGES = 2  # unless given: the default window would use up a small budget
+_WINDOW_PAGES = 2  # by default; the engine's default window would use up a small budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Setting:
     options: dict[str, Any]  # of the engine
     policy: str | None = None
     budget: float | None = None
-    """Share of the text's pages that its last token reads, its window included."""
+    """Share of the text's pages that its last token reads, including its window."""
     topk: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -39,9 +39,9 @@ def make_settings(
     *,
     dense: bool,
 ) -> list[Setting]:
-    """`given` are the engine's options as the user gave them; `dense` asks for the baseline.
+    """The settings to compare. `given` are the user's engine options; `dense` adds the baseline.
 
-    A model trained with sparse attention has no dense form: its first setting is "as trained".
+    A model trained with sparse attention has no dense form, so its first setting is "as trained".
     """
     config = EngineConfig.from_kwargs(given)
     native = native_sparsity(config)
@@ -54,7 +54,7 @@ def make_settings(
         own = {name: value for name, value in given.items() if name != "hsa_topk"}
         first = Setting("as trained", own, native.policy, None, native.topk)
         size = native.chunk_size
-        rows = -(-tokens // (size - 1)) * size  # a row of each page is its landmark
+        rows = -(-tokens // (size - 1)) * size  # one row of each page is its landmark row
         choices = _budgets(config.hsa_topk, rows, size, native.window, budgets)
         return [first, *(_setting(native.policy, *choice, own) for choice in choices)]
     backend = config.attention_backend or AUTO_SPARSE
@@ -73,7 +73,7 @@ def make_settings(
         **common,
         "attention_backend": AUTO_SPARSE if sparse_kind is None else backend,
         "hsa_window": window,
-        # The policy is what is measured: read nothing densely unless asked to.
+        # The policy is being measured, so read nothing densely unless requested.
         "hsa_dense_below": config.hsa_dense_below or 0,
     }
     if "," not in backend:
@@ -86,7 +86,7 @@ def make_settings(
 
 
 def native_sparsity(config: EngineConfig) -> NativeSparsity | None:
-    """How the model was trained to attend sparsely; None for an ordinary one."""
+    """The sparse attention that the model was trained with; None for an ordinary model."""
     if config.model_impl == "transformers":
         return None
     return read_spec(locate(config).config, config.model_impl).sparsity
@@ -100,11 +100,11 @@ def _setting(policy: str, budget: float | None, topk: int, options: dict[str, An
 def _budgets(
     topk: int | None, rows: int, page_size: int, window: int, budgets: Sequence[float]
 ) -> list[tuple[float | None, int]]:
-    """The number of pages to select for each budget; or the one number that was given."""
+    """The number of pages to select for each budget, or only `topk` if it is given."""
     if topk is not None:
         return [(None, topk)]
     pages = -(-rows // page_size)
-    in_window = -(-window // page_size) + 1  # a window that straddles pages touches one more
+    in_window = -(-window // page_size) + 1  # a window that starts inside a page touches one more
     found: list[tuple[float | None, int]] = []
     for budget in budgets:
         left = pages if budget >= 1 else round(budget * pages) - in_window

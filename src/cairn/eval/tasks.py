@@ -1,4 +1,4 @@
-"""What is hidden and what is asked, task by task."""
+"""The tasks: what each one hides in the text and what it asks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cairn.eval.wording import (
     value_question,
 )
 
-_LINKS = 3  # of a chain of variables
+_LINKS = 3  # links in a chain of variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,25 +34,25 @@ Task = Callable[[Random, NameMaker, Sequence[float], int], list[Case]]
 
 
 def single(rng: Random, names: NameMaker, depths: Sequence[float], keys: int) -> list[Case]:
-    """One fact in a text of its own, and a question for it."""
+    """One fact per text, and a question about it."""
     return [_with_others(rng, names, depth, 0) for depth in depths]
 
 
 def multikey(rng: Random, names: NameMaker, depths: Sequence[float], keys: int) -> list[Case]:
-    """`keys` facts: one at the depth, which is asked for, and others anywhere."""
+    """`keys` facts per text: the one at the depth is asked for, the others are anywhere."""
     return [_with_others(rng, names, depth, keys - 1) for depth in depths]
 
 
 def multiquery(rng: Random, names: NameMaker, depths: Sequence[float], keys: int) -> list[Case]:
-    """A fact at every depth of one text, and a question for each: the text is read once."""
+    """A fact at every depth of one text, and a question about each. The text is read once."""
     facts = [(depth, names.name(), draw_value(rng)) for depth in depths]
     pieces = tuple((depth, fact(name, value)) for depth, name, value in facts)
     return [Case(Query(pieces, question(name), name), value, d) for d, name, value in facts]
 
 
 def variables(rng: Random, names: NameMaker, depths: Sequence[float], keys: int) -> list[Case]:
-    """`keys` chains of variables: the first gets a number at the depth, each later one the value of
-    the one before. The question is for the last one."""
+    """`keys` chains of variables. The first variable gets a number at the depth, each later one the
+    value of the previous one. The question asks for the last one."""
 
     def chain(depth: float) -> tuple[list[str], str, list[tuple[float, str]]]:
         links = [names.word() for _ in range(_LINKS)]
@@ -72,8 +72,8 @@ def variables(rng: Random, names: NameMaker, depths: Sequence[float], keys: int)
 
 
 def absent(rng: Random, names: NameMaker, depths: Sequence[float], keys: int) -> list[Case]:
-    """A fact at every depth of one text, and questions for names that are not in it. Each shares a
-    word with the name at its depth."""
+    """A fact at every depth of one text, and questions about names that are not in it. Each such
+    name shares a word with the name at its depth."""
     cases = []
     for case in multiquery(rng, names, depths, keys):
         given, _, surname = case.query.name.partition(" ")

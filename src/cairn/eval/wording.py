@@ -1,4 +1,4 @@
-"""The sentences that are hidden and asked for. `cairn-nano` is trained on just these words."""
+"""The wording of hidden facts and questions. `cairn-nano` is trained on exactly these words."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def draw_value(rng: random.Random) -> str:
 
 
 class NameMaker:
-    """Makes names that no model knows: random syllables, no word twice, none from the text."""
+    """Makes names that no model knows from random syllables. No word repeats or is in the text."""
 
     def __init__(
         self, rng: random.Random, text_words: set[str], count_tokens: Callable[[str], int]
@@ -51,7 +51,7 @@ class NameMaker:
         return f"{self.word()} {self.word()}"
 
     def word(self) -> str:
-        """A new word, with few tokens if one is found within some attempts."""
+        """A new word. Of several attempts it takes one with few tokens, if there is one."""
         best = min((self._new_word() for _ in range(_ATTEMPTS)), key=self._excess)
         self._taken.add(best)
         return best
