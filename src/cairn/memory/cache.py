@@ -1,17 +1,16 @@
 """The paged KV cache as the scheduler sees it: page ids only, no tensors.
 
-It owns the allocators of all layer groups and the prefix tree, and moves pages between free,
-owned by a request, and cached. Ownership over one request's rows, by page:
+It owns the allocators of all layer groups and the prefix tree. A page is free, owned by a request,
+or cached. Ownership of one request's pages, in order:
 
     |-- taken from the tree --|-- computed, published --|-- computed, tail --|-- not yet --|
      shared with the tree      shared with the tree       private to request    no page
 
-In window groups the left part is given back as soon as no later row can reach it; NULL_PAGE then
-stands in the table, so that page i of every table always holds tokens i * tokens_per_page onwards.
+In window groups the left part is released as soon as no later row can reach it. The table then
+holds NULL_PAGE, so that page i of every table always holds tokens from i * tokens_per_page on.
 
-Where a group's pages live in host memory (see `copies`), a page is published, and its place on the
-device given back, only when the host has its bytes. A request that ends before that stays behind,
-its pages with it, until they can be published.
+With a host tier (see `copies`), a page is published and its frame released only when the host has
+its bytes. If a request ends earlier, its pages are kept until they can be published.
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ from cairn.memory.pages import NULL_PAGE, PageAllocator
 from cairn.memory.radix import EvictionPolicy, Node, PageTokens, PrefixMatch, RadixTree
 
 PageKey = tuple[Node, PageTokens]
-"""A place in the tree: the page with these tokens after this node."""
+"""A position in the tree: the page with these tokens after this node."""
 
 
 @dataclass(slots=True, eq=False)
 class SequencePages:
     """The pages of one running request, per layer group."""
 
-    tables: list[list[int]]  # page ids, append-only but for NULL_PAGE in place of released ones
-    generations: list[list[int]]  # what the allocator said when the page entered the table
+    tables: list[list[int]]  # page ids, append-only; released ones are replaced by NULL_PAGE
+    generations: list[list[int]]  # the page's generation when it entered the table
     live_from: list[int]  # first page still held; everything before is NULL_PAGE
     node: Node  # deepest node of the request's pinned path
     published: int  # pages from the start that are in the tree
     publishes: bool  # complete pages enter the tree
     completed: int  # pages from the start whose rows are all computed
-    reach: int = 0  # the next row to compute; windows may be given up to what it sees
-    due: int = 0  # with fewer tokens computed than this, `commit` has nothing to do
+    reach: int = 0  # the next row to compute; pages before its window may be released
+    due: int = 0  # `commit` has nothing to do until this many tokens are computed
 
     @property
     def num_pages(self) -> int:
@@ -53,7 +52,7 @@ class SequencePages:
 
 @dataclass(frozen=True, slots=True)
 class GroupUsage:
-    """Pages of one layer group by state; the three add up to all pages."""
+    """Number of pages of one layer group by state; the three states add up to all pages."""
 
     name: str
     total: int
@@ -64,7 +63,7 @@ class GroupUsage:
 
 @dataclass(frozen=True, slots=True)
 class _Leaving:
-    """A request that has ended, but for pages that cannot be published yet."""
+    """A request that has ended but has pages that cannot be published yet."""
 
     pages: SequencePages
     token_ids: Sequence[int]
@@ -91,9 +90,10 @@ class PagedCache:
         copies: PageCopies | None = None,
         on_free: Callable[[int, int], None] | None = None,
     ) -> None:
-        """`num_pages[g]` usable pages per group; `on_free(group, page)` as each becomes free.
+        """`num_pages[g]` is the number of usable pages of group g. `on_free(group, page)` is called
+        when a page becomes free.
 
-        With `copies`, one group is a copy of another.
+        With `copies`, one group holds copies of another group's pages.
         """
         self.geometry = geometry
         self.groups = tuple(groups)
@@ -108,7 +108,7 @@ class PagedCache:
         self.tree = RadixTree(geometry, self.groups, self.allocators, eviction)
         self.stats = CacheStats()
         self._windowed = [g for g, group in enumerate(self.groups) if group.window is not None]
-        # The group of frames, -1 where there is none, and the group whose pages they hold.
+        # The group of frames (-1 without one), and the group whose pages the frames hold.
         self._frame_group = next(
             (g for g, x in enumerate(self.groups) if x.copy_of is not None), -1
         )
@@ -127,7 +127,7 @@ class PagedCache:
 
     @property
     def max_tokens(self) -> int:
-        """The longest request the pools can hold when it has them to itself."""
+        """Tokens of the longest request that fits if it runs alone."""
         sizes = [allocator.num_pages for allocator in self.allocators]
         return max_tokens(self.groups, sizes, self.geometry)
 
@@ -140,19 +140,19 @@ class PagedCache:
         return min(self.available_pages(g) for g in range(len(self.groups)))
 
     def new_pages(self, pages: SequencePages | None, tokens: int) -> int:
-        """Pages, the same number in every group, that growing to `tokens` tokens would take."""
+        """Number of pages to allocate in every group to grow to `tokens` tokens."""
         held = 0 if pages is None else pages.num_pages
         return max(0, self.geometry.pages(tokens) - held)
 
     def reachable_tokens(self, pages: SequencePages) -> int:
-        """Tokens the request could hold if it were given all available pages."""
+        """Tokens that the request could hold with all available pages."""
         return self.geometry.tokens(pages.num_pages + self.min_available())
 
     def reclaim(self) -> bool:
-        """Wait for pages that are about to become available; False if there are none."""
+        """Wait until pages that are being copied become available; False if there are none."""
         if self.copies is None:
             return False
-        # Pages whose copies arrived since the last commit may still be held for a window.
+        # Windows may still hold pages whose copies arrived since the last commit.
         slid = [self._slide(pages) for pages in self._sequences]
         if any(slid):
             return True
@@ -163,7 +163,7 @@ class PagedCache:
         return bool(done)
 
     def page_states(self) -> dict[PageState, int]:
-        """Pages that live in host memory, by state; empty if none do."""
+        """Number of pages by state; empty without a host tier."""
         if self.copies is None:
             return {}
         return self.copies.count(self.allocators[self._page_group].free_pages)
@@ -181,13 +181,14 @@ class PagedCache:
     # -- the life of a request ----------------------------------------------------------------
 
     def match(self, namespace: Hashable, tokens: Sequence[int]) -> PrefixMatch:
-        """Cached pages to start from. One token is always left to compute, for its logits."""
+        """The cached pages that a request can start from. At least one token is left to compute,
+        for its logits."""
         if not self.prefix_caching:
             return PrefixMatch(namespace)
         return self.tree.match(namespace, tokens, self.geometry.complete_pages(len(tokens) - 1))
 
     def next_page(self, match: PrefixMatch, tokens: Sequence[int]) -> PageKey | None:
-        """Where a request's first page that is not cached will go, if it could be shared at all."""
+        """Key of a request's first page that is not cached; None if that page cannot be shared."""
         node = self.tree.last_node(match)
         index = match.num_pages
         if node is None or index >= self.geometry.complete_pages(len(tokens) - 1):
@@ -195,18 +196,19 @@ class PagedCache:
         return node, self._page_tokens(tokens, index)
 
     def pending_page(self, pages: SequencePages, tokens: Sequence[int]) -> PageKey | None:
-        """The next page a running request will publish, if all its tokens are known."""
+        """Key of the next page that a running request will publish; None if its tokens are not all
+        known."""
         if not pages.publishes or pages.published >= self.geometry.complete_pages(len(tokens)):
             return None
         return pages.node, self._page_tokens(tokens, pages.published)
 
     def arriving(self) -> set[PageKey]:
-        """Pages of requests that have ended, that will be published when the host has them."""
+        """Keys of pages of ended requests that will be published when the host has them."""
         keys = (self.pending_page(left.pages, left.token_ids) for left in self._leaving)
         return {key for key in keys if key is not None}
 
     def held_by(self, match: PrefixMatch, group: int) -> int:
-        """Pages of the group that a request starting from `match` would not have to be given."""
+        """Number of the group's pages that a request starting from `match` need not allocate."""
         first = self._first_page(group, match)
         return sum(node.pages[group] != NULL_PAGE for node in match.path[first:])
 
@@ -216,10 +218,10 @@ class PagedCache:
     def open(
         self, match: PrefixMatch, lookup_tokens: int, *, publish: bool = True
     ) -> SequencePages:
-        """Start a request on a matched prefix.
+        """Start a request from a matched prefix.
 
-        A request that does not look prefixes up must not publish either: it would pin cached pages
-        beside its own copies of them, and so need twice the room its length says.
+        A request that does not look up prefixes must not publish either. It would pin cached pages
+        in addition to its own copies, and so take twice as much room.
         """
         self.stats.lookup_tokens += lookup_tokens
         self.stats.hit_tokens += self.geometry.tokens(match.num_pages)
@@ -252,7 +254,7 @@ class PagedCache:
         return pages
 
     def _first_page(self, group: int, match: PrefixMatch) -> int:
-        """The first page of a matched prefix that the rows behind it can read."""
+        """The first page of a matched prefix that later rows can read."""
         row = match.num_pages * self.geometry.page_size
         return self.groups[group].first_reachable_page(row, self.geometry.page_size)
 
@@ -272,9 +274,9 @@ class PagedCache:
         self.stats.evicted_pages += 1
 
     def grow(self, pages: SequencePages, tokens: int) -> int:
-        """Give the request pages for `tokens` tokens in every group, or none at all.
+        """Allocate pages for `tokens` tokens in every group, or none at all.
 
-        Returns how many pages each table grew by; raises PageError if there is no room.
+        Returns the number of pages that each table grew by. Raises PageError if there is no room.
         """
         count = self.new_pages(pages, tokens)
         if count > self.min_available():
@@ -295,10 +297,10 @@ class PagedCache:
         return count
 
     def commit(self, pages: SequencePages, token_ids: Sequence[int], computed: int) -> None:
-        """The first `computed` tokens are in the cache, or will be before anything that is yet to
-        be launched reads it: publish complete pages, slide windows.
+        """Publish complete pages and slide windows, now that `computed` tokens are computed.
 
-        The newest tokens may be unknown; their pages are published by a later call.
+        Launched steps are enough: they write the pages before any later step reads them. The newest
+        tokens may still be unknown; a later call publishes their pages.
         """
         known = min(computed, len(token_ids))
         pages.reach = max(pages.reach, self.geometry.rows(computed))
@@ -311,9 +313,9 @@ class PagedCache:
         pages.due = self._next_due(pages)
 
     def _next_due(self, pages: SequencePages) -> int:
-        """Tokens with which the next page is complete, or out of a window's reach."""
+        """Number of computed tokens at which the next page is complete or leaves a window."""
         if self.copies is not None:
-            return 0  # depends on what the host has, too
+            return 0  # also depends on which copies have arrived
         due = self.geometry.tokens(pages.published + 1) if pages.publishes else sys.maxsize
         for g in self._windowed:
             row = self.groups[g].row_beyond(pages.live_from[g], self.geometry.page_size)
@@ -321,29 +323,29 @@ class PagedCache:
         return due
 
     def launched(self) -> None:
-        """All commits of a step that has been launched are made."""
+        """Called after all commits of a launched step; starts copies to the host."""
         if self.copies is not None:
             self.copies.start()
 
     def poll(self) -> None:
-        """Take in what happened to pages since the last call."""
+        """Process the copies to the host that were completed since the last call."""
         if self.copies is not None:
             self._settle(self.copies.poll())
 
     def take_edits(self) -> CopyEdits:
-        """What the next step must be told of pages, besides its tables."""
+        """The changes of frames that the next plan must carry."""
         return CopyEdits() if self.copies is None else self.copies.take_edits()
 
     def put_back(self, edits: CopyEdits) -> None:
-        """What a step was told, and did not carry out."""
+        """Return the edits of a plan that was not carried out."""
         if self.copies is not None:
             self.copies.put_back(edits)
 
     def close(self, pages: SequencePages, token_ids: Sequence[int] = (), computed: int = 0) -> None:
-        """The request leaves. Published pages stay cached, private ones become free.
+        """End a request. Published pages stay cached, private ones become free.
 
-        The first `computed` tokens are in the cache; pages of them that cannot be published yet
-        will be, where that is only a matter of time.
+        `computed` tokens are in the cache. Complete pages whose copies have not arrived yet are
+        kept, and are published when they have.
         """
         if self.copies is not None and pages.publishes:
             known = min(computed, len(token_ids))
@@ -354,7 +356,7 @@ class PagedCache:
         self._close(pages)
 
     def clear(self) -> None:
-        """Forget all that no request stands on, and what would be published later."""
+        """Evict everything that no request uses, and drop pages that wait to be published."""
         leaving, self._leaving = self._leaving, []
         for left in leaving:
             self._close(left.pages)
@@ -363,13 +365,13 @@ class PagedCache:
     def _close(self, pages: SequencePages) -> None:
         self._sequences.remove(pages)
         for g, table in enumerate(pages.tables):
-            # Deepest page first: on ties of recency the tail is given up before the head.
+            # Deepest page first, so that on ties of recency the tail is evicted before the head.
             for page in reversed(table[pages.live_from[g] :]):
                 self.tree.release_page(g, page)
         self.tree.unpin(pages.node)
 
     def _complete(self, pages: SequencePages, computed: int) -> None:
-        """Pages whose last row is computed begin their way to the host."""
+        """Queue newly completed pages to be copied to the host."""
         assert self.copies is not None
         for index in range(pages.completed, self.geometry.complete_pages(computed)):
             page, frame = (
@@ -382,7 +384,7 @@ class PagedCache:
             pages.completed = index + 1
 
     def _settle(self, done: Sequence[Transfer]) -> None:
-        """Copies have arrived: what they held is held no more, who waited for them may leave."""
+        """Release the pages and frames of arrived copies, and close requests that waited."""
         if not done:
             return
         for page, frame in done:
@@ -409,11 +411,11 @@ class PagedCache:
         return tuple(tokens[index * step : (index + 1) * step])
 
     def _is_durable(self, pages: SequencePages, index: int) -> bool:
-        """A page is nowhere but on the device, or the host has its bytes."""
+        """Whether the page may be published: there is no host tier, or the host has its bytes."""
         return self.copies is None or self.copies.is_durable(pages.tables[self._page_group][index])
 
     def _slide(self, pages: SequencePages) -> bool:
-        """Give up what no later row can reach; True if that was anything."""
+        """Release pages that no later row can reach; True if there were any."""
         before = sum(pages.live_from)
         for g in self._windowed:
             first = self.groups[g].first_reachable_page(pages.reach, self.geometry.page_size)
@@ -430,7 +432,7 @@ class PagedCache:
     # -- invariants ---------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise PageError if any rule about pages is broken. Cheap enough to run when idle."""
+        """Raise PageError if any invariant about pages is broken. Cheap enough to run when idle."""
         problems: list[str] = []
         self.tree.check(problems.append)
         backing = [] if self.copies is None else self.copies.backing()

@@ -1,15 +1,15 @@
-"""Which pages are on the device, in host memory, or in both. Bookkeeping only, no tensors.
+"""Records which pages are on the device, in host memory, or in both. No tensors.
 
-Page ids then name pages of host memory, as many as that holds. Pages of a second group, frames,
-are places on the device, and a page may be in one of them:
+With a host tier, page ids name pages of host memory. The pages of a second group, called frames,
+are places on the device. A page may be in a frame:
 
     FREE -> FILLING    one request writes it, in a frame
-         -> BACKING    complete, and being copied to the host: its frame is nobody else's yet
-         -> CLEAN      in host memory and in a frame, which can be given up at any time
-        <-> HOST_ONLY  in host memory alone; read slice by slice, or fetched into a frame
+         -> BACKING    complete, and being copied to the host; its frame cannot be reused yet
+         -> CLEAN      in host memory and in a frame, which can be released at any time
+        <-> HOST_ONLY  only in host memory; read slice by slice, or fetched into a frame
          -> FREE
 
-Changes that a step must know of go into its plan and take effect when the step begins.
+Changes that concern a step are part of its plan and take effect when the step begins.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Transfer(NamedTuple):
 
 
 class CopyEdits(NamedTuple):
-    """What changes when a step begins: first the frames of pages, then the fetches."""
+    """Changes at the beginning of a step: first `frames`, then `fetches`."""
 
     frames: tuple[Transfer, ...] = ()
-    """Pages with their new frames; NULL_PAGE if a page has none any more."""
+    """Pages with their new frames; NULL_PAGE if a page no longer has one."""
     fetches: tuple[Transfer, ...] = ()
     """Pages to copy from the host into their frames."""
 
@@ -48,15 +48,15 @@ class Mover(Protocol):
     """Copies complete pages to the host in the background."""
 
     def back_up(self, transfers: Sequence[Transfer]) -> None:
-        """Start copies of frames to host pages, behind every step launched so far."""
+        """Start copies from frames to host pages, after every step launched so far."""
         ...
 
     def poll(self) -> list[Transfer]:
-        """Copies that were completed since the last call, in any order."""
+        """Copies completed since the last call, in any order."""
         ...
 
     def wait(self) -> list[Transfer]:
-        """As `poll`, but waits for one copy if none is complete and some are under way."""
+        """Like `poll`, but waits for a copy if none is complete and some are in progress."""
         ...
 
 
@@ -68,7 +68,7 @@ class PageCopies:
         self._backing: dict[int, int] = {}  # page -> frame, until the copy is known to be done
         self._to_start: list[Transfer] = []
         self._edits: dict[int, int] = {}  # page -> frame, since the last plan
-        self._fetches: dict[int, int] = {}  # frame -> page, likewise
+        self._fetches: dict[int, int] = {}  # frame -> page, since the last plan
         self._mover = mover
         self._num_durable = 0
         self._num_clean = 0  # durable, and in a frame
@@ -90,7 +90,7 @@ class PageCopies:
         return PageState.CLEAN if self._frame_of[page] else PageState.HOST_ONLY
 
     def count(self, free_pages: int) -> dict[PageState, int]:
-        """Pages by state; they add up to all pages."""
+        """Number of pages by state; the states add up to all pages."""
         backing = len(self._backing)
         used = len(self._frame_of) - 1 - free_pages
         return {
@@ -107,11 +107,11 @@ class PageCopies:
     # -- the life of a page -------------------------------------------------------------------
 
     def fill(self, page: int, frame: int) -> None:
-        """A new page, to be written in `frame`."""
+        """Record a new page that will be written in `frame`."""
         self._place(page, frame)
 
     def fetch(self, page: int, frame: int) -> None:
-        """Copy a page that is in host memory alone into a frame, when the next step begins."""
+        """Copy a page that is only in host memory into a frame when the next step begins."""
         assert self._durable[page] and self._frame_of[page] == NULL_PAGE
         self._place(page, frame)
         self._fetches[frame] = page
@@ -119,16 +119,16 @@ class PageCopies:
         self.fetched_pages += 1
 
     def complete(self, page: int, frame: int) -> None:
-        """All rows of the page will have been written by the steps launched so far.
+        """Queue a page for its copy to the host. The steps launched so far write all its rows.
 
-        The caller holds page and frame until `poll` or `wait` returns them.
+        The caller must hold page and frame until `poll` or `wait` returns them.
         """
         assert not self._durable[page] and page not in self._backing
         self._backing[page] = frame
         self._to_start.append(Transfer(page, frame))
 
     def start(self) -> None:
-        """The step that completed pages has been launched."""
+        """Start the queued copies; the steps that complete these pages have been launched."""
         if self._to_start:
             self._mover.back_up(self._to_start)
             self._to_start = []
@@ -137,7 +137,7 @@ class PageCopies:
         return self._settle(self._mover.poll()) if self._backing else []
 
     def wait(self) -> list[Transfer]:
-        """At least one completed copy; none if none is under way or the copy failed."""
+        """At least one completed copy; empty if none is in progress or a copy failed."""
         if not self._backing:
             return []
         self.start()  # an earlier start may have failed
@@ -167,7 +167,7 @@ class PageCopies:
             assert held == frame
             self._durable[page] = True
         self._num_durable += len(done)
-        self._num_clean += len(done)  # its frame was held for it
+        self._num_clean += len(done)  # each page still has its frame, which was held
         return done
 
     # -- what steps are told ------------------------------------------------------------------
@@ -181,7 +181,7 @@ class PageCopies:
         return edits
 
     def put_back(self, edits: CopyEdits) -> None:
-        """A plan was not carried out completely: the next plan repeats its edits."""
+        """Repeat the edits in the next plan, because their plan was not carried out completely."""
         for page, _ in edits.frames:
             self._edits[page] = self._frame_of[page]
         for page, frame in edits.fetches:
@@ -193,8 +193,8 @@ class PageCopies:
     def check(
         self, pages: Sequence[int], frames: Sequence[int], fail: Callable[[str], None]
     ) -> None:
-        """Compare the reference counts of all pages and frames, null ones included, with these
-        records."""
+        """Compare these records with the reference counts of all pages and frames, including the
+        null ones. Calls `fail` for each problem."""
         found = Counter(self.state(page, count) for page, count in enumerate(pages) if page)
         if self.count(found[PageState.FREE]) != {state: found[state] for state in PageState}:
             fail("pages are miscounted by state")

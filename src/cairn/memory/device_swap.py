@@ -1,9 +1,9 @@
-"""Swap-in by kernels: the plan of `hot_cache` on the device, and a stage for prompts.
+"""Swap-in by kernels: plans like `hot_cache`, but on the device, and has a stage for prompts.
 
-For layers that keep keys and values of heads and nothing else that may leave the device.
-Decode steps go through the hot cache and can be recorded. A chunk of a prompt reads so many pages
-that a layer's are staged whole: all that its rows selected and that are in no frame are copied,
-once each, into memory that all layers share.
+It serves layers in which keys and values of heads are the only part that may leave the device.
+Decode steps use the hot cache and can be recorded. A prompt chunk reads so many pages that they go
+to a stage instead: all pages that its rows selected and that are not in frames are copied, once
+each, into memory that all layers share.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from cairn.memory.kv_pool import KVPool
 if TYPE_CHECKING:
     from cairn.kernels.swap_in import HotTables, Misses
 
-_BACKUP_PROGRAMS = 32  # enough for the link, and attention keeps the rest of the device
+_BACKUP_PROGRAMS = 32  # enough to saturate the link; attention keeps the rest of the device
 _THREADS_BESIDE_ATTENTION = 8192
-"""Threads that copy missing slices. A processor's loads return in order, so attention's loads wait
-behind those of the copies: there are only as many as keep the link busy."""
+"""Threads that copy missing slices. The loads of an SM return in order, so attention's loads wait
+for those of the copies. Therefore there are only enough threads to keep the link busy."""
 
 
 class SwapShape(NamedTuple):
     max_seqs: int
-    """Rows of a decode step, at most."""
+    """Most rows of a decode step."""
     topk: int
     stage_pages: int
     """Pages of the longest request."""
     copy_threads: int = COPY_THREADS
-    """Of each block of the kernel that copies what is missing."""
+    """Threads per block of the kernel that copies missing slices."""
     stages: int = 1
-    """Two where prompts are read densely."""
+    """Number of stages; two if prompts are read densely."""
 
 
 class SwapBytes(NamedTuple):
-    """Device memory of the tables, besides frames and hot slots."""
+    """Device memory of the tables, in addition to frames and hot slots."""
 
     per_page: int
-    """For each page id: where every layer and kv head put it, who claims it, for the hot cache and
-    for the stage, and its frame."""
+    """For each page id: its hot slot by layer and kv head, its claims by kv head for the hot cache
+    and for the stage, and its frame."""
     per_slot: int
-    """For each hot slot: tags, ages and arrivals, those of the planner in torch included."""
+    """For each hot slot: tags, ages and arrivals, including those of the torch planner."""
 
     @classmethod
     def of(cls, layers: int, kv_heads: int) -> SwapBytes:
@@ -88,18 +88,18 @@ class DeviceSwap:
 
     @property
     def stage(self) -> torch.Tensor:
-        """What `fill_stage` fills; prompts that are read densely have it in turn."""
+        """The buffer that `fill_stage` fills. Prompts that are read densely use it too."""
         return self.stages[0]
 
     @property
     def totals(self) -> list[int]:
-        """Reads of resident pages, hot-cache hits and misses of decode steps, and slices staged for
-        prompts. Waits for the device."""
+        """Totals: reads of resident pages, hot-cache hits and misses of decode steps, and slices
+        staged for prompts. Waits for the device."""
         return [int(total) for total in self._scratch.totals.tolist()]
 
     @property
     def resident_reads(self) -> torch.Tensor:
-        """[1] int64: reads of resident pages, for steps that need not go through `locate`."""
+        """Counter [1] int64 of reads of resident pages, for steps that do not use `locate`."""
         return self._scratch.totals[:1]
 
     def locate(
@@ -109,7 +109,8 @@ class DeviceSwap:
         page_table: torch.Tensor,  # [seqs, pages] int32
         generations: torch.Tensor,  # [seqs, pages] int32
     ) -> Located:
-        """Pages of the pool that hold them, or will when the last launch has copied them."""
+        """Find the selected pages in the pool. Missing ones are there once the launched copies are
+        done."""
         from cairn.kernels.swap_in import plan_swap
 
         hot, scratch = self._hot[layer], self._scratch
@@ -122,10 +123,10 @@ class DeviceSwap:
         return Located(scratch.located, hot.arrived, pieces, self._first_hot)
 
     def _copy_missed(self, layer: int, misses: Misses) -> int:
-        """Copy the missing slices into hot slots; returns the number of pieces each comes in."""
+        """Copy the missing slices into hot slots; returns the number of pieces per slice."""
         from cairn.kernels.swap_in import copy_missed, pieces_of
 
-        # Launched without misses, too: attention waits for this launch before it starts.
+        # Launched even without misses, because attention waits for this launch before it starts.
         copy_missed(
             misses,
             self._host.part(layer),
@@ -138,34 +139,35 @@ class DeviceSwap:
         return pieces_of(self._pool.part(layer), self._threads)
 
     def forget(self, layer: int) -> None:
-        """Empty the layer's hot cache: its slots were overwritten."""
+        """Empty the layer's hot cache, because its slots were overwritten."""
         self._hot[layer].pages.fill_(-1)
 
     def fetch(self, pages: torch.Tensor, frames: torch.Tensor) -> None:
-        """Whole pages from the host into frames."""
+        """Copy whole pages from the host into frames."""
         from cairn.kernels.swap_in import copy_pages
 
         copy_pages(self._on_host, self._on_device, pages, frames, threads=self._threads)
 
     def back_up(self, pages: torch.Tensor, frames: torch.Tensor) -> None:
-        """Whole pages from frames to the host."""
+        """Copy whole pages from frames to the host."""
         from cairn.kernels.swap_in import copy_pages
 
         copy_pages(self._on_device, self._on_host, frames, pages, programs=_BACKUP_PROGRAMS)
 
     def in_frames(self, pages: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """What `fill_stage` returns where every page is in a frame."""
+        """What `fill_stage` would return if every page is in a frame."""
         return self._places(pages, counts, staged=False)
 
     def fill_stage(
         self,
         layer: int,
         pages: torch.Tensor,  # [blocks, kv_heads, n] int32 page ids
-        counts: torch.Tensor,  # [blocks, kv_heads] int32, how many of them there are
+        counts: torch.Tensor,  # [blocks, kv_heads] int32, number of pages
     ) -> torch.Tensor:
-        """Where they are, [blocks, kv_heads, n]: a page of the pool, or -1 - a page of the stage.
+        """Copy pages that are not in frames into the stage. Returns the place of each page,
+        [blocks, kv_heads, n]: page p of the pool as p, page s of the stage as -1 - s.
 
-        The stage must have room for all different pages of the neediest kv head.
+        The stage must have room for all distinct pages of the kv head that reads the most.
         """
         from cairn.kernels.stage import claim_missing
         from cairn.kernels.swap_in import copy_missed

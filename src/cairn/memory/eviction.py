@@ -1,4 +1,4 @@
-"""The order in which cached things are given up, without ever walking all of them."""
+"""The order in which cached items are evicted, without ever scanning all of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _COMPACT_ABOVE = 64
 class EvictionQueue(Generic[Item]):
     """A heap with lazy deletion: push, discard and pop cost O(log n), length is exact.
 
-    An item's priority is read when it is pushed. Whoever uses an item discards it and pushes it
-    again when it is idle, so priorities in the heap never go stale.
+    An item's priority is read when it is pushed. To use an item, discard it; push it again when it
+    is idle. Priorities in the heap are therefore never stale.
     """
 
     def __init__(self, priority: Callable[[Item], tuple[int, ...]]) -> None:

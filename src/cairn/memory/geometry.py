@@ -1,8 +1,8 @@
 """How tokens lie in pages.
 
 A page has `page_size` rows, of which the first `tokens_per_page` hold tokens. The two differ for
-models that end every page with a landmark row: 64 rows then hold 63 tokens. Everything a user sees
-counts tokens, everything the KV cache stores counts rows, and this is the only place that converts.
+models that end every page with a landmark row: 64 rows then hold 63 tokens. Users see tokens, the
+KV cache stores rows, and only this module converts between them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PageGeometry:
         return self.tokens_per_page < self.page_size
 
     def rows(self, tokens: int) -> int:
-        """Rows that `tokens` tokens occupy, the landmark rows of complete pages included."""
+        """Rows that `tokens` tokens occupy, including the landmark rows of complete pages."""
         pages, rest = divmod(tokens, self.tokens_per_page)
         return pages * self.page_size + rest
 
@@ -41,14 +41,14 @@ class PageGeometry:
         return page * self.page_size + offset
 
     def pages(self, tokens: int) -> int:
-        """Pages that `tokens` tokens touch."""
+        """Number of pages needed for `tokens` tokens."""
         return -(-tokens // self.tokens_per_page)
 
     def complete_pages(self, tokens: int) -> int:
         return tokens // self.tokens_per_page
 
     def tokens_in(self, rows: int) -> int:
-        """The most tokens whose rows, landmark rows included, are at most `rows`."""
+        """The most tokens that fit in `rows` rows, including landmark rows."""
         pages, rest = divmod(rows, self.page_size)
         return pages * self.tokens_per_page + min(rest, self.tokens_per_page - 1)
 

@@ -1,7 +1,7 @@
-"""Layer groups: layers that keep the same rows of the past, and the same of each row.
+"""Layer groups: layers with the same window and the same cache layout.
 
 They share page tables and a page pool. Full layers keep every page. Sliding-window layers keep the
-pages their window can still reach and free the rest, so each group is sized and charged on its own.
+pages that their window can still reach and free the rest, so each group is sized separately.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ class LayerGroup:
     name: str
     layers: tuple[int, ...]
     window: int | None = None
-    """Rows a query sees, itself included; None for all of them."""
+    """Rows that a query sees, including itself; None for all rows."""
     copy_of: int | None = None
-    """The group whose pages these are device copies of, where it lives in host memory. Such a
-    group holds at least what the window reaches; what it has given up can be fetched again."""
+    """With a host tier: the group whose pages this group holds device copies of. Such a group holds
+    at least the pages in the window; pages that it released can be fetched again."""
     layout: CacheLayout = NO_CACHE
-    """What each of the layers keeps."""
+    """What each layer keeps."""
 
     def page_bytes(self, page_size: int) -> int:
-        """Of one page id, in all layers. Copies on the device are those of parts that may leave."""
+        """Bytes of one page in all layers. A group of copies counts only parts that may leave."""
         layout = self.layout if self.copy_of is None else self.layout.leaving
         return len(self.layers) * layout.page_bytes(page_size)
 
     def staying_bytes(self, page_size: int) -> int:
-        """Of the parts of a page that never leave the device, in all layers."""
+        """Bytes of the parts of a page that never leave the device, in all layers."""
         return len(self.layers) * self.layout.staying.page_bytes(page_size)
 
     def first_reachable_page(self, row: int, page_size: int) -> int:
@@ -42,16 +42,16 @@ class LayerGroup:
         return max(0, row - self.window + 1) // page_size
 
     def row_beyond(self, page: int, page_size: int) -> int:
-        """The first row of which no query, there or later, can read `page`; there is a window."""
+        """The first row from which on no query can read `page`. Only for groups with a window."""
         assert self.window is not None
         return (page + 1) * page_size + self.window - 1
 
     def peak_pages(self, tokens: int, chunk_tokens: int, geometry: PageGeometry) -> int:
-        """Most pages held at once while a request grows to `tokens`, `chunk_tokens` at a time."""
+        """Most pages held at once while a request grows to `tokens` by `chunk_tokens` at a time."""
         pages = geometry.pages(tokens)
         if self.window is None:
             return pages
-        # The window may straddle one page more than it fills; so may the chunk.
+        # Window and chunk may each touch one page more than they fill.
         reach = -(-(self.window - 1) // geometry.page_size) + 1
         return min(pages, reach + geometry.pages(chunk_tokens) + 1)
 
@@ -61,13 +61,13 @@ def group_layers(
 ) -> tuple[LayerGroup, ...]:
     """Group layers by window and layout, full layers first.
 
-    windows[i] and layouts[i] belong to layer i; without layouts the layers keep nothing.
+    windows[i] and layouts[i] belong to layer i. Without layouts the layers keep nothing.
     """
     layouts = layouts or [NO_CACHE] * len(windows)
     members: dict[tuple[int | None, CacheLayout], list[int]] = {}
     for layer, key in enumerate(zip(windows, layouts, strict=True)):
         members.setdefault(key, []).append(layer)
-    # Groups of one window keep the order of their first layers.
+    # Groups with the same window keep the order of their first layers.
     ordered = sorted(members, key=lambda key: (key[0] is not None, key[0] or 0))
     groups: list[LayerGroup] = []
     for window, layout in ordered:
@@ -82,12 +82,12 @@ def group_layers(
 def max_tokens(
     groups: Sequence[LayerGroup], num_pages: Sequence[int], geometry: PageGeometry
 ) -> int:
-    """The longest request the pools can hold when it has them to itself."""
+    """Tokens of the longest request that fits if it runs alone."""
     capacity = [
         count for group, count in zip(groups, num_pages, strict=True) if group.window is None
     ]
     if not capacity:
-        # Window layers only: length is bounded by the model, not by memory.
+        # Only window layers: the model limits the length, not memory.
         return 2**62
     return geometry.tokens(min(capacity))
 
@@ -98,10 +98,10 @@ def split_budget(
     page_bytes: Sequence[int],
     wanted_pages: Sequence[int],
 ) -> list[int]:
-    """Pages for each group. page_bytes[i] is what one page of groups[i] costs.
+    """Number of pages for each group; page_bytes[i] is the size of one page of groups[i].
 
-    Window groups get the pages they can use (`wanted_pages`), full groups share the rest; where
-    that would leave a window group with more pages than the full group, both get equally many.
+    Window groups get the pages they can use (`wanted_pages`), and full groups share the rest. If a
+    window group would then have more pages than the full group, both get the same number.
     """
     capped: dict[int, int] = {}
     while True:

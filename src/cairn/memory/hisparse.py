@@ -1,7 +1,7 @@
 """Makes selected pages readable on the device, between selection and attention.
 
-A selected slice is looked for in three places: the page is resident in a frame; the layer's hot
-cache has the slice; else it is copied from host memory into the hot cache. Hot slots lie behind the
+A selected slice is in one of three places: in a frame, if the page is resident; in the layer's hot
+cache; or only in host memory, from where it is copied into the hot cache. Hot slots follow the
 frames in the same tensor, so that one page number names either.
 """
 
@@ -26,14 +26,14 @@ from cairn.memory.prompt_stage import PromptStage
 
 @dataclass(slots=True)
 class TierStats:
-    """Totals since the engine started; reads count slices of (layer, kv head, page)."""
+    """Totals since the engine started. Reads count slices, one per (layer, kv head, page)."""
 
     resident: int = 0  # reads of pages that were in a frame
     hits: int = 0  # reads of slices that were in the hot cache
     misses: int = 0  # slices that had to be copied in
     bytes_in: int = 0  # host to device: misses, pages of prompts and fetched pages
     bytes_out: int = 0  # device to host: backups
-    stall_seconds: float = 0.0  # the engine waited for copies
+    stall_seconds: float = 0.0  # time that the engine waited for copies
 
 
 class HiSparseCoordinator:
@@ -49,10 +49,10 @@ class HiSparseCoordinator:
         page_group: int = 0,
         longest: int | None = None,
     ) -> None:
-        """`pool` has `hot_slots` pages behind its null page and `num_frames` frames.
+        """`pool` has a null page, then `num_frames` frames, then `hot_slots` hot slots.
 
-        Tables of layer group `page_group` name pages of `host`. `longest`: pages of the longest
-        request, where prompts are read densely.
+        Tables of layer group `page_group` name pages of `host`. `longest` is the number of pages of
+        the longest request if prompts are read densely, else None.
         """
         self._pool = pool
         self.page_group = page_group
@@ -64,10 +64,11 @@ class HiSparseCoordinator:
         self._slice_bytes = host.page_bytes // (len(host.layers) * heads)
         self._frame_of = torch.zeros(self.num_pages + 1, dtype=torch.int32, device=device)
         self.frames = np.zeros(self.num_pages + 1, dtype=np.int32)
-        """[pages] the same as the host knows it, for the step that is being launched."""
+        """Frame of each page [pages] on the host, for the step that is being launched; 0 for none.
+        """
         self._hot = {layer: HotCache(heads, hot_slots, device) for layer in host.layers}
         self.swap: DeviceSwap | None = None
-        """Stands in for `swap_in_selected_pages` where attention runs by kernels."""
+        """Replaces `swap_in_selected_pages` if attention runs by kernels."""
         if kernels is not None:
             self.swap = DeviceSwap(
                 pool,
@@ -78,7 +79,7 @@ class HiSparseCoordinator:
                 shape=kernels,
             )
         self.stage: PromptStage | None = None
-        """Where prompts are read densely."""
+        """The stage for prompts that are read densely; None if there are none."""
         if longest is not None:
             buffers = () if self.swap is None else self.swap.stages
             self.stage = PromptStage(pool, host, self.frames, longest, buffers)
@@ -91,7 +92,7 @@ class HiSparseCoordinator:
 
     @property
     def stats(self) -> TierStats:
-        """Totals of all launched steps. Waits for the device where it does the counting."""
+        """Totals of all launched steps. Waits for the device if kernels count."""
         stats = replace(self._stats)
         if self.swap is not None:
             resident, hits, misses, staged = self.swap.totals
@@ -106,7 +107,7 @@ class HiSparseCoordinator:
     # -- at the head of a step ----------------------------------------------------------------
 
     def begin_step(self, edits: CopyEdits) -> None:
-        """Take over new frames of pages, and fetch whole pages from the host."""
+        """Record the new frames of pages, and fetch whole pages from the host."""
         if edits.frames:
             moved = np.array(edits.frames)
             self.frames[moved[:, 0]] = moved[:, 1]
@@ -129,7 +130,7 @@ class HiSparseCoordinator:
     def parts(
         self, layer: int, pages: torch.Tensor, generations: torch.Tensor, most_rows: int
     ) -> Iterator[slice]:
-        """Cut rows into runs whose selected pages, [rows, kv_heads, k], fit in the hot cache."""
+        """Split rows into runs whose selected pages [rows, kv_heads, k] fit into the hot cache."""
         wanted = self._wanted(pages)
         hot = self._hot[layer]
         begin = 0
@@ -149,9 +150,9 @@ class HiSparseCoordinator:
     def swap_in_selected_pages(
         self, layer: int, pages: torch.Tensor, generations: torch.Tensor
     ) -> torch.Tensor:
-        """Where attention finds each selected page, [rows, kv_heads, k]; valid until the next call.
+        """The page of the pool that holds each selected page, [rows, kv_heads, k].
 
-        Where pages is -1 the result is the null page.
+        The result is valid until the next call. It is the null page where `pages` is -1.
         """
         frames = self._frame_of[pages.clamp(min=0)].long()
         wanted = self._wanted(pages)
@@ -168,7 +169,7 @@ class HiSparseCoordinator:
             self._hot[layer].forget()
             raise
         finally:
-            if self.swap is not None:  # a row is traced: these slots are the kernels' own
+            if self.swap is not None:  # a traced row in torch overwrote the kernels' slots
                 self._hot[layer].forget()
                 self.swap.forget(layer)
         self._stats.resident += int(((pages >= 0) & ~wanted).sum())
@@ -178,7 +179,7 @@ class HiSparseCoordinator:
         return found.masked_fill(pages < 0, 0)
 
     def _wanted(self, pages: torch.Tensor) -> torch.Tensor:
-        """Pages that are not in a frame."""
+        """Which of the pages are not in a frame, as a mask."""
         return (pages >= 0) & (self._frame_of[pages.clamp(min=0)] == 0)
 
     def _copy_in(
@@ -190,12 +191,12 @@ class HiSparseCoordinator:
         self._stats.bytes_in += len(pages) * self._slice_bytes
 
     def _tensors(self, layer: int) -> Iterator[tuple[CachePart, torch.Tensor, torch.Tensor]]:
-        """Parts of a layer that may leave, in host memory and on the device."""
+        """The parts of a layer that may leave the device, with their host and device tensors."""
         for part in self._host.layout.parts:
             yield part, self._host.part(layer, part.name), self._pool.part(layer, part.name)
 
     def rehearse(self) -> None:
-        """Copy the null page out and in: names the kernels that warm-up must compile."""
+        """Copy the null page out and in, so that warm-up compiles the copy kernels."""
         if self.swap is not None:
             null, _ = self._index([Transfer(0, 0)])
             self.swap.back_up(null, null)
@@ -231,7 +232,7 @@ class HiSparseCoordinator:
                     host[pages.cpu()] = device[frames].cpu()
 
     def close(self) -> None:
-        """Wait for copies under way and free host memory."""
+        """Wait for copies in progress and free host memory."""
         self._mover.close()
         self._host.close()
 
@@ -244,12 +245,12 @@ class HiSparseCoordinator:
     # -- invariants ---------------------------------------------------------------------------
 
     def check(self, generation: Sequence[int]) -> list[str]:
-        """Hot slots whose bytes differ from the page and generation they are tagged with."""
+        """Problems: hot slots whose bytes differ from the page that their tag names."""
         problems = []
         for layer, hot in self._hot.items():
             for head, slot, page, life in hot.held():
                 if generation[page] != life:
-                    continue  # nobody asks for it any more
+                    continue  # a stale tag that no lookup can match
                 for part, host, device in self._tensors(layer):
                     there = part.by_head(host)[page, :, head]
                     here = part.by_head(device)[self._first_hot + slot, :, head]

@@ -1,4 +1,4 @@
-"""Host memory behind page ids: what layers keep that may leave the device."""
+"""Host memory for pages: holds the parts of the cache that may leave the device."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from cairn.memory.pinned import CudaRegistry, PinnedMemory
 
 
 class HostPool:
-    """One tensor for each layer and part of a group, laid out as on the device."""
+    """One tensor for each layer and part of a group, with the same layout as on the device."""
 
     def __init__(
         self, group: LayerGroup, num_pages: int, page_size: int, *, device: torch.device
     ) -> None:
-        """For page ids 0..num_pages, 0 being the null page; readable by `device`."""
+        """Room for page ids 0..num_pages, where 0 is the null page. `device` can access it."""
         self.layout = group.layout.leaving
         self.num_pages = num_pages
         self.page_bytes = len(group.layers) * self.layout.page_bytes(page_size)
-        """Of one page, in all layers."""
+        """Bytes of one page in all layers."""
         places = [(layer, part) for layer in group.layers for part in self.layout.parts]
         sizes = [(num_pages + 1) * part.page_bytes(page_size) for _, part in places]
         self._pinned: PinnedMemory | None = None
@@ -27,7 +27,7 @@ class HostPool:
             self._pinned = PinnedMemory(CudaRegistry(device), sizes)
             memory = list(self._pinned.tensors)
         else:
-            # Untouched pages of a plain tensor cost nothing until they are written.
+            # The system commits memory of a plain tensor only when it is written.
             memory = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         self._parts: dict[int, dict[str, torch.Tensor]] = {layer: {} for layer in group.layers}
         for (layer, part), own in zip(places, memory, strict=True):
@@ -39,7 +39,7 @@ class HostPool:
         return tuple(self._parts)
 
     def part(self, layer: int, name: str = KV) -> torch.Tensor:
-        """[pages, *page shape]"""
+        """The tensor of a part, [pages, *page shape]."""
         return self._parts[layer][name]
 
     def tensors(self) -> list[torch.Tensor]:
@@ -51,7 +51,7 @@ class HostPool:
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def close(self) -> None:
-        """Let go of the memory; nothing may be using it any more."""
+        """Free the memory. Nothing may use it any more."""
         self._parts.clear()
         if self._pinned is not None:
             self._pinned.close()

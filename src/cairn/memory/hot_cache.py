@@ -1,10 +1,10 @@
-"""The hot cache of a layer: slices of pages that are in host memory alone, kept on the device.
+"""The hot cache of a layer: slices, kept on the device, of pages that are only in host memory.
 
-A slice is what one kv head reads of a page; each kv head has slots of its own, since each selects
-its own pages. Slots are tagged with page and generation, so that a page id that has begun another
-life is not mistaken for what it was; nothing has to be purged when pages are freed.
+A slice is what one kv head reads of a page. Each kv head has its own slots, since each selects its
+own pages. Slots are tagged with page and generation, so that a recycled page id does not match an
+old slice. Nothing has to be purged when pages are freed.
 
-This is the planner in plain torch: exact, on any device, the oracle for every kernel.
+This is the planner in plain torch: exact, on any device, the reference for every kernel.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ _PAGE_BITS = 32
 
 @dataclass(frozen=True, slots=True)
 class SwapPlan:
-    slots: torch.Tensor  # [rows, kv_heads, k] where each wanted slice is; -1 if it is not wanted
+    slots: torch.Tensor  # [rows, kv_heads, k] slot of each wanted slice, -1 for the others
     heads: torch.Tensor  # [misses] kv head
     pages: torch.Tensor  # [misses] page to copy
     into: torch.Tensor  # [misses] slot to copy it to
-    hits: int  # reads of slices that were there, or were copied in for another row
+    hits: int  # reads of slices that were there or that another row copies in
 
 
 class HotCache:
     def __init__(self, kv_heads: int, slots: int, device: torch.device) -> None:
         self.slots = slots
         self._tags = torch.full((kv_heads, slots), _EMPTY, dtype=torch.int64, device=device)
-        # The least recently used slot is given up first. Within a step, misses count as used
-        # before hits.
+        # The least recently used slot is evicted first. Within a step, misses count as used before
+        # hits.
         self._used = torch.zeros(kv_heads, slots, dtype=torch.int64, device=device)
         self._clock = 0
 
     def distinct(self, pages: torch.Tensor, generations: torch.Tensor, wanted: torch.Tensor) -> int:
-        """Slots that the neediest kv head takes for these pages, all [rows, kv_heads, k]."""
+        """Slots that these pages take for the kv head that needs the most. All arguments are
+        [rows, kv_heads, k]."""
         tags = _tags(pages, generations)
         return max(
             int(torch.unique(tags[:, head][wanted[:, head]]).numel())
@@ -48,10 +49,10 @@ class HotCache:
     def plan(
         self, pages: torch.Tensor, generations: torch.Tensor, wanted: torch.Tensor
     ) -> SwapPlan:
-        """Find or make room for slices, all [rows, kv_heads, k]; tags change at once.
+        """Find slices in the cache, or make room for them. Tags change immediately.
 
-        pages and generations in int32 or int64; `wanted` is False where there is no page, or it
-        is read from elsewhere.
+        All arguments are [rows, kv_heads, k]; pages and generations are int32 or int64. `wanted` is
+        False if there is no page or it is read from elsewhere.
         """
         self._clock += 2
         tags = _tags(pages, generations)
@@ -68,7 +69,7 @@ class HotCache:
             found = torch.full_like(asked, -1)
             found[where[held]] = held.nonzero().squeeze(1)
             missing = (found < 0).nonzero().squeeze(1)
-            # In the order in which rows ask for them, into slots in ascending order.
+            # Missing slices go into slots in ascending order, in the order of the rows' reads.
             reads = torch.arange(len(place), device=place.device)
             first = torch.full_like(asked, len(place)).scatter_reduce(0, place, reads, "amin")
             missing = missing[first[missing].argsort()]
@@ -98,7 +99,7 @@ class HotCache:
         )
 
     def forget(self) -> None:
-        """Empty the cache: a plan was not carried out completely."""
+        """Empty the cache, because a plan was not carried out completely."""
         self._tags.fill_(_EMPTY)
 
     def held(self) -> list[tuple[int, int, int, int]]:

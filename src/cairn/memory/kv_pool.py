@@ -1,4 +1,4 @@
-"""The tensors behind page ids: what every layer keeps on the device."""
+"""The device tensors that hold the pages of every layer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from cairn.memory.layout import KV
 class KVPool:
     """A tensor [pages, *page shape] for each part of each layer's cache. Page 0 is the null page.
 
-    Keys and values of heads are one part, [pages, 2 * kv_heads, page_size, head_dim], keys first:
-    one kv head's slice of a page is contiguous, which is what selection reads and a tier moves,
-    and a row's key and value are written at once.
+    Keys and values of heads are one part, [pages, 2 * kv_heads, page_size, head_dim], keys first.
+    One kv head's slice of a page is contiguous, since selection reads and the tier moves such
+    slices. A row's key and value are written together.
     """
 
     def __init__(
@@ -27,18 +27,18 @@ class KVPool:
         *,
         hot_slots: int = 0,
     ) -> None:
-        """`num_pages[g]` pages of each group behind the null page.
+        """Each group g has a null page and `num_pages[g]` more pages.
 
-        A group of device copies has `hot_slots` more behind those, which no page table names. Its
-        parts that never leave the device are kept under the page ids of the group it copies.
+        A group of device copies has another `hot_slots` pages at the end, which no page table
+        names. Its parts that never leave the device use the page ids of the group it copies.
         """
         self.page_size = page_size
-        self.device = torch.empty(0, device=device).device  # with its index
+        self.device = torch.empty(0, device=device).device  # with the device index
         self.group_of: dict[int, int] = {}
-        """The group whose page table finds a layer's rows."""
+        """The group of each layer, whose page tables locate the layer's rows."""
         self._parts: dict[int, dict[str, torch.Tensor]] = {}
         self._by_group: list[list[torch.Tensor]] = [[] for _ in groups]
-        # Kernels of others multiply masked slots by zero: those must hold numbers.
+        # Third-party kernels multiply masked rows by zero, so those must not hold NaN.
         make = torch.zeros if device.type == "cuda" else torch.empty
         for g, group in enumerate(groups):
             for layer in group.layers:
@@ -55,7 +55,7 @@ class KVPool:
                     self._by_group[home].append(tensor)
 
     def part(self, layer: int, name: str = KV) -> torch.Tensor:
-        """[pages, *page shape]"""
+        """The tensor of a part, [pages, *page shape]."""
         return self._parts[layer][name]
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -67,11 +67,11 @@ class KVPool:
         return self.part(layer).shape[1] // 2
 
     def keys(self, layer: int) -> torch.Tensor:
-        """[pages, page_size, kv_heads, head_dim], a view"""
+        """A view of the keys, [pages, page_size, kv_heads, head_dim]."""
         return self.part(layer).transpose(1, 2).chunk(2, dim=2)[0]
 
     def values(self, layer: int) -> torch.Tensor:
-        """[pages, page_size, kv_heads, head_dim], a view"""
+        """A view of the values, [pages, page_size, kv_heads, head_dim]."""
         return self.part(layer).transpose(1, 2).chunk(2, dim=2)[1]
 
     @property
@@ -86,7 +86,7 @@ class KVPool:
         rows: torch.Tensor,  # [rows, *row shape], for keys and values keys first
         name: str | None = None,
     ) -> None:
-        """Store new rows of a part, by default the first one of the layer's layout."""
+        """Store new rows of a part, by default the first part of the layer's layout."""
         parts = self._parts[layer]
         tensor = next(iter(parts.values())) if name is None else parts[name]
         tensor.movedim(-2, 1)[pages, offsets] = rows.to(tensor.dtype)
@@ -97,6 +97,6 @@ class KVPool:
             tensor.index_fill_(0, pages, 0)
 
     def fill_page(self, group: int, page: int, value: float) -> None:
-        """Overwrite a page in all layers of a group; tests poison free pages with NaN."""
+        """Overwrite a page in all layers of a group. Tests fill free pages with NaN."""
         for tensor in self._by_group[group]:
             tensor[page] = value

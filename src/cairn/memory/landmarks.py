@@ -1,8 +1,8 @@
-"""Landmarks beside pages: what a policy keeps of every complete page, under the page's id.
+"""The landmarks that a policy keeps for every complete page, stored by page id.
 
-A landmark belongs to one life of a page. It is written once per generation, by the step that
-completes the page, and read with the generation the reader's page table expects; on a mismatch it
-counts as absent, so that a recycled page can never be mistaken for the one it was.
+A landmark belongs to one generation of a page. The step that completes the page writes it, once.
+A reader passes the generation that its page table expects. If it differs, the landmark counts as
+absent, so that a recycled page is never taken for the old one.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class LandmarkShape:
 
     @property
     def page_bytes(self) -> int:
-        """What a page's landmarks and its generation cost, over all layers."""
+        """Bytes of a page's landmarks in all layers, and of its generation."""
         layout = CacheLayout((self.vector, self.bias) if self.has_bias else (self.vector,))
         return len(self.layers) * layout.page_bytes(1) + 4
 
 
 class LandmarkPool:
     def __init__(self, shape: LandmarkShape, num_pages: int, device: torch.device) -> None:
-        """For page ids 0..num_pages, 0 being the null page."""
+        """Room for page ids 0..num_pages, where 0 is the null page."""
         self.shape = shape
 
         def empty(part: CachePart) -> torch.Tensor:
@@ -54,12 +54,13 @@ class LandmarkPool:
         self.biases = {
             layer: empty(shape.bias) for layer in (shape.layers if shape.has_bias else ())
         }
-        # Generation each page was sealed in, 0 for never; on the device and, for checks, here.
+        # Generation that each page was sealed in, 0 for never; on the device and, for checks, on
+        # the host.
         self.sealed = torch.zeros(num_pages + 1, dtype=torch.int32, device=device)
         self._host_sealed = np.zeros(num_pages + 1, dtype=np.int32)
-        self.sealed[NULL_PAGE] = -1  # the null page has no generation that could match
+        self.sealed[NULL_PAGE] = -1  # no generation matches the null page
         self.num_sealed = 0
-        """Pages whose landmarks were computed, ever; prefix hits do not add to it."""
+        """Total number of pages whose landmarks were computed. Prefix hits do not count."""
 
     @property
     def nbytes(self) -> int:
@@ -67,13 +68,13 @@ class LandmarkPool:
         return sum(tensor.nbytes for tensor in tensors)
 
     def generation(self, page: int) -> int:
-        """The life of the page that its landmarks belong to; 0 if it has none."""
+        """The generation that the page's landmarks belong to; 0 if it has none."""
         return int(self._host_sealed[page])
 
     def seal(self, pages: np.ndarray, generations: np.ndarray, *, on_device: bool = True) -> None:
-        """This step completes `pages` and will save their landmarks in every layer.
+        """Record that this step completes `pages` and saves their landmarks in every layer.
 
-        A step whose kernels write `sealed` themselves does so without `on_device`.
+        `on_device` is False if the step's own kernels write `sealed`.
         """
         twice = pages[self._host_sealed[pages] == generations]
         if len(twice):
@@ -87,21 +88,22 @@ class LandmarkPool:
     def save(
         self, layer: int, pages: torch.Tensor, vectors: torch.Tensor, bias: torch.Tensor | None
     ) -> None:
-        """pages [n], sealed before; vectors [n, heads, width]; bias [n, heads]."""
+        """Save the landmarks of sealed pages [n]: vectors [n, heads, width] and bias [n, heads]."""
         self.vectors[layer][pages] = vectors
         if bias is not None:
             self.biases[layer][pages] = bias.to(self.shape.bias.known_dtype)
 
     def of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """All vectors [pages, heads, width] of a layer, and all biases."""
+        """All vectors [pages, heads, width] and all biases of a layer."""
         return self.vectors[layer], self.biases.get(layer)
 
     def get(
         self, layer: int, pages: torch.Tensor, generations: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """vectors, bias and whether they are those of the expected generation, by page id.
+        """The vectors and bias of pages, and whether each has the expected generation.
 
-        pages and generations of any one shape; scores of pages that are not valid must be masked.
+        pages and generations have the same shape. The caller must mask the scores of pages whose
+        generation does not match.
         """
         bias = self.biases[layer][pages] if self.shape.has_bias else None
         return self.vectors[layer][pages], bias, self.sealed[pages] == generations
@@ -114,5 +116,5 @@ class LandmarkPool:
         self.sealed[self._sent(index)] = 0
 
     def _sent(self, array: np.ndarray) -> torch.Tensor:
-        """A copy on the device, sent without synchronizing: CUDA buffers up to 64 KiB."""
+        """A copy on the device, sent without synchronizing. CUDA buffers up to 64 KiB."""
         return torch.from_numpy(array).to(self.sealed.device, non_blocking=True)

@@ -1,7 +1,7 @@
-"""What a layer keeps in the cache, as a value: named parts, each with a shape and a type.
+"""The cache layout of a layer: named parts, each with a shape and a type.
 
-Keys and values of heads are one layout, a latent row without heads is another. Pools, page bytes,
-host memory and copies between the two are computed from it.
+Keys and values of heads are one layout, a latent row without heads is another. Device and host
+pools, page bytes and copies between host and device are derived from it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ class CachePart:
 
     name: str
     shape: tuple[int, ...]
-    """Of one row; of one page where `per` is "page"."""
+    """Shape of one row, or of one page if `per` is "page"."""
     dtype: torch.dtype | None = None
-    """None for the type of the cache (`kv_cache_dtype`), which `CacheLayout.of_type` fills in."""
+    """None for the cache's type (`kv_cache_dtype`), which `CacheLayout.of_type` fills in."""
     per: Literal["row", "page"] = "row"
     may_leave: bool = True
-    """Pages may be kept in host memory alone; else they stay on the device."""
+    """This part of a page may be only in host memory; otherwise it stays on the device."""
     heads: int = 1
-    """Heads that select pages on their own. The first axis of `shape` is a multiple of it: entry i
-    belongs to head i modulo `heads`."""
+    """Number of heads that select pages independently. The size of the first axis of `shape` is a
+    multiple of it; entry i belongs to head i modulo `heads`."""
 
     def page_shape(self, page_size: int) -> tuple[int, ...]:
-        """Of one page: the row axis stands before the last one, so that a head's rows of a page
-        are contiguous."""
+        """Shape of one page. The row axis is the last but one, so that a head's rows of a page are
+        contiguous."""
         if self.per == "page":
             return self.shape
         return (*self.shape[:-1], page_size, self.shape[-1])
@@ -55,7 +55,7 @@ class CachePart:
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """All that one layer keeps under a page id."""
+    """Everything that one layer keeps for a page."""
 
     parts: tuple[CachePart, ...] = ()
 
@@ -63,11 +63,11 @@ class CacheLayout:
     def of_heads(
         cls, kv_heads: int, head_dim: int, dtype: torch.dtype | None = None
     ) -> CacheLayout:
-        """Keys and values: a page is [2 * kv_heads, page_size, head_dim]."""
+        """The layout of keys and values; a page is [2 * kv_heads, page_size, head_dim]."""
         return cls((CachePart(KV, (2 * kv_heads, head_dim), dtype, heads=kv_heads),))
 
     def of_type(self, dtype: torch.dtype) -> CacheLayout:
-        """The same with a type for the parts that have none of their own."""
+        """The same layout with `dtype` for the parts that have no type."""
         return CacheLayout(
             tuple(part if part.dtype else replace(part, dtype=dtype) for part in self.parts)
         )
@@ -80,7 +80,7 @@ class CacheLayout:
 
     @property
     def leaving(self) -> CacheLayout:
-        """The parts that may be in host memory alone."""
+        """The parts that may be only in host memory."""
         return CacheLayout(tuple(part for part in self.parts if part.may_leave))
 
     @property
@@ -90,12 +90,12 @@ class CacheLayout:
 
     @property
     def heads(self) -> int:
-        """Heads that select pages on their own, of parts that may leave."""
+        """Number of heads that select pages independently, in the parts that may leave."""
         (heads,) = {part.heads for part in self.leaving.parts}
         return heads
 
     def page_bytes(self, page_size: int) -> int:
-        """Of one page in one layer."""
+        """Bytes of one page in one layer."""
         return sum(part.page_bytes(page_size) for part in self.parts)
 
 

@@ -1,4 +1,4 @@
-"""Ways to copy complete pages to host memory: at once, in a thread, or on a CUDA stream."""
+"""Copies complete pages to host memory: synchronously, in a thread, or on a CUDA stream."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Copy = Callable[[Sequence[Transfer]], None]
 
 
 class InlineMover:
-    """Copies while the engine waits."""
+    """Copies synchronously."""
 
     def __init__(self, copy: Copy) -> None:
         self._copy = copy
@@ -41,8 +41,11 @@ class InlineMover:
 
 
 class ThreadMover:
-    """Copies in a thread of its own. Frames are not written again before it is done with them,
-    and on a CPU a launched step has run, so that there is nothing else to wait for."""
+    """Copies in a separate thread.
+
+    It need not wait for anything: frames are not written again before their copy is done, and on a
+    CPU a launched step has already run.
+    """
 
     def __init__(self, copy: Copy) -> None:
         self._copy = copy
@@ -53,7 +56,7 @@ class ThreadMover:
         self._moving[self._thread.submit(self._copy, transfers)] = transfers
 
     def poll(self) -> list[Transfer]:
-        """Copies that failed are tried again, and the log says why."""
+        """Completed copies. Copies that failed are logged and tried again."""
         done: list[Transfer] = []
         for future in [future for future in self._moving if future.done()]:
             transfers = self._moving.pop(future)
@@ -79,10 +82,10 @@ class _Moving(NamedTuple):
 
 
 class StreamMover:
-    """Copies by the device: on a stream of their own, or on that of the steps, between them.
+    """Copies on the device, on a separate stream or between steps on their stream.
 
-    A copy runs behind every step launched before it, and nothing waits for it: its frames and pages
-    are held until its event has been seen. Whoever gets them then is launched later still.
+    A copy runs after every step launched before it. No step waits for it: its frames and pages are
+    held until its event is complete, and steps that reuse them are launched later.
     """
 
     def __init__(self, copy: Copy, device: torch.device, *, own_stream: bool) -> None:
@@ -91,14 +94,14 @@ class StreamMover:
         self._own: torch.cuda.Stream | None = None
         if own_stream:
             self._own = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._moving: deque[_Moving] = deque()  # one stream: they end in the order they began in
+        self._moving: deque[_Moving] = deque()  # one stream, so copies end in order
 
     def back_up(self, transfers: Sequence[Transfer]) -> None:
         steps = torch.cuda.current_stream(self._device)
         stream = steps if self._own is None else self._own
         if stream is not steps:
             stream.wait_stream(steps)
-        # What the copy makes for itself belongs to its stream, and is reused behind it there.
+        # Temporary tensors of the copy belong to this stream, so they are reused only after it.
         with torch.cuda.stream(stream):
             self._copy(transfers)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
-"""Page ids: who holds them, and in which life they are.
+"""Page ids: reference counts and generations.
 
-A page id is handed out with one reference. Each further holder retains it; when the last one lets
-go the id is free again. The generation of an id rises with every allocation, so that whoever
-remembers (id, generation) can tell a recycled page from the one it knew.
+A page id is allocated with one reference. Each further holder retains it, and when the last holder
+releases it the id is free again. Each allocation increments the id's generation, so that
+(id, generation) tells a recycled page from the old one.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable
 from cairn.errors import PageError
 
 NULL_PAGE = 0
-"""Never allocated. Padding rows write here and tables point here where no page is held."""
+"""Never allocated. Padding rows are written here, and tables hold it where there is no page."""
 
 
 class PageAllocator:
-    """Ids 1..num_pages, every operation O(1). Tensors by page id have num_pages + 1 entries."""
+    """Allocates ids 1..num_pages in O(1). Tensors indexed by page id have num_pages + 1 entries."""
 
     def __init__(self, num_pages: int, on_free: Callable[[int], None] | None = None) -> None:
         if num_pages < 1:
@@ -25,8 +25,8 @@ class PageAllocator:
         self._on_free = on_free
         self._refcounts = [0] * (num_pages + 1)
         self._generations = [0] * (num_pages + 1)
-        # A stack with the lowest id on top: fresh pools hand out ascending ids, and a page just
-        # freed, still warm in the CPU's cache, is the next to be used.
+        # A stack with the lowest id on top. New pools allocate ascending ids, and a page that was
+        # just freed, and is still in the CPU's cache, is used next.
         self._free = list(range(num_pages, 0, -1))
 
     @property
@@ -57,7 +57,7 @@ class PageAllocator:
         self._refcounts[page] += 1
 
     def release(self, page: int) -> int:
-        """Drop one reference and return how many are left."""
+        """Drop one reference and return the number of references left."""
         left = self._refcounts[page] - 1
         if left < 0:
             raise PageError(f"page {page} is not allocated and cannot be released")

@@ -1,8 +1,8 @@
-"""Host memory that a GPU reads and writes directly: mapped here, and registered with CUDA.
+"""Host memory that a GPU reads and writes directly: mapped here and registered with CUDA.
 
-torch's allocator of pinned memory rounds up to powers of two, which a pool of many gigabytes cannot
-afford. Memory is mapped here in whole pages of the system, shared with nothing else, and registered
-at its exact size. A kernel then finds it under the address that the host knows it by.
+torch's allocator for pinned memory rounds up to powers of two, which wastes too much for a pool of
+many gigabytes. This module maps whole system pages that nothing else uses, and registers exactly
+their size. Kernels then access the memory under the same address as the host.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Registry(Protocol):
     """Registers host memory with a device, so that the device can access it."""
 
     def register(self, address: int, nbytes: int) -> str | None:
-        """An error message, or None."""
+        """Register memory; returns an error message, or None."""
         ...
 
     def unregister(self, address: int) -> None: ...
@@ -47,7 +47,7 @@ class CudaRegistry:
             if error == runtime.cudaError.success:
                 return None
             with contextlib.suppress(RuntimeError):
-                # CUDA would blame the next kernel for it.
+                # Clear the error, which CUDA would otherwise report for the next kernel.
                 torch.ones(1, device=self._device).add_(1)
         return str(runtime.cudaGetErrorString(error))
 
@@ -63,20 +63,20 @@ def _runtime() -> Any:
 
 class _Region(NamedTuple):
     address: int
-    tensor: torch.Tensor  # keeps the mapping
+    tensor: torch.Tensor  # keeps the mapping alive
 
 
 class PinnedMemory:
-    """Tensors in registered memory, until `close`."""
+    """Tensors in registered memory; valid until `close`."""
 
     def __init__(self, registry: Registry, sizes: Sequence[int]) -> None:
-        """One tensor of bytes for each of `sizes`.
+        """Make one tensor of bytes for each of `sizes`.
 
-        They are registered one after the other, which takes a second for every few gigabytes.
+        They are registered one after the other, which takes about a second per few gigabytes.
         """
         self.tensors: list[torch.Tensor] = []
         regions: list[_Region] = []
-        # Also where nobody closes it: CUDA must not keep addresses of memory that is gone.
+        # Unregister even without `close`: CUDA must not keep addresses of unmapped memory.
         self._release = weakref.finalize(self, _unregister, registry, regions)
         begin = told = time.monotonic()
         total, done = sum(sizes), 0
@@ -84,7 +84,7 @@ class PinnedMemory:
             try:
                 tensor = _map(nbytes)
                 problem = registry.register(tensor.data_ptr(), tensor.nbytes)
-            except OSError as error:  # the system promises no more memory than it has
+            except OSError as error:  # the system refuses to map more memory than it has
                 problem = str(error)
             if problem is not None:
                 self.close()
@@ -103,24 +103,24 @@ class PinnedMemory:
                 _log.info(message, done / _GIB, total / _GIB, now - begin)
 
     def close(self) -> None:
-        """Nothing may be reading or writing it any more."""
+        """Unregister and free the memory. Nothing may use it any more."""
         self.tensors.clear()
         self._release()
 
 
 def _unregister(registry: Registry, regions: list[_Region]) -> None:
     while regions:
-        # It stays in the list, and so mapped, until CUDA has let go of it.
+        # A region stays in the list, and so mapped, until CUDA has unregistered it.
         registry.unregister(regions[-1].address)
         regions.pop()
 
 
 def _map(nbytes: int) -> torch.Tensor:
-    """Zeroed memory in pages of its own, all of them backed."""
+    """Zeroed memory in its own pages, all of them committed."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_DONTFORK)  # a child would have the host write to copies of pages
-    with contextlib.suppress(OSError):  # a system without large pages takes longer
+    memory.madvise(mmap.MADV_DONTFORK)  # after a fork, copy-on-write would move the host's pages
+    with contextlib.suppress(OSError):  # without huge pages it only takes longer
         memory.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    # By all threads; CUDA would have the pages made by one.
+    # All threads touch the pages here; registration would do it in a single thread.
     return tensor.zero_()

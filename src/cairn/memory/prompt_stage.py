@@ -1,10 +1,10 @@
-"""Prompts that are read densely where pages live in host memory: a layer's pages side by side.
+"""The stage for prompts that are read densely with a host tier: holds all pages of one layer.
 
-A chunk of a prompt reads every page of its sequence, and most of them may be in host memory alone.
-Layer by layer they are gathered in a stage with room for the longest request, and a dense backend
-attends to the stage as if it were the pool. CUDA has two stages: while attention reads one, pages
-of the next layer are copied into the other on a stream of their own. Pages that are on the device
-are copied just before attention, since the step writes to some of them.
+A prompt chunk reads every page of its sequence, and most of them may be only in host memory. Layer
+by layer they are gathered in a stage with room for the longest request, and a dense backend attends
+to the stage as if it were the pool. CUDA has two stages: while attention reads one, a separate
+stream copies pages of the next layer into the other. Pages that are on the device are copied just
+before attention, since the step writes to some of them.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import KV
 
 _MOST_RUNS = 256
-"""Runs of consecutive pages that are copied one by one: by the copy engine, which takes nothing
-from attention. The host takes some microseconds for each, so that more go to one kernel."""
+"""Up to this many runs of consecutive pages are copied one by one by the copy engine, which does
+not slow attention down. Each takes the host a few microseconds, so more runs go to one kernel."""
 _PROGRAMS, _THREADS = 8, 1024
-"""Of that kernel: enough for the link, and attention keeps the other processors."""
+"""Size of that kernel: enough to saturate the link; attention keeps the other SMs."""
 
 
 class _Run(NamedTuple):
     place: int  # of the first page in the stage
-    first: int  # its id
+    first: int  # id of the first page
     pages: int
 
 
 @dataclass(frozen=True, slots=True)
 class StagedPages:
-    """Pages that are staged together: first those that are in host memory alone."""
+    """Pages that are staged together. Those that are only in host memory come first."""
 
-    away: np.ndarray  # [n] int64, ascending
+    away: np.ndarray  # [n] int64, pages only in host memory, ascending
     runs: tuple[_Run, ...]
-    """The same, those with consecutive ids together."""
+    """The same pages as runs of consecutive ids."""
     listed: tuple[torch.Tensor, torch.Tensor] | None
-    """Their ids and places on the device, where there are too many runs."""
-    frames: torch.Tensor  # [m] int32, of the other pages
+    """Their ids and places as device tensors, if there are too many runs."""
+    frames: torch.Tensor  # [m] int32, frames of the other pages
 
     def __len__(self) -> int:
         return len(self.away) + len(self.frames)
@@ -51,41 +51,41 @@ class StagedPages:
 
 @dataclass(slots=True)
 class StagedStep:
-    """What a step puts into the stage, in the order it is read in."""
+    """What a step copies into the stage, in the order of its reads."""
 
     fills: Sequence[tuple[int, StagedPages]]
     """Layers and their pages."""
     ahead: bool
-    """Copy pages of the next fill while attention reads this one."""
+    """Copy the pages of the next fill while attention reads this one."""
     read: int = 0
     ready: list[torch.cuda.Event] = field(default_factory=list)
-    """Copies of each fill that was started."""
+    """Events after the copies of each fill that was started."""
 
 
 class PromptStage(KVPool):
-    """Stands in for the pool of a dense backend; a layer can be read from `fill` to `release`."""
+    """Replaces the pool of a dense backend. A layer can be read between `fill` and `release`."""
 
     def __init__(
         self,
         pool: KVPool,
         host: HostPool,
-        frames: np.ndarray,  # [pages] frame of each page now, 0 for none
+        frames: np.ndarray,  # [pages] current frame of each page, 0 for none
         room: int,
         buffers: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Two `buffers` of `room` pages; without them each fill has a tensor of its own."""
+        """Two `buffers` of `room` pages; without them each fill allocates its own tensor."""
         self.page_size = pool.page_size
         self.device = device = pool.device
         self.group_of = pool.group_of
         self._staged: dict[int, torch.Tensor] = {}
         self.room = room
         self.bytes_in = 0
-        """Copied from host memory so far."""
+        """Bytes copied from host memory so far."""
         self._pool = pool
         self._host = host
         self._frames = frames
         self._buffers = buffers
-        if buffers:  # and kernels
+        if buffers:  # kernels copy into them
             self._sources = {
                 layer: LayerMemory.of([host.part(layer)], device) for layer in host.layers
             }
@@ -99,12 +99,12 @@ class PromptStage(KVPool):
         return self._staged[layer]
 
     def clear(self, group: int, pages: torch.Tensor) -> None:
-        """Pages here are copies, of pages that were cleared if they had to be."""
+        """Does nothing: staged pages are copies, and their originals were cleared if necessary."""
 
     # -- once per step ------------------------------------------------------------------------
 
     def arrange(self, pages: np.ndarray) -> tuple[StagedPages, np.ndarray]:
-        """How to stage these pages, [n] ids of which some may be the same; and where, [n]."""
+        """How to stage pages [n], whose ids may repeat, and the place of each in the stage [n]."""
         distinct, which = np.unique(pages.astype(np.int64), return_inverse=True)
         frames = self._frames[distinct]
         is_away = frames == 0
@@ -120,7 +120,7 @@ class PromptStage(KVPool):
         return StagedStep(fills, ahead and self._stream is not None)
 
     def rehearse(self) -> None:
-        """Copy the null page by kernel: names the kernel that warm-up must compile."""
+        """Copy the null page by kernel, so that warm-up compiles the kernel."""
         if self._buffers:
             null = self._send(np.zeros(1, dtype=np.int64))
             self._copy_listed(self._host.layers[0], 0, null, null)
@@ -131,15 +131,15 @@ class PromptStage(KVPool):
                 self._start(step, index)
 
     def abandon(self) -> None:
-        """A step failed: later work waits for the copies it started."""
+        """After a failed step, make later work wait for the copies that the step started."""
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     # -- once per fill ------------------------------------------------------------------------
 
     def fill(self, step: StagedStep) -> None:
-        """Make the next fill's pages readable. The step's keys and values of its layer are in the
-        pool."""
+        """Make the pages of the next fill readable. The step's new keys and values of that layer
+        must be in the pool already."""
         layer, staged = step.fills[step.read]
         buffer = self._buffer(step.read, staged)
         if step.ahead:
@@ -151,7 +151,7 @@ class PromptStage(KVPool):
         self._staged[layer] = buffer
 
     def release(self, step: StagedStep) -> None:
-        """Attention over the fill was launched: its buffer is free for the fill after the next."""
+        """Free the buffer for the fill after the next; attention over this fill was launched."""
         layer, _ = step.fills[step.read]
         del self._staged[layer]
         step.read += 1
@@ -159,7 +159,7 @@ class PromptStage(KVPool):
             self._start(step, step.read + 1)
 
     def _start(self, step: StagedStep, index: int) -> None:
-        """Copy a fill's pages on the side stream, after what still reads its buffer."""
+        """Copy a fill's pages on the side stream, after the work that still reads its buffer."""
         assert self._stream is not None
         _, staged = step.fills[index]
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -170,7 +170,7 @@ class PromptStage(KVPool):
         step.ready.append(ready)
 
     def _copy_in(self, step: StagedStep, index: int, buffer: torch.Tensor) -> None:
-        """Pages that are in host memory alone."""
+        """Copy the pages that are only in host memory."""
         layer, staged = step.fills[index]
         host = self._host.part(layer)
         self.bytes_in += len(staged.away) * host[0].nbytes

@@ -1,9 +1,9 @@
-"""The prefix cache: a radix tree whose every edge is one complete page of tokens.
+"""The prefix cache: a radix tree in which every edge is one complete page of tokens.
 
 A node owns one reference to its page in each layer group. In full groups the page lives as long as
-the node; in window groups it may be given up earlier (NULL_PAGE stays behind), since a long prefix
-is usable as soon as the last window of it is there. Requests pin the path they stand on: a pinned
-node is never evicted, an unpinned one only as a leaf. Keys are tokens, one namespace per tenant.
+the node. In window groups it may be released earlier and replaced by NULL_PAGE, since a long prefix
+is usable if its last window is cached. Requests pin the path they use: a pinned node is never
+evicted, an unpinned one only if it is a leaf. Keys are tokens, with one namespace per tenant.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """Nodes from the namespace's root, itself left out, down to the deepest usable page."""
+    """The path from the namespace's root, without the root, to the deepest usable page."""
 
     namespace: Hashable
     path: tuple[Node, ...] = ()
@@ -65,18 +65,19 @@ class RadixTree:
         self._unpinned = 0
         self.num_nodes = 0
         priority = _least_recent if policy == "lru" else _least_frequent
-        # Full groups: unpinned leaves. Window groups: nodes whose page no request holds.
+        # Evictable nodes. Full groups: unpinned leaves. Window groups: nodes whose page no request
+        # holds.
         self._idle = [EvictionQueue[Node](priority) for _ in groups]
         self._node_of: list[dict[int, Node]] = [{} for _ in groups]
         self._full = [i for i, group in enumerate(groups) if group.window is None]
         self._windowed = [i for i, group in enumerate(groups) if group.window is not None]
-        # Window groups whose pages are nowhere else: a prefix is of no use without them.
+        # Window groups whose pages have no other copy: a prefix is unusable without them.
         self._needed = [i for i in self._windowed if groups[i].copy_of is None]
 
     # -- looking up ---------------------------------------------------------------------------
 
     def match(self, namespace: Hashable, tokens: Sequence[int], max_pages: int) -> PrefixMatch:
-        """The longest cached prefix a request can start from. Changes nothing."""
+        """The longest cached prefix that a request can start from. Does not change the tree."""
         node = self._roots.get(namespace)
         if node is None:
             return PrefixMatch(namespace)
@@ -91,7 +92,7 @@ class RadixTree:
         return PrefixMatch(namespace, tuple(path[: self._usable_pages(path)]))
 
     def _usable_pages(self, path: Sequence[Node]) -> int:
-        """How much of a path still has every window page that the next row would read."""
+        """Length of the longest part of a path that has every window page the next row reads."""
         best = len(path)
         if not self._needed:
             return best
@@ -106,13 +107,13 @@ class RadixTree:
         return max(count for count in range(len(path) + 1) if usable[count])
 
     def last_node(self, match: PrefixMatch) -> Node | None:
-        """Where a match ends: a node, a root, or nowhere if the namespace is new."""
+        """The node at which a match ends, which may be a root; None if the namespace is new."""
         return match.path[-1] if match.path else self._roots.get(match.namespace)
 
     # -- pinning ------------------------------------------------------------------------------
 
     def pin(self, match: PrefixMatch) -> Node:
-        """Protect a matched path, mark it as used now, and return its last node."""
+        """Pin a matched path, mark it as just used, and return its last node."""
         self._tick += 1
         node = self._roots.get(match.namespace)
         if node is None:
@@ -127,7 +128,7 @@ class RadixTree:
         return node
 
     def unpin(self, node: Node) -> None:
-        """Let go of the path from the root to `node`."""
+        """Unpin the path from the root to `node`."""
         while node.parent is not None:
             parent = node.parent
             node.pins -= 1
@@ -147,7 +148,7 @@ class RadixTree:
         node.pins += 1
 
     def _offer(self, node: Node) -> None:
-        """An unpinned leaf: evictable, or already empty and so removed at once."""
+        """Make an unpinned leaf evictable, or remove it at once if it has no pages."""
         if any(node.pages):
             for g in self._full:
                 self._idle[g].push(node)
@@ -157,10 +158,10 @@ class RadixTree:
     # -- growing ------------------------------------------------------------------------------
 
     def extend(self, parent: Node, key: PageTokens, pages: Sequence[int]) -> Node:
-        """Add the page after `parent` and move one pin onto it.
+        """Add the page after `parent` and move one pin to it.
 
-        If the page is cached already the first one stays and the caller keeps its own copy:
-        page tables are append-only. Window pages the cached node has lost are taken over.
+        If the page is already cached, the cached one stays and the caller keeps its own copy,
+        because page tables are append-only. The cached node takes over window pages it has lost.
         """
         self._tick += 1
         node = parent.children.get(key)
@@ -171,7 +172,7 @@ class RadixTree:
             self._unpinned += 1
             node.hits = 1
         for g, page in enumerate(pages):
-            # A device copy belongs to the page it is a copy of, which is the node's own if new.
+            # A device copy belongs to the page it copies, which is the node's page only if new.
             fits = new or self._groups[g].copy_of is None
             if fits and node.pages[g] == NULL_PAGE and page != NULL_PAGE:
                 self._allocators[g].retain(page)
@@ -181,7 +182,7 @@ class RadixTree:
         return node
 
     def attach(self, node: Node, group: int, page: int) -> None:
-        """Give a node a page it does not have; the caller's reference becomes the tree's."""
+        """Give a node a page that it lacks. The caller's reference passes to the tree."""
         node.pages[group] = page
         self._node_of[group][page] = node
 
@@ -207,7 +208,7 @@ class RadixTree:
         return self._unpinned if group in self._full else len(self._idle[group])
 
     def evictable_in(self, match: PrefixMatch, group: int) -> int:
-        """How many of the group's evictable pages would be in use once `match` is taken."""
+        """Number of the group's evictable pages that would be in use after pinning `match`."""
         if group in self._full:
             return sum(node.pins == 0 for node in match.path)
         row = match.num_pages * self._geometry.page_size
@@ -225,7 +226,7 @@ class RadixTree:
                 self._remove(node)
 
     def clear(self) -> None:
-        """Evict all that no request stands on."""
+        """Evict everything that no request uses."""
         for g in range(len(self._groups)):
             while len(self._idle[g]):
                 self.evict_one(g)
@@ -240,7 +241,7 @@ class RadixTree:
         self._allocators[group].release(page)
 
     def _remove(self, node: Node) -> None:
-        """Take out an unpinned leaf, and parents that are left without children and pages."""
+        """Remove an unpinned leaf, and parents that are left without children and pages."""
         while True:
             parent = node.parent
             assert parent is not None and not node.children and node.pins == 0
@@ -262,7 +263,7 @@ class RadixTree:
             node = parent
 
     def _forget_if_empty(self, root: Node) -> None:
-        """Namespaces come from users: an empty one must not stay behind."""
+        """Remove an empty namespace, because users can create any number of them."""
         if not root.children and root.pins == 0:
             del self._roots[self._namespace_of.pop(root)]
 
@@ -276,7 +277,7 @@ class RadixTree:
             stack.extend(node.children.values())
 
     def check(self, fail: Callable[[str], None]) -> None:
-        """Report every broken rule of the tree itself."""
+        """Call `fail` for every broken invariant of the tree itself."""
         if any(not root.children and root.pins == 0 for root in self._roots.values()):
             fail("an empty namespace stayed behind")
         nodes = list(self.nodes())

@@ -1,6 +1,6 @@
-"""Tells which steps have all pages of their sequences on the device when they are launched.
+"""Tells whether all pages of a step's sequences are on the device when the step is launched.
 
-Asked with every step, so pages known to be there are not checked again until a page leaves.
+Every step asks, so pages that are known to be there are not checked again until a page leaves.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from cairn.memory.pages import NULL_PAGE
 
 class Residency:
     def __init__(self, group: int, num_pages: int, num_slots: int) -> None:
-        """For page ids 0..num_pages, which tables of layer group `group` name, and as many running
-        requests as there are slots."""
+        """Track page ids 0..num_pages, which the tables of layer group `group` name, for up to
+        `num_slots` running requests."""
         self.group = group
         self._here = np.zeros(num_pages + 1, dtype=bool)
-        # Pages at the head of each slot's table that are there, as far as is known.
+        # Number of pages at the start of each slot's table that are known to be on the device.
         self._known = np.zeros(num_slots, dtype=np.int64)
         self._gap = (-1, 0)  # slot and place of the page that was missing last
 
     def move(self, frames: Sequence[Transfer]) -> None:
-        """Pages are in another frame than before, or in none."""
+        """Record that pages are in new frames, or no longer in one."""
         if not frames:
             return
         pages, places = np.array(frames).T
@@ -34,14 +34,14 @@ class Residency:
             self._known[:] = 0
 
     def edit(self, slot: int, first: int) -> None:
-        """The slot's table is another one from `first` on."""
+        """Record that the slot's table changed from entry `first` on."""
         self._known[slot] = min(self._known[slot], first)
 
     def all_here(self, slots: np.ndarray, table: np.ndarray, counts: np.ndarray) -> bool:
-        """Whether all pages of these slots are there: `table` [seqs, pages], of which the first
-        `counts` [seqs] are theirs."""
+        """Whether all pages of these slots are on the device. The first `counts` [seqs] entries of
+        `table` [seqs, pages] are their pages."""
         slot, place = self._gap
-        # The page that was missing last is usually missing in the next step, too.
+        # The page that was missing last is usually missing in the next step too.
         for s in np.flatnonzero(slots == slot):
             if place < counts[s] and not self._here[table[s, place]]:
                 return False
