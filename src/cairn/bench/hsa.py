@@ -187,7 +187,7 @@ def _watched(llm: LLM) -> WatchedSparse | None:
 
 
 class WatchedSparse(KernelSparse):
-    """Keeps what chunk rows of the last layer read. `revise` replaces what they select."""
+    """Keeps what chunk rows read in the layer computed last. `revise` replaces what they select."""
 
     revise: Callable[[torch.Tensor, ChunkRows], torch.Tensor] | None = None
     _selected: torch.Tensor | None = None

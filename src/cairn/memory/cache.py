@@ -196,8 +196,8 @@ class PagedCache:
         return node, self._page_tokens(tokens, index)
 
     def pending_page(self, pages: SequencePages, tokens: Sequence[int]) -> PageKey | None:
-        """Key of the next page that a running request will publish; None if its tokens are not all
-        known."""
+        """Key of the next page that a running request will publish; None if the page's tokens are
+        not all known or the request does not publish."""
         if not pages.publishes or pages.published >= self.geometry.complete_pages(len(tokens)):
             return None
         return pages.node, self._page_tokens(tokens, pages.published)

@@ -1,4 +1,4 @@
-"""How tokens lie in pages.
+"""Converts between tokens, rows and pages.
 
 A page has `page_size` rows, of which the first `tokens_per_page` hold tokens. The two differ for
 models that end every page with a landmark row: 64 rows then hold 63 tokens. Users see tokens, the
