@@ -23,6 +23,7 @@ _TBT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _TOTAL = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 # Totals of the engine: name, help, label, and the field of Stats for each value of the label.
+_TEXT_SECONDS = "text_seconds"  # counted here, not by the engine
 _TOTALS = (
     ("engine_steps", "Steps of the engine.", "", {"": "steps"}),
     ("computed_tokens", "Tokens whose KV was computed.", "", {"": "computed_tokens"}),
@@ -41,7 +42,7 @@ _TOTALS = (
             "scheduler": "scheduler_seconds",
             "model": "model_seconds",
             "messages": "message_seconds",
-            "text": "text_seconds",
+            "text": _TEXT_SECONDS,
         },
     ),
     (
@@ -139,7 +140,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self.stats
-        totals = {**_totals(stats), "text_seconds": self._text_seconds}
+        totals = {**_totals(stats), _TEXT_SECONDS: self._text_seconds}
         tier = None if stats is None else stats.tier
         for name, text, label, fields in _TOTALS if tier is None else (*_TOTALS, *_TIER):
             family = CounterMetricFamily(f"cairn_{name}", text, labels=(label,) if label else ())
@@ -184,5 +185,7 @@ def _totals(stats: Stats | None) -> dict[str, float]:
     found: dict[str, float] = {}
     for source, table in ((stats, _TOTALS), (stats and stats.tier, _TIER)):
         for *_, fields in table if source is not None else ():
-            found |= {field: getattr(source, field, 0) for field in fields.values()}
+            found |= {
+                field: getattr(source, field) for field in fields.values() if field != _TEXT_SECONDS
+            }
     return found
