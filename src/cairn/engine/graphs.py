@@ -12,6 +12,7 @@ Both are recorded once for each kind of step that the attention backend distingu
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -154,6 +155,17 @@ class StepGraphs:
                     self._step(graph, size, tables)[0]()
 
     def record(self) -> None:
+        # The collector may free a graph of another engine; CUDA forbids that during a capture.
+        gc.collect()
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            self._record()
+        finally:
+            if collecting:
+                gc.enable()
+
+    def _record(self) -> None:
         pool = None
         if self._device.type == "cuda":
             pool = torch.cuda.graph_pool_handle()
