@@ -31,9 +31,9 @@ class _DensePays(NamedTuple):
     prompt: int
 
 
-_DENSE_PAYS = {"cuda": _DensePays(decode=18432, prompt=65536)}
+_DENSE_PAYS = {"cuda": _DensePays(decode=18432, prompt=24576)}
 """By device, where it was measured. On an H200, dense decoding of one sequence is as fast as sparse
-decoding up to about 18,000 rows (docs/lab-notes.md); the limit for prompts is an estimate. Only a
+decoding up to about 18,000 rows, and a prompt's rows up to about 24,000 (docs/lab-notes.md). Only a
 row's position decides, so that its result does not depend on the rest of the batch."""
 
 
