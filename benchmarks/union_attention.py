@@ -10,6 +10,7 @@ is that of both; the one in CUDA C++ builds unions itself.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from cairn.kernels.cuda_source import CudaKernel
 from cairn.kernels.paged_extend import ExtendBlocks
 from cairn.kernels.sparse_extend import attend_selected, union_rows
 from cairn.kernels.sparse_shape import SparseShape
@@ -176,6 +178,18 @@ def microseconds(call: Callable[[], torch.Tensor], launches: int = 10, repeats: 
     return statistics.median(times)
 
 
+def resources(kernel: CudaKernel) -> str:
+    """Registers, spilled bytes and blocks per multiprocessor of a loaded kernel."""
+    registers, spilled, blocks = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    # 4 and 3 are values of CUfunction_attribute.
+    kernel.call("cuFuncGetAttribute", ctypes.byref(registers), 4, kernel.function)
+    kernel.call("cuFuncGetAttribute", ctypes.byref(spilled), 3, kernel.function)
+    size = ctypes.c_size_t(kernel.shared_bytes)
+    occupancy = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+    kernel.call(occupancy, ctypes.byref(blocks), kernel.function, kernel.threads, size)
+    return f"{registers.value} registers, {spilled.value} bytes spilled, {blocks.value} blocks fit"
+
+
 def compare(name: str, shape: SparseShape, rows: int, last: int, cuts: list[Tuning]) -> None:
     layer = Layer.random(shape, rows, last // PAGE)
     candidates = (last - rows) // PAGE - 9
@@ -189,11 +203,7 @@ def compare(name: str, shape: SparseShape, rows: int, last: int, cuts: list[Tuni
         print(f"{name}, {kind}: Triton {took:.0f} us, {reuse:.2f} selected a page read", flush=True)
     for cut in cuts:
         kernel = UnionAttention(shape, torch.bfloat16, CUDA, has_bias=True, tuning=cut)
-        loaded = kernel.kernel
-        print(
-            f"  {cut}: {cut.warps(shape)} warps, {loaded.registers} registers, "
-            f"{loaded.spilled_bytes} bytes spilled, {loaded.blocks_per_multiprocessor} blocks fit"
-        )
+        print(f"  {cut}: {cut.warps(shape)} warps, {resources(kernel.kernel)}")
         for kind, selected in chosen.items():
             out = torch.empty_like(layer.query)
             call = layer.by_cuda(kernel, selected, out)

@@ -29,17 +29,16 @@ from cairn.kernels import paged_decode as paged_decode_module
 from cairn.kernels import paged_extend as paged_extend_module
 from cairn.kernels import rope_kv as rope_kv_module
 from cairn.kernels import sparse_decode, sparse_extend, sparse_scratch, sparse_select, swap_in
-from cairn.kernels.activation import silu_and_mul, silu_and_mul_reference
-from cairn.kernels.gather_pages import gather_pages, gather_pages_reference
-from cairn.kernels.gemv import gemv, gemv_reference
+from cairn.kernels.activation import silu_and_mul
+from cairn.kernels.gather_pages import gather_pages
+from cairn.kernels.gemv import gemv
 from cairn.kernels.interface import ScoringHeads
-from cairn.kernels.norm import add_rms_norm, rms_norm, rms_norm_reference
+from cairn.kernels.norm import add_rms_norm, rms_norm
 from cairn.kernels.paged_decode import DecodeSplits, paged_decode, plan_splits
 from cairn.kernels.paged_extend import ExtendBlocks, paged_extend
-from cairn.kernels.reference import paged_attention
-from cairn.kernels.rope_angles import rope_angles, rope_angles_reference
-from cairn.kernels.rope_kv import rope_kv, rope_kv_reference
-from cairn.kernels.sampling import sample, sample_reference
+from cairn.kernels.rope_angles import rope_angles
+from cairn.kernels.rope_kv import rope_kv
+from cairn.kernels.sampling import sample
 from cairn.kernels.sparse_shape import SparseShape
 from cairn.kernels.top_pages import keep_best, threshold_in_memory, threshold_of_rows
 from cairn.memory import prompt_stage
@@ -48,6 +47,16 @@ from tests.engine.lanes import tier_of
 from tests.engine.tiered import check_clean, tiered
 from tests.helpers import TINY_HILS, TINY_LLAMA, poison_free_memory, tokens_of, write_model
 from tests.kernels import located_case, swap_case
+from tests.kernels.references import (
+    gather_pages_reference,
+    gemv_reference,
+    paged_attention,
+    rms_norm_reference,
+    rope_angles_reference,
+    rope_kv_reference,
+    sample_reference,
+    silu_and_mul_reference,
+)
 from tests.kernels.sparse_case import CASES, run
 
 CPU = torch.device("cpu")

@@ -7,7 +7,6 @@ import torch
 from cairn.kernels import swap_in
 from cairn.kernels.interface import COPY_THREADS
 from cairn.kernels.layer_memory import LayerMemory
-from cairn.kernels.stage import reference
 from cairn.kernels.swap_in import (
     HotTables,
     SwapScratch,
@@ -23,6 +22,7 @@ from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.memory.host_pool import HostPool
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import CacheLayout
+from tests.kernels.references import stage_reference
 
 SHAPES = [(2, 1, 3, 12), (1, 4, 2, 8), (3, 5, 7, 40), (8, 16, 32, 600)]
 """kv heads, sequences, pages each selects, hot slots."""
@@ -162,7 +162,7 @@ def check_stage(
         counts = torch.randint(1, width + 1, (blocks, kv_heads), dtype=torch.int32)
         pages, counts = pages.to(device), counts.to(device)
         found = swap.fill_stage(layer, pages, counts).cpu()
-        staged, expected = reference(pages, counts, frame_of)
+        staged, expected = stage_reference(pages, counts, frame_of)
         totals += sum(map(len, staged))
         entries = swap._tables.staged.entries[:, 0].cpu()
         for head, own in enumerate(staged):

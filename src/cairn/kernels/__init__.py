@@ -1,1 +1,1 @@
-"""Triton kernels, each next to its torch reference. Imported only where triton is installed."""
+"""Triton kernels, and one in CUDA C++. Imported only where triton is installed."""

@@ -23,7 +23,7 @@ from cairn.errors import CairnError
 MOST_SHARED = 232448  # most bytes of shared memory per block with compute capability 9.0
 ALL_SHARED = 233472  # bytes per multiprocessor; CUDA reserves 1,024 of them per block
 
-_SHARED_SIZE, _REGISTERS, _LOCAL_SIZE = 8, 4, 3  # values of CUfunction_attribute
+_SHARED_SIZE = 8  # value of CUfunction_attribute
 _BFLOAT16, _FLOAT16 = 9, 6  # values of CUtensorMapDataType
 _SWIZZLE_128B, _PROMOTE_256B = 3, 3
 
@@ -118,50 +118,24 @@ class CudaKernel:
             ) from error
         torch.cuda.synchronize(device)  # creates the device's context if there is none yet
         self._device = device
-        self._threads = threads
-        self._shared_bytes = shared_bytes
+        self.threads = threads
+        self.shared_bytes = shared_bytes
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         try:
             with torch.cuda.device(device):
-                self._call("cuModuleLoadData", ctypes.byref(module), cubin)
-                self._call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
-                self._call("cuFuncSetAttribute", function, _SHARED_SIZE, shared_bytes)
+                self.call("cuModuleLoadData", ctypes.byref(module), cubin)
+                self.call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
+                self.call("cuFuncSetAttribute", function, _SHARED_SIZE, shared_bytes)
         except RuntimeError as error:
             raise KernelUnavailableError(
                 f"{error}; is the driver older than NVRTC, or a file in {cache_folder()} damaged?"
             ) from error
-        self._module = module
-        self._function = function
+        self.function = function
 
-    def _call(self, function: str, *arguments: object) -> None:
+    def call(self, function: str, *arguments: object) -> None:
         status = getattr(self._driver, function)(*arguments)
         if status:
             raise RuntimeError(f"{function} failed with CUDA error {status}")
-
-    @property
-    def registers(self) -> int:
-        return self._attribute(_REGISTERS)
-
-    @property
-    def spilled_bytes(self) -> int:
-        return self._attribute(_LOCAL_SIZE)
-
-    @property
-    def blocks_per_multiprocessor(self) -> int:
-        blocks = ctypes.c_int()
-        self._call(
-            "cuOccupancyMaxActiveBlocksPerMultiprocessor",
-            ctypes.byref(blocks),
-            self._function,
-            self._threads,
-            ctypes.c_size_t(self._shared_bytes),
-        )
-        return blocks.value
-
-    def _attribute(self, number: int) -> int:
-        value = ctypes.c_int()
-        self._call("cuFuncGetAttribute", ctypes.byref(value), number, self._function)
-        return value.value
 
     def launch(self, grid: tuple[int, int], structure: bytes) -> None:
         """Launch on torch's current stream."""
@@ -169,12 +143,12 @@ class CudaKernel:
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(held))
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream().cuda_stream
-            self._call(
+            self.call(
                 "cuLaunchKernel",
-                self._function,
+                self.function,
                 *(*grid, 1),
-                *(self._threads, 1, 1),
-                self._shared_bytes,
+                *(self.threads, 1, 1),
+                self.shared_bytes,
                 ctypes.c_void_p(stream),
                 pointers,
                 None,
@@ -185,7 +159,7 @@ class CudaKernel:
         rows, columns = matrix.shape
         held = ctypes.create_string_buffer(128 + 64)
         target = (ctypes.addressof(held) + 63) // 64 * 64
-        self._call(
+        self.call(
             "cuTensorMapEncodeTiled",
             ctypes.c_void_p(target),
             _FLOAT16 if matrix.dtype == torch.float16 else _BFLOAT16,

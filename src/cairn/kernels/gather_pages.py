@@ -13,13 +13,6 @@ from cairn.kernels.launch import direct
 from cairn.kernels.sizes import power_of_two
 
 
-def gather_pages_reference(pool: torch.Tensor, pages: torch.Tensor, ratio: int) -> torch.Tensor:
-    """Torch reference: the arguments of `gather_pages` without `out`, which it returns."""
-    taken = pool[pages.long()].unflatten(0, (-1, ratio))  # [n, ratio, 2 * kv_heads, size, dim]
-    gathered: torch.Tensor = taken.transpose(1, 2).flatten(2, 3)
-    return gathered
-
-
 @direct
 @triton.jit
 def _gather_kernel(

@@ -15,7 +15,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from cairn.kernels.activation import silu_and_mul
 from cairn.kernels.interface import FEW_ROWS
 from cairn.kernels.launch import direct
-from cairn.kernels.norm import rms_norm_reference
 from cairn.kernels.pdl import pdl_options
 from cairn.kernels.sizes import blocks_of, power_of_two
 
@@ -25,24 +24,6 @@ _COLUMNS = 256  # matrix columns per warp in the kernel for several rows
 def row_rungs() -> tuple[int, ...]:
     """Row counts at which `gemv` switches to another compiled form; the last is too many for it."""
     return 1, 2, FEW_ROWS + 1
-
-
-def gemv_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    silu: bool = False,
-    norm: tuple[torch.Tensor, float] | None = None,
-    add_to: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Torch reference for `gemv`, with the same arguments."""
-    if silu:
-        gate, up = x.chunk(2, dim=-1)
-        x = torch.nn.functional.silu(gate) * up
-    if norm is not None:
-        x = rms_norm_reference(x, *norm)
-    out = x @ weight.t()
-    return out if add_to is None else add_to.add_(out)
 
 
 @direct

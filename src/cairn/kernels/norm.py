@@ -12,12 +12,6 @@ from cairn.kernels.pdl import pdl_options
 from cairn.kernels.sizes import power_of_two
 
 
-def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (scaled * weight.to(scaled.dtype)).to(x.dtype)
-
-
 @direct
 @triton.jit
 def _norm_kernel(

@@ -10,15 +10,6 @@ from cairn.kernels.launch import direct
 from cairn.kernels.sizes import power_of_two
 
 
-def rope_angles_reference(
-    positions: torch.Tensor, frequencies: torch.Tensor, scale: float, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Torch reference for `rope_angles`, with the same arguments."""
-    angles = positions.to(torch.float32)[:, None] * frequencies
-    cos, sin = (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
-    return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
-
-
 @direct
 @triton.jit
 def _angles_kernel(

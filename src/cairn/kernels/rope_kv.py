@@ -13,7 +13,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cairn.kernels.interface import ScoringHeads
 from cairn.kernels.launch import direct
-from cairn.kernels.norm import rms_norm_reference
 from cairn.kernels.pdl import pdl_options
 from cairn.kernels.sizes import blocks_of, power_of_two
 
@@ -23,38 +22,6 @@ _MANY_ROWS = 1024  # from here on, programs that take several rows still fill th
 def row_rungs() -> tuple[int, ...]:
     """Row counts at which `rope_kv` switches to another compiled form."""
     return 1, _MANY_ROWS
-
-
-def rope_kv_reference(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    pool: torch.Tensor,
-    pages: torch.Tensor,
-    offsets: torch.Tensor,
-    heads: int,
-    scoring: ScoringHeads | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Torch reference for `rope_kv`, with the same arguments."""
-    kv_heads, dim = pool.shape[1] // 2, pool.shape[3]
-    x = qkv[:, : (heads + 2 * kv_heads) * dim].reshape(len(qkv), -1, dim)
-    scored = x[:, :heads]
-    if scoring is not None:
-        projected = scoring.projected.reshape(len(qkv), heads, dim)
-        scored = projected + scored if scoring.add_query else projected
-        scored = rms_norm_reference(scored, scoring.norm_weight, eps)
-        scored = scored * cos[:, None] + scored.roll(dim // 2, -1) * sin[:, None]
-    query, key, value = x[:, :heads], x[:, heads : heads + kv_heads], x[:, heads + kv_heads :]
-    if q_weight is not None and k_weight is not None:
-        query = rms_norm_reference(query, q_weight, eps)
-        key = rms_norm_reference(key, k_weight, eps)
-    query, key = (t * cos[:, None] + t.roll(dim // 2, -1) * sin[:, None] for t in (query, key))
-    pool[pages.long(), :, offsets.long()] = torch.cat((key, value), 1).to(pool.dtype)
-    query = query.to(qkv.dtype)
-    return query, query if scoring is None else scored.to(qkv.dtype)
 
 
 @direct

@@ -20,45 +20,6 @@ _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _NO_TOKEN: tl.constexpr = tl.constexpr(2147483647)
 
 
-def sample_reference(
-    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor
-) -> torch.Tensor:
-    """Torch reference for `sample`, with the same arguments."""
-    padding = blocks_of(logits.shape[1], _BLOCK) * _BLOCK - logits.shape[1]
-    wide = torch.nn.functional.pad(logits.float(), (0, padding), value=float("-inf"))
-    shifted = wide - wide.amax(-1, keepdim=True)
-    weights = (shifted / temperatures.clamp(min=1e-30)[:, None]).exp()
-    by_block = weights.view(len(logits), -1, _BLOCK)
-    low, high = (seeds & 0xFFFFFFFF, (seeds >> 32) & 0xFFFFFFFF)
-    block = _draw(by_block.sum(-1), _uniform(low, high))
-    within = by_block[torch.arange(len(logits), device=logits.device), block]
-    drawn = block * _BLOCK + _draw(within, _uniform(high, low))
-    return torch.where(temperatures > 0, drawn, wide.argmax(-1))
-
-
-def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """weights [rows, n] -> [rows] first index where the running sum exceeds uniform * total"""
-    running = weights.cumsum(-1)
-    index = torch.arange(weights.shape[1], device=weights.device)
-    passed = (running > (uniform * weights.sum(-1))[:, None]) & (weights > 0)
-    last = torch.where(weights > 0, index, -1).amax(-1)  # used if rounding lets none pass
-    return torch.where(passed.any(-1), passed.int().argmax(-1), last)
-
-
-def _uniform(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Hash two 32-bit numbers to a float in [0, 1)."""
-    mixed = _mix((_mix(first) + second) & 0xFFFFFFFF)
-    return (mixed >> 8).to(torch.float32) / 2**24
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & 0xFFFFFFFF
-    x = x ^ (x >> 15)
-    x = (x * 0x846CA68B) & 0xFFFFFFFF
-    return x ^ (x >> 16)
-
-
 @triton.jit
 def _uniform32(first, second):
     mixed = _mix32(_mix32(first) + second)

@@ -172,25 +172,3 @@ def tell_places(
 
 def _block(width: int) -> int:
     return max(_LEAST, min(_MOST, power_of_two(width)))
-
-
-def reference(
-    pages: torch.Tensor,  # [blocks, kv_heads, n] page ids
-    counts: torch.Tensor,  # [blocks, kv_heads]
-    frame_of: torch.Tensor,  # [num_pages]
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Torch reference, with stage places in the order of page ids.
-
-    Returns the pages that each kv head stages, and the location of every entry's page, which is the
-    null page for unused entries.
-    """
-    there = torch.arange(pages.shape[2], device=pages.device) < counts[..., None]
-    ids = torch.where(there, pages, 0).long().transpose(0, 1).flatten(1)  # [kv_heads, entries]
-    frames = frame_of[ids]
-    marked = torch.zeros(len(ids), len(frame_of), dtype=torch.int32, device=ids.device)
-    marked.scatter_(1, torch.where(frames == 0, ids, 0), 1)
-    marked[:, 0] = 0
-    slots = marked.cumsum(1, dtype=torch.int32) - 1
-    found = torch.where(frames > 0, frames, -1 - slots.gather(1, ids)).masked_fill(ids == 0, 0)
-    staged = [own.nonzero().squeeze(1) for own in marked]
-    return staged, found.view(len(ids), len(pages), -1).transpose(0, 1).contiguous()

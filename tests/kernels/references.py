@@ -1,0 +1,183 @@
+"""Torch references that tests compare the kernels with. Each takes the arguments of its kernel."""
+
+from __future__ import annotations
+
+import torch
+
+from cairn.kernels.interface import ScoringHeads
+from cairn.kernels.sizes import blocks_of
+
+
+def paged_attention(
+    query: torch.Tensor,  # [rows, heads, dim]
+    pool: torch.Tensor,  # [pages, 2 * kv_heads, page_size, dim]
+    page_table: torch.Tensor,  # [seqs, pages]
+    kv_lens: list[int],
+    query_lens: list[int],
+    *,
+    scale: float,
+    window: int | None = None,
+    hide_last: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> output [rows, heads, dim] and log-sum-exp [rows, heads], both float32 or wider"""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    kv_heads, page_size = pool.shape[1] // 2, pool.shape[2]
+    outs, lses, row = [], [], 0
+    for s, (length, count) in enumerate(zip(kv_lens, query_lens, strict=True)):
+        pages = pool[page_table[s, : -(-length // page_size)].long()].to(wide)
+        both = pages.transpose(1, 2).flatten(0, 1)[:length]  # [length, 2 * kv_heads, dim]
+        key, value = both[:, :kv_heads], both[:, kv_heads:]
+        own = query[row : row + count].to(wide)
+        group = own.shape[1] // kv_heads
+        key, value = (t.repeat_interleave(group, 1) for t in (key, value))
+        scores = torch.einsum("qhd,khd->qhk", own, key) * scale
+        position = torch.arange(length - count, length, device=query.device)[:, None]
+        n = torch.arange(length, device=query.device)[None]
+        seen = n <= position
+        if window is not None:
+            seen = seen & (n > position - window)
+        if hide_last:
+            seen = seen & (n % page_size != page_size - 1)
+        scores = scores.masked_fill(~seen[:, None], float("-inf"))
+        lse = scores.logsumexp(-1)
+        outs.append(torch.einsum("qhk,khd->qhd", (scores - lse[..., None]).exp(), value))
+        lses.append(lse)
+        row += count
+    return torch.cat(outs), torch.cat(lses)
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (scaled * weight.to(scaled.dtype)).to(x.dtype)
+
+
+def silu_and_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def gemv_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    silu: bool = False,
+    norm: tuple[torch.Tensor, float] | None = None,
+    add_to: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if silu:
+        gate, up = x.chunk(2, dim=-1)
+        x = torch.nn.functional.silu(gate) * up
+    if norm is not None:
+        x = rms_norm_reference(x, *norm)
+    out = x @ weight.t()
+    return out if add_to is None else add_to.add_(out)
+
+
+def gather_pages_reference(pool: torch.Tensor, pages: torch.Tensor, ratio: int) -> torch.Tensor:
+    """Without `out`, which it returns."""
+    taken = pool[pages.long()].unflatten(0, (-1, ratio))  # [n, ratio, 2 * kv_heads, size, dim]
+    gathered: torch.Tensor = taken.transpose(1, 2).flatten(2, 3)
+    return gathered
+
+
+def rope_angles_reference(
+    positions: torch.Tensor, frequencies: torch.Tensor, scale: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = positions.to(torch.float32)[:, None] * frequencies
+    cos, sin = (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+    return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
+
+
+def rope_kv_reference(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    pool: torch.Tensor,
+    pages: torch.Tensor,
+    offsets: torch.Tensor,
+    heads: int,
+    scoring: ScoringHeads | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    kv_heads, dim = pool.shape[1] // 2, pool.shape[3]
+    x = qkv[:, : (heads + 2 * kv_heads) * dim].reshape(len(qkv), -1, dim)
+    scored = x[:, :heads]
+    if scoring is not None:
+        projected = scoring.projected.reshape(len(qkv), heads, dim)
+        scored = projected + scored if scoring.add_query else projected
+        scored = rms_norm_reference(scored, scoring.norm_weight, eps)
+        scored = scored * cos[:, None] + scored.roll(dim // 2, -1) * sin[:, None]
+    query, key, value = x[:, :heads], x[:, heads : heads + kv_heads], x[:, heads + kv_heads :]
+    if q_weight is not None and k_weight is not None:
+        query = rms_norm_reference(query, q_weight, eps)
+        key = rms_norm_reference(key, k_weight, eps)
+    query, key = (t * cos[:, None] + t.roll(dim // 2, -1) * sin[:, None] for t in (query, key))
+    pool[pages.long(), :, offsets.long()] = torch.cat((key, value), 1).to(pool.dtype)
+    query = query.to(qkv.dtype)
+    return query, query if scoring is None else scored.to(qkv.dtype)
+
+
+def sample_reference(
+    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor
+) -> torch.Tensor:
+    from cairn.kernels import sampling
+
+    size = sampling._BLOCK
+    padding = blocks_of(logits.shape[1], size) * size - logits.shape[1]
+    wide = torch.nn.functional.pad(logits.float(), (0, padding), value=float("-inf"))
+    shifted = wide - wide.amax(-1, keepdim=True)
+    weights = (shifted / temperatures.clamp(min=1e-30)[:, None]).exp()
+    by_block = weights.view(len(logits), -1, size)
+    low, high = (seeds & 0xFFFFFFFF, (seeds >> 32) & 0xFFFFFFFF)
+    block = _draw(by_block.sum(-1), _uniform(low, high))
+    within = by_block[torch.arange(len(logits), device=logits.device), block]
+    drawn = block * size + _draw(within, _uniform(high, low))
+    return torch.where(temperatures > 0, drawn, wide.argmax(-1))
+
+
+def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """weights [rows, n] -> [rows] first index where the running sum exceeds uniform * total"""
+    running = weights.cumsum(-1)
+    index = torch.arange(weights.shape[1], device=weights.device)
+    passed = (running > (uniform * weights.sum(-1))[:, None]) & (weights > 0)
+    last = torch.where(weights > 0, index, -1).amax(-1)  # used if rounding lets none pass
+    return torch.where(passed.any(-1), passed.int().argmax(-1), last)
+
+
+def _uniform(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Hash two 32-bit numbers to a float in [0, 1)."""
+    mixed = _mix((_mix(first) + second) & 0xFFFFFFFF)
+    return (mixed >> 8).to(torch.float32) / 2**24
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & 0xFFFFFFFF
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def stage_reference(
+    pages: torch.Tensor,  # [blocks, kv_heads, n] page ids
+    counts: torch.Tensor,  # [blocks, kv_heads]
+    frame_of: torch.Tensor,  # [num_pages]
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Places in the stage are in the order of page ids.
+
+    Returns the pages that each kv head stages, and the location of every entry's page, which is the
+    null page for unused entries.
+    """
+    there = torch.arange(pages.shape[2], device=pages.device) < counts[..., None]
+    ids = torch.where(there, pages, 0).long().transpose(0, 1).flatten(1)  # [kv_heads, entries]
+    frames = frame_of[ids]
+    marked = torch.zeros(len(ids), len(frame_of), dtype=torch.int32, device=ids.device)
+    marked.scatter_(1, torch.where(frames == 0, ids, 0), 1)
+    marked[:, 0] = 0
+    slots = marked.cumsum(1, dtype=torch.int32) - 1
+    found = torch.where(frames > 0, frames, -1 - slots.gather(1, ids)).masked_fill(ids == 0, 0)
+    staged = [own.nonzero().squeeze(1) for own in marked]
+    return staged, found.view(len(ids), len(pages), -1).transpose(0, 1).contiguous()
