@@ -34,7 +34,7 @@ from cairn.kernels.interface import MOST_HOT_SLOTS
 BF16, FP32, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
 ATTENTION = {"query": BF16, "pool": BF16, "page_table": I32, "kv_lens": I32, "out": BF16}
 ATTENTION |= {"lse_out": FP32, "scale": "fp32", "query_stride": "i32", "table_stride": "i32"}
-HEADS = {"HEADS": 16, "KV_HEADS": 8, "DIM": 128, "BLOCK_D": 128}
+HEADS = {"HEADS": 16, "KV_HEADS": 8, "DIM": 128}
 
 
 def compile_kernel(
@@ -60,7 +60,7 @@ def main() -> None:
         splits = {"rows": I32, "item_seq": I32, "item_indptr": I32}
         splits |= {"partial": FP32, "partial_lse": FP32, "arrivals": I32, "group_arrivals": I32}
         block_n = 16 if page_size == 16 else 64
-        decode = {**shape, "BLOCK_G": 16, "BLOCK_N": block_n, "MERGE_G": 2}
+        decode = {**shape, "BLOCK_N": block_n}
         types = {**ATTENTION, **splits}
         compile_kernel(paged_decode._decode_kernel, types, decode, num_stages=5)
         blocks = {"cu_query": I32, "block_seq": I32, "block_begin": I32}
@@ -95,12 +95,12 @@ def main() -> None:
         compile_kernel(gemv._few_rows_kernel, types, constants, num_warps=4)
         compile_kernel(gemv._few_rows_kernel, types, {**constants, "PARTS": 8}, num_warps=8)
     types = {"positions": I32, "frequencies": FP32, "cos": BF16, "sin": BF16, "scale": "fp32"}
-    compile_kernel(rope_angles._angles_kernel, types, {"HALF": 64, "BLOCK": 64})
+    compile_kernel(rope_angles._angles_kernel, types, {"HALF": 64})
     types = {"qkv": BF16, "cos": BF16, "sin": BF16, "q_weight": BF16, "k_weight": BF16}
     types |= {"eps": "fp32", "pool": BF16, "pages": I32, "offsets": I32, "out": BF16}
     types |= {"projected": BF16, "scoring_weight": BF16, "scoring_out": BF16}
     types |= {"stride": "i32", "projected_stride": "i32", "rows": "i32"}
-    constants = {**HEADS, "BLOCK_D": 64, "PAGE_SIZE": 64, "NORM": True, "BLOCK_H": 8}
+    constants = {**HEADS, "PAGE_SIZE": 64, "NORM": True, "BLOCK_H": 8}
     for scoring in (False, True):
         constants |= {"SCORING": scoring, "ADD_QUERY": scoring, "ROWS": 4 if scoring else 1}
         compile_kernel(rope_kv._rope_kv_kernel, types, constants)
@@ -109,7 +109,7 @@ def main() -> None:
     constants = {"VOCAB": 151936, "BLOCKS": 38, "BLOCK": 4096}
     compile_kernel(sampling._blocks_kernel, types, constants, num_warps=8)
     types |= {"seeds": I64, "tokens": I64}
-    compile_kernel(sampling._pick_kernel, types, {**constants, "PADDED": 64}, num_warps=8)
+    compile_kernel(sampling._pick_kernel, types, constants, num_warps=8)
     tables = ("selected", "page_table", "generations", "frame_of", "hot_pages", "hot_lives", "used")
     lists = ("clock", "slot_of", "arrived", "located", "claims", "missed", "counts", "host", "pool")
     types = {**dict.fromkeys((*tables, *lists), I32), "totals": I64}
@@ -120,15 +120,15 @@ def main() -> None:
         constants |= {"SLOTS": slots - 24, "BLOCK_SLOTS": slots, "WAYS": swap_in.plan_ways(slots)}
         warps = swap_in.plan_warps(slots)
         compile_kernel(swap_in._swap_plan_kernel, types, constants, num_warps=warps)
-    constants = {"KV_HEADS": 8, "BLOCK_HEADS": 8, "WORDS": 4096, "PIECE": 1024, "PROGRAMS": 264}
+    constants = {"KV_HEADS": 8, "WORDS": 4096, "PIECE": 1024, "PROGRAMS": 264}
     constants["TELL"] = True
     compile_kernel(swap_in._swap_copy_kernel, types, constants)
     names = ("pages", "counts", "frame_of", "claims", "staged", "staged_counts", "found")
     types = {**dict.fromkeys(names, I32), "total": I64, "room": "i32", "num_pages": "i32"}
     constants = {"KV_HEADS": 8, "WIDTH": 512, "BLOCK": 512}
-    compile_kernel(stage._stage_claim_kernel, types, constants)
-    for staged in (False, True):
-        compile_kernel(stage._stage_tell_kernel, types, {**constants, "STAGED": staged})
+    for claim, staged in ((True, True), (False, False), (False, True)):
+        passes = {"CLAIM": claim, "STAGED": staged}
+        compile_kernel(stage._stage_kernel, types, {**constants, **passes})
     constants = {"KV_HEADS": 8, "PAGE_SIZE": 64, "WINDOW": 512}
     drifting = {"selected": I32, "kv_lens": I32, "clock": I32, "change": "fp32"}
     drifting["max_seqs"] = "i32"
@@ -165,7 +165,7 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
     types |= dict.fromkeys(("query_stride", "scoring_stride", "prior_stride"), "i32")
     types |= dict.fromkeys(("table_stride", "candidate_stride", "best_stride"), "i32")
     types |= dict.fromkeys(("groups", "capacity", "count", "room", "slots", "strips"), "i32")
-    types["first_slot"] = "i32"
+    types |= {"first_slot": "i32", "pool_shifts": I64, "vector_shifts": I64}
     constants = {
         **{"HEADS": 16, "KV_HEADS": 2, "DIM": dim, "PAGE_SIZE": page_size, "WIDTH": width},
         **{"LANDMARK_HEADS": landmark_heads, "WINDOW": 512},
@@ -177,9 +177,8 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
             "BY_LSE": not native,
         },
         **{"NULL_SPLIT": native, "SINKS": int(not native), "STRATEGY": 2, "TOPK": 32},
-        **{"BLOCK_K": 32, "CHUNK": 1024, "BEST": 256, "MOST_STRIPS": 16, "WINDOW_PARTS": 3},
-        **{"BLOCK_PARTS": 4, "PARTS": 19, "PAGE_PARTS": 16, "BLOCK_G": 16, "MERGE_G": 8},
-        **{"BLOCK_S": 1 if native else 16, "BLOCK_P": 64 if native else 32},
+        **{"CHUNK": 1024, "BEST": 256, "MOST_STRIPS": 16, "WINDOW_PARTS": 3},
+        **{"PARTS": 19, "PAGE_PARTS": 16, "BLOCK_P": 64 if native else 32},
         **{
             "UNION": 256,
             "ROWS": 4,
@@ -200,7 +199,9 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
     def tile_of(rows: int, columns: int) -> str:
         return f"tensordesc<bf16[{rows},{columns}]>"
 
-    build(landmark._pool_kernel)
+    for shifted in {False, not native}:
+        constants["SHIFTED"] = shifted
+        build(landmark._pool_kernel)
     for at_home in (False, True):
         constants["IN_FRAMES"] = at_home
         build(sparse_scratch._begin_kernel)

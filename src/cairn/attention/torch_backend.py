@@ -94,7 +94,7 @@ class TorchBackend(DenseBackend):
     def _decode_rows(
         self, batch: AttentionBatch, g: int, group: LayerGroup, seqs: np.ndarray
     ) -> _Decode:
-        size, table = batch.page_size, batch.groups[g].page_table
+        size, table, device = batch.page_size, batch.groups[g].page_table, batch.device
         kv_lens = batch.kv_lens[seqs]
         first_keys = np.zeros_like(kv_lens)
         if group.window is not None:
@@ -110,20 +110,17 @@ class TorchBackend(DenseBackend):
             hidden = (rows < first_keys[which, None]) | (rows >= kv_lens[which, None])
             if self._shape.hides_landmark_rows:
                 hidden |= rows % size == size - 1
-            pages = table[
-                to_device(seqs[which, None], table.device), to_device(index, table.device)
-            ].long()
+            owners, places = to_device(seqs[which, None], device), to_device(index, device)
             mask = None
             if hidden.any():
-                mask = torch.zeros(hidden.shape, dtype=self._shape.dtype, device=table.device)
-                mask = mask.masked_fill(to_device(hidden, table.device), float("-inf"))[
-                    :, None, None, :
-                ]
-            slices.append(_slices(group, pages))
+                mask = torch.zeros(hidden.shape, dtype=self._shape.dtype, device=device)
+                mask.masked_fill_(to_device(hidden, device), float("-inf"))
+                mask = mask[:, None, None, :]
+            slices.append(_slices(group, table[owners, places].long()))
             peers.append(_Peers(len(which), int(count), mask))
         return _Decode(
-            rows=to_device(batch.cu_query[seqs[order]], table.device),
-            places=to_device(np.argsort(order), table.device),
+            rows=to_device(batch.cu_query[seqs[order]], device),
+            places=to_device(np.argsort(order), device),
             slices=torch.cat(slices),
             peers=tuple(peers),
         )
@@ -133,6 +130,7 @@ class TorchBackend(DenseBackend):
         kv_len, query_len = int(batch.kv_lens[s]), int(batch.query_lens[s])
         base, past = int(batch.cu_query[s]), kv_len - query_len
         first_page = group.first_reachable_page(past, size)
+        origin = first_page * size
         blocks = []
         for begin in range(0, query_len, _QUERY_BLOCK):
             end = min(begin + _QUERY_BLOCK, query_len)
@@ -144,21 +142,10 @@ class TorchBackend(DenseBackend):
                 mask &= keys > queries - group.window
             if self._shape.hides_landmark_rows:
                 mask &= keys % size != size - 1
-            origin = first_page * size
-            blocks.append(
-                _Block(
-                    rows=slice(base + begin, base + end),
-                    keys=slice(first_key - origin, past + end - origin),
-                    mask=mask,
-                )
-            )
-        return _Chunk(
-            slices=_slices(
-                group, batch.groups[g].page_table[s, first_page : -(-kv_len // size)].long()
-            ),
-            num_keys=kv_len - first_page * size,
-            blocks=tuple(blocks),
-        )
+            visible = slice(first_key - origin, past + end - origin)
+            blocks.append(_Block(slice(base + begin, base + end), visible, mask))
+        pages = batch.groups[g].page_table[s, first_page : -(-kv_len // size)]
+        return _Chunk(_slices(group, pages.long()), kv_len - origin, tuple(blocks))
 
     # -- once per layer -----------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from cairn.kernels.launch import direct
-from cairn.kernels.sizes import power_of_two
 
 
 @direct
@@ -22,12 +21,11 @@ def _gather_kernel(
     PARTS: tl.constexpr,
     WORDS: tl.constexpr,
     RATIO: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     item = tl.program_id(0)
     part = tl.program_id(1)
     page = tl.load(pages + item).to(tl.int64)
-    word = tl.arange(0, BLOCK)
+    word = tl.arange(0, triton.next_power_of_2(WORDS))
     there = word < WORDS
     value = tl.load(pool + (page * PARTS + part) * WORDS + word, mask=there)
     place = ((item // RATIO).to(tl.int64) * PARTS + part) * RATIO + item % RATIO
@@ -41,14 +39,12 @@ def gather_pages(
     out: torch.Tensor,  # [n // ratio, 2 * kv_heads, ratio * page_size, dim]
 ) -> None:
     """Write every `ratio` consecutive entries of `pages` to `out` as one page."""
-    words = pool.shape[2] * pool.shape[3] * pool.element_size() // 4
     _gather_kernel[(len(pages), pool.shape[1])](
         pool.view(torch.int32),
         pages,
         out.view(torch.int32),
         PARTS=pool.shape[1],
-        WORDS=words,
+        WORDS=pool.shape[2] * pool.shape[3] * pool.element_size() // 4,
         RATIO=ratio,
-        BLOCK=power_of_two(words),
         num_warps=4,
     )

@@ -11,7 +11,6 @@ import triton.language as tl
 
 from cairn.kernels.interface import Pooling
 from cairn.kernels.launch import direct
-from cairn.kernels.sizes import power_of_two
 
 POOLINGS: dict[Pooling, int] = {"hils": 0, "last": 1, "box": 2, "mean": 3}
 
@@ -32,14 +31,13 @@ def pool_page(
     DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     POOLING: tl.constexpr,
-    BLOCK_G: tl.constexpr,
 ):
     """Write the landmarks of one page for one kv head."""
     offs_n = tl.arange(0, PAGE_SIZE)
     offs_d = tl.arange(0, DIM)
     k = tl.load(keys + offs_n[:, None] * DIM + offs_d[None, :])  # [PAGE_SIZE, DIM]
     if POOLING == HILS:
-        offs_g = tl.arange(0, BLOCK_G)
+        offs_g = tl.arange(0, max(16, triton.next_power_of_2(GROUP)))
         head = kv_head * GROUP + offs_g
         real = (offs_n < PAGE_SIZE - 1)[None, :]  # leave out the landmark row
         q = tl.load(
@@ -80,11 +78,13 @@ def pool_page(
 def _pool_kernel(
     pages,  # [n]
     kv_pages,  # [n]
-    last_rows,  # [n]
-    pool,  # [pages, 2 * KV_HEADS, PAGE_SIZE, DIM]
+    last_rows,  # [n] read for HILS only
+    pool,  # of the first layer, [pages, 2 * KV_HEADS, PAGE_SIZE, DIM]
     prior,  # [rows, HEADS, DIM]
-    vectors,
+    vectors,  # of the first layer, [pages, LANDMARK_HEADS, WIDTH]
     bias,
+    pool_shifts,  # [layers] if SHIFTED, in units of 16 bytes
+    vector_shifts,  # [layers] if SHIFTED
     scale,
     prior_stride,
     HEADS: tl.constexpr,
@@ -94,16 +94,22 @@ def _pool_kernel(
     LANDMARK_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     POOLING: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    SHIFTED: tl.constexpr,  # the third axis of the grid is the layer
 ):
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
     page = tl.load(pages + item).to(tl.int64)
     kv_page = tl.load(kv_pages + item).to(tl.int64)
-    row = tl.load(last_rows + item).to(tl.int64)
+    if POOLING == HILS:
+        prior += tl.load(last_rows + item).to(tl.int64) * prior_stride
+    if SHIFTED:
+        layer = tl.program_id(2)
+        UNIT: tl.constexpr = 128 // pool.dtype.element_ty.primitive_bitwidth  # elements in 16 bytes
+        pool += tl.load(pool_shifts + layer) * UNIT
+        vectors += tl.load(vector_shifts + layer) * UNIT
     pool_page(
         pool + (kv_page * (2 * KV_HEADS) + kv_head) * (PAGE_SIZE * DIM),
-        prior + row * prior_stride,
+        prior,
         vectors + page * (LANDMARK_HEADS * WIDTH),
         bias + page * LANDMARK_HEADS,
         kv_head,
@@ -112,110 +118,44 @@ def _pool_kernel(
         DIM,
         PAGE_SIZE,
         POOLING,
-        BLOCK_G,
-    )
-
-
-@direct
-@triton.jit
-def _pool_layers_kernel(
-    pages,  # [n]
-    kv_pages,  # [n]
-    pool,  # of the first layer, [pages, 2 * KV_HEADS, PAGE_SIZE, DIM]
-    vectors,  # of the first layer, [pages, KV_HEADS, WIDTH]
-    pool_shifts,  # [layers], in units of 16 bytes
-    vector_shifts,  # [layers]
-    scale,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    POOLING: tl.constexpr,
-):
-    item = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    layer = tl.program_id(2)
-    page = tl.load(pages + item).to(tl.int64)
-    kv_page = tl.load(kv_pages + item).to(tl.int64)
-    UNIT: tl.constexpr = 128 // pool.dtype.element_ty.primitive_bitwidth  # elements in 16 bytes
-    own_pool = pool + tl.load(pool_shifts + layer) * UNIT
-    own = vectors + tl.load(vector_shifts + layer) * UNIT + page * (KV_HEADS * WIDTH)
-    pool_page(
-        own_pool + (kv_page * (2 * KV_HEADS) + kv_head) * (PAGE_SIZE * DIM),
-        own_pool,
-        own,
-        own,
-        kv_head,
-        scale,
-        1,
-        DIM,
-        PAGE_SIZE,
-        POOLING,
-        16,
-    )
-
-
-def pool_landmarks_of_layers(
-    pages: torch.Tensor,  # [n] page ids, which index landmarks
-    kv_pages: torch.Tensor,  # [n] the same pages in the pool
-    pool: torch.Tensor,  # of the first layer, [pages, 2 * kv_heads, page_size, dim]
-    vectors: torch.Tensor,  # of the first layer, [pages, kv_heads, width]
-    pool_shifts: torch.Tensor,  # [layers], see LayerMemory.shifts
-    vector_shifts: torch.Tensor,  # [layers]
-    *,
-    pooling: Pooling,
-) -> None:
-    """`pool_landmarks` for all layers at once, for policies that need only the page's keys."""
-    assert pooling != "hils"
-    kv_heads, page_size, dim = pool.shape[1] // 2, pool.shape[2], pool.shape[3]
-    _pool_layers_kernel[(len(pages), kv_heads, len(pool_shifts))](
-        pages,
-        kv_pages,
-        pool,
-        vectors,
-        pool_shifts,
-        vector_shifts,
-        1.0,
-        KV_HEADS=kv_heads,
-        DIM=dim,
-        PAGE_SIZE=page_size,
-        WIDTH=vectors.shape[2],
-        POOLING=POOLINGS[pooling],
-        num_warps=4,
     )
 
 
 def pool_landmarks(
     pages: torch.Tensor,  # [n] page ids, which index landmarks
     kv_pages: torch.Tensor,  # [n] the same pages in the pool
-    last_rows: torch.Tensor,  # [n] row of the step that completes each page
     pool: torch.Tensor,  # [pages, 2 * kv_heads, page_size, dim]
-    prior: torch.Tensor,  # [rows, heads, dim]; read for "hils" only
     vectors: torch.Tensor,  # [pages, landmark heads, width], written
     bias: torch.Tensor | None,  # [pages, landmark heads] float32, written
     *,
-    scale: float,
     pooling: Pooling,
+    scale: float,
+    prior: torch.Tensor | None = None,  # [rows, heads, dim], for "hils"
+    last_rows: torch.Tensor | None = None,  # [n] row that completes each page, for "hils"
+    shifts: tuple[torch.Tensor, torch.Tensor] | None = None,  # of KV and landmarks, per layer
 ) -> None:
-    heads, dim = prior.shape[1:]
-    kv_heads, page_size = pool.shape[1] // 2, pool.shape[2]
-    _pool_kernel[(len(pages), kv_heads)](
+    """Save the landmarks of pages in one layer or, with `shifts` (see `LayerMemory`), in several;
+    `pool` and `vectors` are then those of the first layer."""
+    assert pooling != "hils" or (prior is not None and last_rows is not None and shifts is None)
+    kv_heads, page_size, dim = pool.shape[1] // 2, pool.shape[2], pool.shape[3]
+    _pool_kernel[(len(pages), kv_heads, 1 if shifts is None else len(shifts[0]))](
         pages,
         kv_pages,
-        last_rows,
+        pages if last_rows is None else last_rows,
         pool,
-        prior,
+        pool if prior is None else prior,
         vectors,
         vectors if bias is None else bias,
+        *((pages, pages) if shifts is None else shifts),
         scale,
-        prior.stride(0),
-        HEADS=heads,
+        0 if prior is None else prior.stride(0),
+        HEADS=kv_heads if prior is None else prior.shape[1],
         KV_HEADS=kv_heads,
         DIM=dim,
         PAGE_SIZE=page_size,
         LANDMARK_HEADS=vectors.shape[1],
         WIDTH=vectors.shape[2],
         POOLING=POOLINGS[pooling],
-        BLOCK_G=max(16, power_of_two(heads // kv_heads)),
+        SHIFTED=shifts is not None,
         num_warps=4,
     )

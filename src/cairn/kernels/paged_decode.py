@@ -156,23 +156,24 @@ def plan_splits(
 
 @triton.jit
 def merge_splits(
-    partial,
-    partial_lse,
-    out,  # [HEADS, DIM] of the row
-    lse_out,  # [HEADS]
+    parts,  # output [items, HEADS, DIM] and log-sum-exp [items, HEADS] of the splits
+    to,  # the same of the merged row, [HEADS, DIM] and [HEADS]
     first_item,
     splits,
     kv_head,
     HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    STRIDE: tl.constexpr,  # items from one split to the next
-    NULL_SPLIT: tl.constexpr,  # add a split whose log-sum-exp and output are zero
     WITH_LSE: tl.constexpr,
-    MERGE_G: tl.constexpr,  # power of two, at least GROUP
+    STRIDE: tl.constexpr = 1,  # items from one split to the next
+    NULL_SPLIT: tl.constexpr = False,  # add a split whose log-sum-exp and output are zero
 ):
     """Merge splits of one sequence for the query heads of one kv head."""
+    partial, partial_lse = parts
+    out, lse_out = to
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    MERGE_G: tl.constexpr = triton.next_power_of_2(GROUP)
+    BLOCK_D: tl.constexpr = max(16, triton.next_power_of_2(DIM))
     offs_d = tl.arange(0, BLOCK_D)
     in_dim = offs_d < DIM
     group = tl.arange(0, MERGE_G)
@@ -185,9 +186,8 @@ def merge_splits(
         there = (split < splits)[:, None] & (group < GROUP)[None, :]
         place = (first_item + split * STRIDE)[:, None] * HEADS + head[None, :]
         # Other programs wrote these, so the loads bypass this multiprocessor's L1 cache.
-        lse = tl.load(
-            partial_lse + place, mask=there, other=float("-inf"), cache_modifier=".cg"
-        )  # [MERGE, MERGE_G]
+        # lse [MERGE, MERGE_G]
+        lse = tl.load(partial_lse + place, mask=there, other=float("-inf"), cache_modifier=".cg")
         part = tl.load(
             partial + place[:, :, None] * DIM + offs_d[None, None, :],
             mask=there[:, :, None] & in_dim[None, None, :],
@@ -235,14 +235,11 @@ def _decode_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     HIDE_LAST: tl.constexpr,  # mask the last row of every page
     WITH_LSE: tl.constexpr,
-    BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MERGE_G: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -261,6 +258,8 @@ def _decode_kernel(
     if seq < 0:
         return
     GROUP: tl.constexpr = HEADS // KV_HEADS
+    BLOCK_G: tl.constexpr = max(16, triton.next_power_of_2(GROUP))
+    BLOCK_D: tl.constexpr = max(16, triton.next_power_of_2(DIM))
     first_page = 0
     if WINDOW > 0:
         first_page = tl.maximum(length - WINDOW, 0) // PAGE_SIZE
@@ -336,64 +335,28 @@ def _decode_kernel(
         if tl.atomic_add(counter, 1, sem="acq_rel") == members - 1:
             tl.store(counter, 0)
             # The result replaces the group's first split, or goes to `out` if it is the only group.
-            to_out = out + row * (HEADS * DIM)
-            to_lse = lse_out + row * HEADS
+            parts = (partial, partial_lse)
+            to = (out + row * (HEADS * DIM), lse_out + row * HEADS)
             if groups == 1:
-                merge_splits(
-                    partial,
-                    partial_lse,
-                    to_out,
-                    to_lse,
-                    first,
-                    members,
-                    kv_head,
-                    HEADS,
-                    GROUP,
-                    DIM,
-                    BLOCK_D,
-                    1,
-                    False,
-                    WITH_LSE,
-                    MERGE_G,
-                )
+                merge_splits(parts, to, first, members, kv_head, HEADS, KV_HEADS, DIM, WITH_LSE)
             else:
-                merge_splits(
-                    partial,
-                    partial_lse,
-                    partial + first * (HEADS * DIM),
-                    partial_lse + first * HEADS,
-                    first,
-                    members,
-                    kv_head,
-                    HEADS,
-                    GROUP,
-                    DIM,
-                    BLOCK_D,
-                    1,
-                    False,
-                    True,
-                    MERGE_G,
-                )
+                again = (partial + first * (HEADS * DIM), partial_lse + first * HEADS)
+                merge_splits(parts, again, first, members, kv_head, HEADS, KV_HEADS, DIM, True)
                 tl.debug_barrier()
                 counter = arrivals + seq * KV_HEADS + kv_head
                 if tl.atomic_add(counter, 1, sem="acq_rel") == groups - 1:
                     tl.store(counter, 0)
                     merge_splits(
-                        partial,
-                        partial_lse,
-                        to_out,
-                        to_lse,
+                        parts,
+                        to,
                         first_item,
                         groups,
                         kv_head,
                         HEADS,
-                        GROUP,
+                        KV_HEADS,
                         DIM,
-                        BLOCK_D,
-                        MERGE,
-                        False,
                         WITH_LSE,
-                        MERGE_G,
+                        MERGE,
                     )
 
 
@@ -438,14 +401,11 @@ def paged_decode(
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
-        BLOCK_D=max(16, power_of_two(dim)),
         PAGE_SIZE=page_size,
         WINDOW=window or 0,
         HIDE_LAST=hide_last,
         WITH_LSE=lse is not None,
-        BLOCK_G=max(16, power_of_two(heads // kv_heads)),
         BLOCK_N=block_n,
-        MERGE_G=power_of_two(heads // kv_heads),
         num_warps=4,
         num_stages=_depth(seqs).stages if query.dtype.itemsize == 2 and dim <= 128 else 2,
         **pdl_options(query),

@@ -17,7 +17,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from cairn.kernels.launch import direct
 from cairn.kernels.packing import pack, unpack
 from cairn.kernels.pdl import is_hopper
-from cairn.kernels.sizes import power_of_two
 from cairn.kernels.softmax import LOG2E, softmax_result, softmax_step
 
 
@@ -65,11 +64,11 @@ def _masked_tile(
     kv_head,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """-> keys [BLOCK_D, BLOCK_N] and values [BLOCK_N, BLOCK_D], zero where not loaded"""
+    BLOCK_D: tl.constexpr = max(16, triton.next_power_of_2(DIM))
     offs_d = tl.arange(0, BLOCK_D)
     in_dim = offs_d < DIM
     n = start + tl.arange(0, BLOCK_N)
@@ -106,7 +105,6 @@ def _extend_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     PAGED_WINDOW: tl.constexpr,  # windows start at page boundaries
@@ -116,6 +114,7 @@ def _extend_kernel(
     BLOCK_N: tl.constexpr,
     TMA: tl.constexpr,
 ):
+    BLOCK_D: tl.constexpr = max(16, triton.next_power_of_2(DIM))
     block = tl.program_id(1)
     head = tl.program_id(0)
     kv_head = head // (HEADS // KV_HEADS)
@@ -185,7 +184,7 @@ def _extend_kernel(
         else:
             there = n >= first_seen
             k, v = _masked_tile(
-                pool, table, start, there, kv_head, KV_HEADS, DIM, BLOCK_D, PAGE_SIZE, BLOCK_N
+                pool, table, start, there, kv_head, KV_HEADS, DIM, PAGE_SIZE, BLOCK_N
             )
         scores = tl.dot(q, k, input_precision="ieee")
         if HIDE_LAST:
@@ -198,9 +197,7 @@ def _extend_kernel(
     for start in range(own, end, BLOCK_N):
         n = start + offs_n
         there = (n >= first_seen) & (n < end)
-        k, v = _masked_tile(
-            pool, table, start, there, kv_head, KV_HEADS, DIM, BLOCK_D, PAGE_SIZE, BLOCK_N
-        )
+        k, v = _masked_tile(pool, table, start, there, kv_head, KV_HEADS, DIM, PAGE_SIZE, BLOCK_N)
         scores = tl.dot(q, k, input_precision="ieee")
         seen = n[None, :] <= position[:, None]
         if WINDOWED:
@@ -258,7 +255,6 @@ def paged_extend(
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
-        BLOCK_D=max(16, power_of_two(dim)),
         PAGE_SIZE=page_size,
         WINDOW=window or 0,
         PAGED_WINDOW=dense_until is not None,

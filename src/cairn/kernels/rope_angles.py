@@ -7,16 +7,13 @@ import triton
 import triton.language as tl
 
 from cairn.kernels.launch import direct
-from cairn.kernels.sizes import power_of_two
 
 
 @direct
 @triton.jit
-def _angles_kernel(
-    positions, frequencies, cos, sin, scale, HALF: tl.constexpr, BLOCK: tl.constexpr
-):
+def _angles_kernel(positions, frequencies, cos, sin, scale, HALF: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    j = tl.arange(0, BLOCK)
+    j = tl.arange(0, triton.next_power_of_2(HALF))
     mask = j < HALF
     position = tl.load(positions + row).to(tl.float32)
     angle = position * tl.load(frequencies + j, mask=mask, other=0.0)
@@ -38,14 +35,5 @@ def rope_angles(
     """-> cos, sin [rows, 1, dim]; the first half of sin is negated, as `rope_kv` expects"""
     rows, half = len(positions), len(frequencies)
     cos, sin = torch.empty(2, rows, 1, 2 * half, dtype=dtype, device=positions.device).unbind()
-    _angles_kernel[(rows,)](
-        positions,
-        frequencies,
-        cos,
-        sin,
-        scale,
-        HALF=half,
-        BLOCK=power_of_two(half),
-        num_warps=1,
-    )
+    _angles_kernel[(rows,)](positions, frequencies, cos, sin, scale, HALF=half, num_warps=1)
     return cos, sin

@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from cairn.kernels.interface import ScoringHeads
 from cairn.kernels.launch import direct
 from cairn.kernels.pdl import pdl_options
-from cairn.kernels.sizes import blocks_of, power_of_two
+from cairn.kernels.sizes import blocks_of
 
 _MANY_ROWS = 1024  # from here on, programs that take several rows still fill the device
 
@@ -46,7 +46,6 @@ def _rope_kv_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,  # at least DIM / 2
     PAGE_SIZE: tl.constexpr,
     NORM: tl.constexpr,
     SCORING: tl.constexpr,
@@ -59,7 +58,7 @@ def _rope_kv_kernel(
         gdc_launch_dependents()
     HALF: tl.constexpr = DIM // 2
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    low = tl.arange(0, BLOCK_D)  # columns of a head's first half
+    low = tl.arange(0, triton.next_power_of_2(HALF))  # columns of a head's first half
     high = HALF + low
     in_half = low < HALF
     inside = (head < HEADS + 2 * KV_HEADS)[:, None] & in_half[None, :]
@@ -176,7 +175,6 @@ def rope_kv(
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
-        BLOCK_D=power_of_two(dim // 2),
         PAGE_SIZE=page_size,
         NORM=q_weight is not None,
         SCORING=scoring is not None,

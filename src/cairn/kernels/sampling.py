@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from cairn.kernels.launch import direct
-from cairn.kernels.sizes import blocks_of, power_of_two
+from cairn.kernels.sizes import blocks_of
 
 _BLOCK = 4096
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -87,10 +87,10 @@ def _pick_kernel(
     stride,
     VOCAB: tl.constexpr,
     BLOCKS: tl.constexpr,
-    PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
+    PADDED: tl.constexpr = triton.next_power_of_2(BLOCKS)
     blocks = tl.arange(0, PADDED)
     mask = blocks < BLOCKS
     own = tl.load(best + row * BLOCKS + blocks, mask=mask, other=float("-inf"))
@@ -130,10 +130,5 @@ def sample(
     stride = logits.stride(0)
     sizes = {"VOCAB": vocab, "BLOCKS": blocks, "BLOCK": _BLOCK}
     _blocks_kernel[(rows, blocks)](logits, temperatures, *given, stride, **sizes, num_warps=8)
-    _pick_kernel[(rows,)](
-        *(logits, temperatures, seeds, *given, tokens, stride),
-        **sizes,
-        PADDED=power_of_two(blocks),
-        num_warps=8,
-    )
+    _pick_kernel[(rows,)](logits, temperatures, seeds, *given, tokens, stride, **sizes, num_warps=8)
     return tokens

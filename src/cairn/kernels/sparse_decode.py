@@ -28,7 +28,7 @@ from cairn.kernels.sizes import blocks_of, power_of_two
 from cairn.kernels.sparse_pages import choose_kernel, pages_kernel, topk_kernel
 from cairn.kernels.sparse_score import score_kernel
 from cairn.kernels.sparse_scratch import CHUNK, ResidentFrames, SparseScratch, strips_of
-from cairn.kernels.sparse_shape import STRATEGIES, SparseShape
+from cairn.kernels.sparse_shape import SparseShape
 
 
 def sparse_decode(
@@ -54,12 +54,9 @@ def sparse_decode(
     frames: ResidentFrames | None = None,  # set if all pages are resident; as in `begin`
 ) -> None:
     seqs = len(kv_lens)
-    group = shape.heads // shape.kv_heads
     shared = shape.heads // shape.landmark_heads
     strips, most_strips = strips_of(shape, seqs), scratch.score_lse.shape[2]
     pooled = 0 if pooling is None else shape.kv_heads
-    sizes = {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads}
-    sizes |= {"PAGE_SIZE": shape.page_size, "WINDOW": shape.window}
     tasks = strips * shape.landmark_heads + shape.window_parts * shape.kv_heads + pooled
     half = query.dtype.itemsize == 2
     # Where the address of a load comes from another load, half of the stages go to the first one.
@@ -87,26 +84,16 @@ def sparse_decode(
         page_table.stride(0),
         scratch.candidates.stride(0),
         strips,
-        **sizes,
-        DIM=shape.head_dim,
-        LANDMARK_HEADS=shape.landmark_heads,
-        WIDTH=shape.landmark_width,
-        HIDE_LAST=shape.hide_last,
+        **shape.of(score_kernel),
         HAS_BIAS=bias is not None,
-        SPLIT=shape.split_query,
         POOLING=-1 if pooling is None else POOLINGS[pooling],
         MOST_STRIPS=most_strips,
-        WINDOW_PARTS=shape.window_parts,
-        PARTS=shape.parts,
         BLOCK_P=max(16, min(64, 8192 // shape.landmark_width)),
-        BLOCK_G=shape.block_g,
-        BLOCK_S=1 if shared == 1 else max(16, power_of_two(shared)),
         num_warps=4,
         num_stages=ahead if shared > 1 else 3 if half else 2,
         **pdl_options(query),
     )
     chunks = blocks_of(scratch.candidates.shape[1], CHUNK)
-    block_k = power_of_two(shape.topk)
     best_stride = scratch.best_rank.stride(1)
     topk_kernel[(chunks, shape.kv_heads, seqs)](
         kv_lens,
@@ -118,16 +105,9 @@ def sparse_decode(
         scratch.candidates.stride(0),
         best_stride,
         strips,
-        **sizes,
-        SINKS=shape.sinks,
-        STRATEGY=STRATEGIES[shape.strategy],
-        TOPK=shape.topk,
-        BLOCK_K=block_k,
+        **shape.of(topk_kernel),
         CHUNK=CHUNK,
         MOST_STRIPS=most_strips,
-        WINDOW_PARTS=shape.window_parts,
-        BLOCK_PARTS=power_of_two(shape.window_parts),
-        PARTS=shape.parts,
         num_warps=4,
         **pdl_options(query),
     )
@@ -141,11 +121,7 @@ def sparse_decode(
             scratch.best_index,
             scratch.selected,
             best_stride,
-            KV_HEADS=shape.kv_heads,
-            PAGE_SIZE=shape.page_size,
-            WINDOW=shape.window,
-            TOPK=shape.topk,
-            BLOCK_K=block_k,
+            **shape.of(choose_kernel),
             CHUNK=CHUNK,
             BEST=best,
             num_warps=1 if best <= 256 else 4,
@@ -180,23 +156,13 @@ def sparse_decode(
         best_stride,
         located.first_slot,
         located.arrived.shape[1],
-        **sizes,
-        DIM=shape.head_dim,
-        HIDE_LAST=shape.hide_last,
-        BY_LSE=shape.by_lse,
-        NULL_SPLIT=shape.null_split,
+        **shape.of(pages_kernel),
         LOCATED=locate is not None,
         PIECES=located.pieces,
         COUNTED=frames is not None,
-        TOPK=shape.topk,
-        BLOCK_K=block_k,
         CHUNK=CHUNK,
         BEST=best,
-        WINDOW_PARTS=shape.window_parts,
         PAGE_PARTS=page_parts,
-        PARTS=shape.parts,
-        BLOCK_G=shape.block_g,
-        MERGE_G=power_of_two(group),
         num_warps=4,
         num_stages=stages,
         **pdl_options(query),

@@ -43,9 +43,9 @@ def _union_kernel(
     table_stride: tl.int32,
     KV_HEADS: tl.constexpr,
     TOPK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
+    BLOCK_K: tl.constexpr = triton.next_power_of_2(TOPK)
     kv_head = tl.program_id(0)
     block = tl.program_id(1)
     seq = tl.load(block_seq + block)
@@ -303,9 +303,7 @@ def attend_selected(
         readers,
         counts,
         page_table.stride(0),
-        KV_HEADS=shape.kv_heads,
-        TOPK=shape.topk,
-        BLOCK_K=block_k,
+        **shape.of(_union_kernel),
         BLOCK_M=blocks.block_m,
         num_warps=4,
     )
@@ -346,17 +344,8 @@ def attend_selected(
         query.stride(0),
         scoring.stride(0),
         shift,
-        HEADS=heads,
-        KV_HEADS=shape.kv_heads,
-        DIM=dim,
-        PAGE_SIZE=shape.page_size,
-        LANDMARK_HEADS=vectors.shape[1],
-        WIDTH=shape.landmark_width,
+        **shape.of(_attend_kernel),
         HAS_BIAS=bias is not None,
-        SPLIT=shape.split_query,
-        HIDE_LAST=shape.hide_last,
-        BY_LSE=shape.by_lse,
-        NULL_SPLIT=shape.null_split,
         BOUNDED=normalizer is not None and not shape.by_lse,
         LOCATED=locate is not None,
         STAGED=stage is not None,

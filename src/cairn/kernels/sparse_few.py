@@ -6,14 +6,12 @@ The scores of all candidates of a row fit in one tile, so no survey or collectio
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from cairn.kernels.launch import direct
-from cairn.kernels.sizes import power_of_two
 from cairn.kernels.softmax import LN2, LOG2E
-from cairn.kernels.sparse_shape import STRATEGIES, SUM_GROUP, SparseShape, load_scoring
+from cairn.kernels.sparse_shape import SUM_GROUP, load_scoring
 from cairn.kernels.sparse_survey import rows_and_limits
 from cairn.kernels.top_pages import order_key, threshold_of_rows
 
@@ -51,7 +49,6 @@ def few_kernel(
     STRATEGY: tl.constexpr,
     NORMALIZE: tl.constexpr,
     TOPK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,  # at least the candidates of any row
 ):
@@ -110,58 +107,10 @@ def few_kernel(
     chosen = out + (row * KV_HEADS + kv_head)[:, None] * TOPK
     tl.store(chosen + place, tl.broadcast_to(index[None, :], (BLOCK_M, TILE)), mask=take)
     taken = tl.sum(take.to(tl.int32), 1)
+    BLOCK_K: tl.constexpr = triton.next_power_of_2(TOPK)
     slot = tl.arange(0, BLOCK_K)[None, :]
     tl.store(
         chosen + slot,
         tl.full((BLOCK_M, BLOCK_K), -1, tl.int32),
         mask=in_rows[:, None] & (slot >= taken[:, None]) & (slot < TOPK),
-    )
-
-
-def select_few(
-    shape: SparseShape,
-    scoring: torch.Tensor,
-    vectors: torch.Tensor,
-    bias: torch.Tensor | None,
-    pages: torch.Tensor,
-    offsets: torch.Tensor,
-    of_blocks: tuple[torch.Tensor, ...],  # kv_lens, cu_query, dense_until, block_seq, block_begin
-    window_lse: torch.Tensor,
-    normalizer: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    most: int,  # most candidates of a row, at most 128
-    normalize: bool,
-    block_m: int,
-) -> None:
-    """Write the selected pages to `out`. See `few_kernel` for the shapes of the tensors."""
-    few_kernel[(shape.kv_heads, len(of_blocks[-1]))](
-        scoring,
-        vectors,
-        vectors if bias is None else bias,
-        pages,
-        offsets,
-        *of_blocks,
-        window_lse,
-        normalizer,
-        out,
-        shape.scale,
-        scoring.stride(0),
-        HEADS=scoring.shape[1],
-        KV_HEADS=shape.kv_heads,
-        LANDMARK_HEADS=vectors.shape[1],
-        WIDTH=vectors.shape[2],
-        PAGE_SIZE=shape.page_size,
-        WINDOW=shape.window,
-        SPLIT=shape.split_query,
-        HAS_BIAS=bias is not None,
-        SINKS=shape.sinks,
-        STRATEGY=STRATEGIES[shape.strategy],
-        NORMALIZE=normalize,
-        TOPK=shape.topk,
-        BLOCK_K=power_of_two(shape.topk),
-        BLOCK_M=block_m,
-        TILE=next(tile for tile in FEW_TILES if most <= tile),
-        num_warps=4 if block_m <= 64 else 8,
-        num_stages=2 if scoring.dtype.itemsize == 2 else 1,
     )

@@ -31,11 +31,9 @@ def topk_kernel(
     SINKS: tl.constexpr,
     STRATEGY: tl.constexpr,
     TOPK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
     MOST_STRIPS: tl.constexpr,  # a power of two
     WINDOW_PARTS: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -64,7 +62,7 @@ def topk_kernel(
             strip = tl.load(
                 score_lse + head * MOST_STRIPS + own, mask=own < strips, other=float("-inf")
             )
-            part = tl.arange(0, BLOCK_PARTS)
+            part = tl.arange(0, triton.next_power_of_2(WINDOW_PARTS))
             window = tl.load(
                 partial_lse + (seq * PARTS + part) * HEADS + kv_head * GROUP + g,
                 mask=part < WINDOW_PARTS,
@@ -85,6 +83,7 @@ def topk_kernel(
     base = (seq * KV_HEADS + kv_head).to(tl.int64) * best_stride + chunk * TOPK
     tl.store(best_rank + base + place, rank, mask=keep)
     tl.store(best_index + base + place, index, mask=keep)
+    BLOCK_K: tl.constexpr = triton.next_power_of_2(TOPK)
     slot = tl.arange(0, BLOCK_K)
     empty = (slot >= tl.sum(keep.to(tl.int32))) & (slot < TOPK)
     tl.store(best_rank + base + slot, tl.full((BLOCK_K,), float("-inf"), tl.float32), mask=empty)
@@ -99,7 +98,6 @@ def _choose(
     limit,
     store,
     TOPK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
     BEST: tl.constexpr,
 ):
@@ -121,10 +119,10 @@ def _choose(
         place = tl.where(keep, tl.cumsum(keep.to(tl.int32), 0) - 1, -1)
     if store:
         tl.store(chosen + place, kept_index, mask=(place >= 0) & (place < TOPK))
-        empty = tl.arange(0, BLOCK_K)
+        empty = tl.arange(0, triton.next_power_of_2(TOPK))
         tl.store(
             chosen + empty,
-            tl.full((BLOCK_K,), -1, tl.int32),
+            tl.full(empty.shape, -1, tl.int32),
             mask=(empty >= count) & (empty < TOPK),
         )
     return place, kept_index, count
@@ -142,7 +140,6 @@ def choose_kernel(
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     TOPK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
     BEST: tl.constexpr,
     PDL: tl.constexpr,
@@ -156,7 +153,7 @@ def choose_kernel(
     limit = candidate_limit(length - 1, WINDOW, PAGE_SIZE)
     base = (seq * KV_HEADS + kv_head).to(tl.int64) * best_stride
     chosen = selected + (seq * KV_HEADS + kv_head) * TOPK
-    _choose(best_rank + base, best_index + base, chosen, limit, True, TOPK, BLOCK_K, CHUNK, BEST)
+    _choose(best_rank + base, best_index + base, chosen, limit, True, TOPK, CHUNK, BEST)
 
 
 @triton.jit
@@ -245,14 +242,11 @@ def pages_kernel(
     PIECES: tl.constexpr,
     COUNTED: tl.constexpr,
     TOPK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
     BEST: tl.constexpr,  # power of two, at least the pages that all chunks keep
     WINDOW_PARTS: tl.constexpr,
     PAGE_PARTS: tl.constexpr,
     PARTS: tl.constexpr,  # parts allocated per sequence
-    BLOCK_G: tl.constexpr,
-    MERGE_G: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -268,6 +262,7 @@ def pages_kernel(
     kv_head = tl.program_id(1)
     seq = tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
+    BLOCK_G: tl.constexpr = max(16, triton.next_power_of_2(GROUP))
     length = tl.load(kv_lens + seq, cache_modifier=".cg").to(tl.int32)
     row = tl.load(rows + seq, cache_modifier=".cg").to(tl.int64)
     if not LOCATED:  # noqa: SIM102 - known at compile time
@@ -292,21 +287,13 @@ def pages_kernel(
     acc = tl.zeros((BLOCK_G, DIM), tl.float32)
 
     if LOCATED:
-        slot = tl.arange(0, BLOCK_K)
+        slot = tl.arange(0, triton.next_power_of_2(TOPK))
         kept_index = tl.load(chosen + slot, mask=slot < TOPK, other=-1, cache_modifier=".cg")
         count = tl.sum((kept_index >= 0).to(tl.int32))
     else:
         # The chunks keep few pages, so every program repeats the choice.
         place, kept_index, count = _choose(
-            best_rank + base,
-            best_index + base,
-            chosen,
-            limit,
-            part == 0,
-            TOPK,
-            BLOCK_K,
-            CHUNK,
-            BEST,
+            best_rank + base, best_index + base, chosen, limit, part == 0, TOPK, CHUNK, BEST
         )
 
     if COUNTED:
@@ -366,22 +353,10 @@ def pages_kernel(
     counter = arrivals + seq * KV_HEADS + kv_head
     if tl.atomic_add(counter, 1, sem="acq_rel") == PAGE_PARTS - 1:
         tl.store(counter, 0)
+        parts, to = (partial, partial_lse), (out + row * (HEADS * DIM), partial_lse)
+        SPLITS: tl.constexpr = WINDOW_PARTS + PAGE_PARTS
         merge_splits(
-            partial,
-            partial_lse,
-            out + row * (HEADS * DIM),
-            partial_lse,
-            seq * PARTS,
-            WINDOW_PARTS + PAGE_PARTS,
-            kv_head,
-            HEADS,
-            GROUP,
-            DIM,
-            DIM,
-            1,
-            NULL_SPLIT,
-            False,
-            MERGE_G,
+            parts, to, seq * PARTS, SPLITS, kv_head, HEADS, KV_HEADS, DIM, False, 1, NULL_SPLIT
         )
     if PDL and LOCATED:
         gdc_wait()  # so that the next kernel may rely on the copies, too

@@ -55,8 +55,6 @@ def score_kernel(
     WINDOW_PARTS: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_S: tl.constexpr,  # queries that share a landmark, padded to the size that tl.dot needs
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -65,7 +63,9 @@ def score_kernel(
     task = tl.program_id(0)
     seq = tl.program_id(1)
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    SHARED: tl.constexpr = HEADS // LANDMARK_HEADS
+    SHARED: tl.constexpr = HEADS // LANDMARK_HEADS  # queries that share a landmark
+    BLOCK_S: tl.constexpr = 1 if SHARED == 1 else max(16, triton.next_power_of_2(SHARED))
+    BLOCK_G: tl.constexpr = max(16, triton.next_power_of_2(GROUP))
     length = tl.load(kv_lens + seq).to(tl.int32)
     row = tl.load(rows + seq).to(tl.int64)
     if row < 0:
@@ -163,5 +163,4 @@ def score_kernel(
                 DIM,
                 PAGE_SIZE,
                 POOLING,
-                BLOCK_G,
             )

@@ -11,7 +11,7 @@ tokens; beyond that it has one group per tile of pages.
 
 Each group is represented by its best page. At least k pages therefore reach the threshold, and at
 most k + k / 8 groups hold a better page. The pages of a group are spread out, because good pages
-come in clusters. If rows have few candidates, `sparse_few` does all the steps in one launch.
+come in clusters. If rows have few candidates, `few_kernel` does all the steps in one launch.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from cairn.kernels.launch import direct
 from cairn.kernels.paged_extend import ExtendBlocks, can_describe
 from cairn.kernels.sizes import blocks_of, power_of_two
-from cairn.kernels.sparse_few import FEW_TILES, select_few
+from cairn.kernels.sparse_few import FEW_TILES, few_kernel
 from cairn.kernels.sparse_shape import (
-    STRATEGIES,
     SUM_GROUP,
     SparseShape,
     load_scoring,
@@ -250,7 +249,6 @@ def _choose_kernel(
     capacity: tl.int32,  # a multiple of 16
     KV_HEADS: tl.constexpr,
     TOPK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     FEW: tl.constexpr,  # no row has more than MOST_FEW collected pages
@@ -280,6 +278,7 @@ def _choose_kernel(
         tl.store(out + own[:, None] * TOPK + place, entry.to(tl.int32), mask=take)
         equals += tl.sum(equal, 1)
         taken += tl.sum(take.to(tl.int32), 1)
+    BLOCK_K: tl.constexpr = triton.next_power_of_2(TOPK)
     slot = tl.arange(0, BLOCK_K)[None, :]
     tl.store(
         out + own[:, None] * TOPK + slot,
@@ -307,52 +306,53 @@ def select_pages(
     rows, heads, _ = scoring.shape
     device, kv_heads, topk = scoring.device, shape.kv_heads, shape.topk
     block_m, half = blocks.block_m, scoring.dtype.itemsize == 2
+    warps = 4 if block_m <= 64 else 8
     tma = can_describe(device, scoring.dtype)
     tile = _tile_of(shape, scoring.dtype)
-
     landmark_heads, width = vectors.shape[1:]
-    summed = shape.strategy == "group" and heads > kv_heads
-    normalize = shape.normalized
-    normalizer = workspace.take("normalizer", rows, heads) if normalize else window_lse
+    normalizer = workspace.take("normalizer", rows, heads) if shape.normalized else window_lse
     out = torch.empty(rows, kv_heads, topk, dtype=torch.int32, device=device)
-    of_blocks = (kv_lens, cu_query, dense_until, blocks.seq, blocks.begin)
+    found = out, normalizer if shape.normalized else None
+    grid = (kv_heads, len(blocks.seq))
+    rows_of_blocks = (cu_query, blocks.seq, blocks.begin)
+    of_blocks = (candidates.offsets, kv_lens, cu_query, dense_until, blocks.seq, blocks.begin)
+    landmarks = (vectors, vectors if bias is None else bias, candidates.pages)
     most_candidates = candidates.longest - shape.window // shape.page_size
     if most_candidates <= min(tile, _FEW):
-        select_few(
-            shape,
+        few_kernel[grid](
             scoring,
-            vectors,
-            bias,
-            candidates.pages,
-            candidates.offsets,
-            of_blocks,
+            *landmarks,
+            *of_blocks,
             window_lse,
             normalizer,
             out,
-            most=most_candidates,
-            normalize=normalize,
-            block_m=block_m,
+            shape.scale,
+            scoring.stride(0),
+            **shape.of(few_kernel),
+            HAS_BIAS=bias is not None,
+            BLOCK_M=block_m,
+            TILE=next(size for size in FEW_TILES if most_candidates <= size),
+            num_warps=warps,
+            num_stages=2 if half else 1,
         )
-        return out, normalizer if normalize else None
+        return found
     count = len(candidates.pages)
     room = _up_to_16(count + tile)  # the last tile is read whole
     flat = workspace.take("flat", landmark_heads * room, width, dtype=vectors.dtype)
     flat_bias = workspace.take("flat_bias", landmark_heads, room)
     lay_out_kernel[(blocks_of(room, 32), landmark_heads)](
-        vectors,
-        vectors if bias is None else bias,
-        candidates.pages,
+        *landmarks,
         flat,
         flat_bias,
         count,
         room,
-        LANDMARK_HEADS=landmark_heads,
-        WIDTH=width,
+        **shape.of(lay_out_kernel),
         HAS_BIAS=bias is not None,
         BLOCK=32,
         num_warps=4,
     )
 
+    summed = shape.strategy == "group" and heads > kv_heads
     group_pages, groups, block = _grouping(candidates.longest, topk, tile)
     slack = topk // 8
     capacity = _up_to_16(topk + tile + (topk + slack) * group_pages + shape.sinks)
@@ -362,12 +362,6 @@ def select_pages(
     thresholds = workspace.take("thresholds", rows, kv_heads)
     counts = workspace.take("counts", rows, kv_heads, dtype=torch.int32)
     kept = workspace.take("kept", rows, kv_heads, capacity, dtype=torch.int64)
-
-    sizes = {"HEADS": heads, "LANDMARK_HEADS": landmark_heads, "WIDTH": width, "BLOCK_M": block_m}
-    sizes |= {"PAGE_SIZE": shape.page_size, "WINDOW": shape.window, "SPLIT": shape.split_query}
-    sizes |= {"NORMALIZE": normalize, "GROUP_PAGES": 1, "TMA": tma}
-    grouped = {**sizes, "GROUP_PAGES": group_pages}
-    grid = (kv_heads, len(blocks.seq))
 
     def described(flat: torch.Tensor, rows: int) -> torch.Tensor | TensorDescriptor:
         return TensorDescriptor.from_tensor(flat, [rows, width]) if tma else flat
@@ -379,7 +373,6 @@ def select_pages(
             described(scoring.view(rows, -1), block_m),
             described(flat, own_tile),
             flat_bias,
-            candidates.offsets,
             *of_blocks,
             normalizer,
             maxima,
@@ -392,14 +385,13 @@ def select_pages(
             room,
             groups,
             capacity,
-            **(sizes if collect else grouped),
-            KV_HEADS=kv_heads,
-            SINKS=shape.sinks,
-            STRATEGY=STRATEGIES[shape.strategy],
-            TOPK=topk,
+            **shape.of(_rank_kernel),
             COLLECT=collect,
+            GROUP_PAGES=1 if collect else group_pages,
+            BLOCK_M=block_m,
             TILE=own_tile,
-            num_warps=4 if block_m <= 64 else 8,
+            TMA=tma,
+            num_warps=warps,
             num_stages=3 if half else 1,
         )
 
@@ -412,7 +404,6 @@ def select_pages(
             scoring,
             described(flat, tile),
             flat_bias,
-            candidates.offsets,
             *of_blocks,
             window_lse,
             normalizer,
@@ -422,25 +413,24 @@ def select_pages(
             scoring.stride(0),
             room,
             groups,
-            **grouped,
+            **shape.of(survey_kernel),
+            GROUP_PAGES=group_pages,
+            BLOCK_M=block_m,
             TILE=tile,
-            num_warps=4 if block_m <= 64 else 8,
+            TMA=tma,
+            num_warps=warps,
             num_stages=2 if half else 1,
             **registers,
         )
-    some = {"KV_HEADS": kv_heads, "TOPK": topk}
     _threshold_kernel[(*grid, blocks_of(block_m, _THRESHOLD_ROWS))](
-        cu_query,
-        blocks.seq,
-        blocks.begin,
+        *rows_of_blocks,
         limits,
         normalizer,
         maxima,
         thresholds,
         groups,
-        **some,
+        **shape.of(_threshold_kernel),
         SURVEYED=surveyed // kv_heads,
-        NORMALIZE=normalize,
         GROUP_PAGES=group_pages,
         TILE=tile,
         ROWS=_THRESHOLD_ROWS,
@@ -450,21 +440,18 @@ def select_pages(
     )
     rank(collect=True)
     _choose_kernel[(*grid, blocks_of(block_m, _CHOOSE_ROWS))](
-        cu_query,
-        blocks.seq,
-        blocks.begin,
+        *rows_of_blocks,
         counts,
         kept,
         out,
         capacity,
-        **some,
-        BLOCK_K=power_of_two(topk),
+        **shape.of(_choose_kernel),
         ROWS=_CHOOSE_ROWS,
         BLOCK=_BLOCK,
         FEW=capacity <= MOST_FEW.value,
         num_warps=1,
     )
-    return out, normalizer if normalize else None
+    return found
 
 
 class _Grouping(NamedTuple):

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import triton
 import triton.language as tl
 
-from cairn.kernels.sizes import power_of_two
+from cairn.kernels.launch import DirectKernel
 
 SUM_GROUP = tl.constexpr(1)
 SOFTMAX_HEAD = tl.constexpr(2)
 STRATEGIES = {"head": 0, "group": 1, "softmax_head": 2}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SparseShape:
     """Parameters that all sparse layers of a model share."""
 
@@ -37,9 +39,40 @@ class SparseShape:
     split_query: bool = False
     """Kernels split scoring queries into their positive and their negative part."""
 
-    @property
-    def block_g(self) -> int:
-        return max(16, power_of_two(self.heads // self.kv_heads))
+    def of(self, kernel: DirectKernel) -> dict[str, Any]:
+        """The constants of a kernel that this shape determines."""
+        found = self._of_kernels.get(kernel)
+        if found is None:
+            names = kernel.jit.arg_names
+            found = {name: value for name, value in self._constants.items() if name in names}
+            self._of_kernels[kernel] = found
+        return found
+
+    @cached_property
+    def _of_kernels(self) -> dict[DirectKernel, dict[str, Any]]:
+        return {}
+
+    @cached_property
+    def _constants(self) -> dict[str, Any]:
+        return {
+            "HEADS": self.heads,
+            "KV_HEADS": self.kv_heads,
+            "DIM": self.head_dim,
+            "PAGE_SIZE": self.page_size,
+            "LANDMARK_HEADS": self.landmark_heads,
+            "WIDTH": self.landmark_width,
+            "TOPK": self.topk,
+            "WINDOW": self.window,
+            "STRATEGY": STRATEGIES[self.strategy],
+            "NORMALIZE": self.normalized,
+            "BY_LSE": self.by_lse,
+            "SINKS": self.sinks,
+            "NULL_SPLIT": self.null_split,
+            "HIDE_LAST": self.hide_last,
+            "SPLIT": self.split_query,
+            "WINDOW_PARTS": self.window_parts,
+            "PARTS": self.parts,
+        }
 
     @property
     def normalized(self) -> bool:

@@ -87,43 +87,6 @@ def scores_of_tile(
     return tl.fma(product, tl.full(product.shape, scale, tl.float32), more[None, :])
 
 
-@triton.jit
-def _survey_tile(
-    q,
-    flat,
-    flat_bias,
-    first,
-    start,
-    limit,
-    most,
-    total,
-    maxima,
-    in_rows,
-    scale,
-    WIDTH: tl.constexpr,
-    TILE: tl.constexpr,
-    GROUP_PAGES: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    MASKED: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    score = scores_of_tile(q, flat, flat_bias, first + start, scale, WIDTH, TILE, TMA)
-    if MASKED:
-        index = start + tl.arange(0, TILE)
-        score = tl.where(index[None, :] < limit[:, None], score, float("-inf"))
-    GROUPS: tl.constexpr = TILE // GROUP_PAGES
-    best = tl.max(tl.reshape(score, (score.shape[0], GROUP_PAGES, GROUPS)), 1)
-    group = start // GROUP_PAGES + tl.arange(0, GROUPS)
-    tl.store(maxima + group[None, :], best, mask=in_rows[:, None])
-    if NORMALIZE:
-        new_most = tl.maximum(most, tl.max(best, 1))
-        scaled = new_most * LOG2E
-        total = total * tl.exp2(most * LOG2E - scaled)
-        total += tl.sum(tl.exp2(score * LOG2E - scaled[:, None]), 1)
-        most = new_most
-    return most, total
-
-
 @direct
 @triton.jit(do_not_specialize=["room", "groups"])
 def survey_kernel(
@@ -167,30 +130,25 @@ def survey_kernel(
     total = tl.full((BLOCK_M,), 1.0, tl.float32)
     first = head // (HEADS // LANDMARK_HEADS) * room + tl.load(offsets + seq)
     own = maxima + ((row * HEADS + head) * whole_16(groups))[:, None]
+    GROUPS: tl.constexpr = TILE // GROUP_PAGES
     # Tiles whose pages are candidates of all rows need no mask.
     clear = tl.min(tl.where(in_rows, limit, 0x7FFFFFFF)) // TILE * TILE
     for masked in tl.static_range(2):
         begin, end = (clear, tl.max(limit)) if masked else (0, clear)
         for start in range(begin, end, TILE):
-            most, total = _survey_tile(
-                q,
-                flat,
-                flat_bias,
-                first,
-                start,
-                limit,
-                most,
-                total,
-                own,
-                in_rows,
-                scale,
-                WIDTH,
-                TILE,
-                GROUP_PAGES,
-                NORMALIZE,
-                masked,
-                TMA,
-            )
+            score = scores_of_tile(q, flat, flat_bias, first + start, scale, WIDTH, TILE, TMA)
+            if masked:
+                index = start + tl.arange(0, TILE)
+                score = tl.where(index[None, :] < limit[:, None], score, float("-inf"))
+            best = tl.max(tl.reshape(score, (BLOCK_M, GROUP_PAGES, GROUPS)), 1)
+            group = start // GROUP_PAGES + tl.arange(0, GROUPS)
+            tl.store(own + group[None, :], best, mask=in_rows[:, None])
+            if NORMALIZE:
+                new_most = tl.maximum(most, tl.max(best, 1))
+                scaled = new_most * LOG2E
+                total = total * tl.exp2(most * LOG2E - scaled)
+                total += tl.sum(tl.exp2(score * LOG2E - scaled[:, None]), 1)
+                most = new_most
     if NORMALIZE:
         lse = most + tl.log2(total) * LN2
         tl.store(normalizer + row * HEADS + head, lse, mask=in_rows)

@@ -44,54 +44,22 @@ class StageTables:
 
 @direct
 @triton.jit
-def _stage_claim_kernel(
+def _stage_kernel(
     pages,  # [blocks, KV_HEADS, WIDTH] page ids
     counts,  # [blocks, KV_HEADS]
     frame_of,  # [num_pages]
     claims,
-    staged,  # [KV_HEADS, 3, room]
+    staged,  # [KV_HEADS, 3, room] written if CLAIM
     staged_counts,  # [KV_HEADS]
+    total,  # [1] added to unless CLAIM
+    found,  # same shape as pages, written unless CLAIM
     room,
     num_pages,
     KV_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-):
-    head = tl.program_id(0)
-    own = tl.program_id(1) * KV_HEADS + head
-    first_entry = own.to(tl.int64) * WIDTH
-    count = tl.load(counts + own)
-    for start in range(0, count, BLOCK):
-        entry = start + tl.arange(0, BLOCK)
-        there = entry < count
-        page = tl.load(pages + first_entry + entry, mask=there, other=0)
-        missing = (page > 0) & (tl.load(frame_of + page, mask=there, other=1) == 0)
-        claim = claims + head * num_pages + page
-        # Neighbours have claimed most pages already. A stale value here only costs an atomic.
-        missing &= tl.load(claim, mask=missing, other=1) == 0
-        one = tl.full((BLOCK,), 1, tl.int32)
-        first = missing & (tl.atomic_max(claim, one, mask=missing) == 0)
-        place = tl.atomic_add(staged_counts + head, tl.sum(first.to(tl.int32)))
-        place += tl.cumsum(first.to(tl.int32), 0) - 1
-        tl.store(staged + head * (3 * room) + place, page, mask=first)
-        tl.store(claim, place + 2, mask=first)
-
-
-@direct
-@triton.jit
-def _stage_tell_kernel(
-    pages,  # [blocks, KV_HEADS, WIDTH] page ids
-    counts,  # [blocks, KV_HEADS]
-    frame_of,  # [num_pages]
-    claims,
-    staged_counts,  # [KV_HEADS]
-    total,  # [1]
-    found,  # same shape as pages
-    num_pages,
-    STAGED: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CLAIM: tl.constexpr,  # claim pages that are in no frame; otherwise tell where pages are
+    STAGED: tl.constexpr,  # some pages are in no frame
 ):
     head = tl.program_id(0)
     own = tl.program_id(1) * KV_HEADS + head
@@ -102,12 +70,22 @@ def _stage_tell_kernel(
         there = entry < count
         page = tl.load(pages + first_entry + entry, mask=there, other=0)
         at = tl.load(frame_of + page, mask=there, other=0)
-        if STAGED:
-            missing = there & (page > 0) & (at == 0)
-            claim = tl.load(claims + head * num_pages + page, mask=missing, other=1)
-            at = tl.where(missing, 1 - claim, at)
-        tl.store(found + first_entry + entry, at, mask=there)
-    if STAGED and tl.program_id(1) == 0:
+        missing = there & (page > 0) & (at == 0)
+        claim = claims + head * num_pages + page
+        if CLAIM:
+            # Neighbours have claimed most pages already. A stale value here only costs an atomic.
+            missing &= tl.load(claim, mask=missing, other=1) == 0
+            one = tl.full((BLOCK,), 1, tl.int32)
+            first = missing & (tl.atomic_max(claim, one, mask=missing) == 0)
+            place = tl.atomic_add(staged_counts + head, tl.sum(first.to(tl.int32)))
+            place += tl.cumsum(first.to(tl.int32), 0) - 1
+            tl.store(staged + head * (3 * room) + place, page, mask=first)
+            tl.store(claim, place + 2, mask=first)
+        else:
+            if STAGED:
+                at = tl.where(missing, 1 - tl.load(claim, mask=missing, other=1), at)
+            tl.store(found + first_entry + entry, at, mask=there)
+    if not CLAIM and STAGED and tl.program_id(1) == 0:
         tl.atomic_add(total, tl.load(staged_counts + head).to(tl.int64))
 
 
@@ -122,21 +100,7 @@ def claim_missing(
     The stage must have room for them.
     """
     tables.zeroed.zero_()
-    blocks, kv_heads, width = pages.shape
-    _stage_claim_kernel[(kv_heads, blocks)](
-        pages,
-        counts,
-        frame_of,
-        tables.claims,
-        tables.staged.entries,
-        tables.staged.counts,
-        tables.staged.entries.shape[2],
-        len(frame_of),
-        KV_HEADS=kv_heads,
-        WIDTH=width,
-        BLOCK=_block(width),
-        num_warps=4,
-    )
+    _launch(tables, pages, counts, frame_of, counts, pages, claim=True, staged=True)
 
 
 def tell_places(
@@ -151,24 +115,30 @@ def tell_places(
     """-> [blocks, kv_heads, n]: a page of the pool, or -1 - page of the stage. Only the entries
     within `counts` are set."""
     found = torch.empty_like(pages)
-    blocks, kv_heads, width = pages.shape
-    _stage_tell_kernel[(kv_heads, blocks)](
-        pages,
-        counts,
-        frame_of,
-        tables.claims,
-        tables.staged.counts,
-        total,
-        found,
-        len(frame_of),
-        STAGED=staged,
-        KV_HEADS=kv_heads,
-        WIDTH=width,
-        BLOCK=_block(width),
-        num_warps=4,
-    )
+    _launch(tables, pages, counts, frame_of, total, found, claim=False, staged=staged)
     return found
 
 
-def _block(width: int) -> int:
-    return max(_LEAST, min(_MOST, power_of_two(width)))
+def _launch(
+    tables: StageTables,
+    pages: torch.Tensor,
+    counts: torch.Tensor,
+    frame_of: torch.Tensor,
+    total: torch.Tensor,
+    found: torch.Tensor,
+    *,
+    claim: bool,
+    staged: bool,
+) -> None:
+    blocks, kv_heads, width = pages.shape
+    entries = tables.staged.entries
+    _stage_kernel[(kv_heads, blocks)](
+        *(pages, counts, frame_of, tables.claims, entries, tables.staged.counts),
+        *(total, found, entries.shape[2], len(frame_of)),
+        KV_HEADS=kv_heads,
+        WIDTH=width,
+        BLOCK=max(_LEAST, min(_MOST, power_of_two(width))),
+        CLAIM=claim,
+        STAGED=staged,
+        num_warps=4,
+    )

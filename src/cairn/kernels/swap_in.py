@@ -91,21 +91,10 @@ class SwapScratch:
 
 
 @triton.jit
-def _entry(
-    start,
-    total,
-    head,
-    selected,
-    page_table,
-    generations,
-    frame_of,
-    table_stride,
-    KV_HEADS: tl.constexpr,
-    TOPK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _entry(start, of, KV_HEADS: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr):
     """-> BLOCK entries of the selection from `start` on: index, whether the entry is in use, page,
     generation and frame. Unused entries have the null page."""
+    head, total, selected, page_table, generations, frame_of, table_stride = of
     entry = start + tl.arange(0, BLOCK)
     seq, k = entry // TOPK, entry % TOPK
     there = entry < total
@@ -180,16 +169,11 @@ def _swap_plan_kernel(
     every = 0
     reads = 0
     missing = 0
-    entry, there, page, life, frame = _entry(
-        0, total, head, selected, page_table, generations, frame_of, table_stride,
-        KV_HEADS, TOPK, BLOCK,
-    )  # fmt: skip
+    of = (head, total, selected, page_table, generations, frame_of, table_stride)
+    entry, there, page, life, frame = _entry(0, of, KV_HEADS, TOPK, BLOCK)
     for start in range(0, total, BLOCK):
         if not ONE:
-            entry, there, page, life, frame = _entry(
-                start, total, head, selected, page_table, generations, frame_of, table_stride,
-                KV_HEADS, TOPK, BLOCK,
-            )  # fmt: skip
+            entry, there, page, life, frame = _entry(start, of, KV_HEADS, TOPK, BLOCK)
         wanted = there & (frame == 0)
         slot, hit = _find(page, life, wanted, head, hot_pages, hot_lives, slot_of, num_pages, SLOTS)
         tl.store(used + head * SLOTS + slot, tl.full((BLOCK,), 0, tl.int32) + now + 1, mask=hit)
@@ -210,10 +194,7 @@ def _swap_plan_kernel(
         # List the claimed pages, in the order of the entries that claim them.
         for start in range(0, total, BLOCK):
             if not ONE:
-                entry, there, page, life, frame = _entry(
-                    start, total, head, selected, page_table, generations, frame_of, table_stride,
-                    KV_HEADS, TOPK, BLOCK,
-                )  # fmt: skip
+                entry, there, page, life, frame = _entry(start, of, KV_HEADS, TOPK, BLOCK)
             wanted = there & (frame == 0)
             claim = tl.load(claims + head * num_pages + page, mask=wanted, other=-1)
             first = wanted & (claim == entry)
@@ -254,10 +235,7 @@ def _swap_plan_kernel(
 
         for start in range(0, total, BLOCK):
             if not ONE:
-                entry, there, page, life, frame = _entry(
-                    start, total, head, selected, page_table, generations, frame_of, table_stride,
-                    KV_HEADS, TOPK, BLOCK,
-                )  # fmt: skip
+                entry, there, page, life, frame = _entry(start, of, KV_HEADS, TOPK, BLOCK)
             wanted = there & (frame == 0)
             slot = tl.load(slot_of + head * num_pages + page, mask=wanted, other=0)
             new = tl.load(used + head * SLOTS + slot, mask=wanted, other=0) == now
@@ -283,7 +261,6 @@ def _swap_copy_kernel(
     first,
     slots,
     KV_HEADS: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
     WORDS: tl.constexpr,  # words of one kv head's keys, or values, of a page
     PIECE: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -295,7 +272,7 @@ def _swap_copy_kernel(
         # plan is complete.
         gdc_wait()
         gdc_launch_dependents()
-    heads = tl.arange(0, BLOCK_HEADS)
+    heads = tl.arange(0, triton.next_power_of_2(KV_HEADS))
     count = tl.load(counts + heads, mask=heads < KV_HEADS, other=0)
     end = tl.cumsum(count, 0)
     PIECES: tl.constexpr = (WORDS + PIECE - 1) // PIECE
@@ -424,7 +401,6 @@ def copy_missed(
     programs: int = _COPY_PROGRAMS,  # fewer leave room for concurrent kernels
     threads: int = COPY_THREADS,
 ) -> None:
-    kv_heads = pool.shape[1] // 2
     words = _words(pool)
     _swap_copy_kernel[(programs,)](
         host.view(torch.int32),
@@ -435,8 +411,7 @@ def copy_missed(
         misses.entries.shape[2],
         first,
         0 if arrived is None else arrived.shape[1],
-        KV_HEADS=kv_heads,
-        BLOCK_HEADS=power_of_two(kv_heads),
+        KV_HEADS=pool.shape[1] // 2,
         WORDS=words,
         PIECE=_piece(words, threads),
         PROGRAMS=programs,

@@ -28,9 +28,8 @@ class HiLSPolicy(Policy):
         assert prior is not None
         wide = torch.promote_types(keys.dtype, torch.float32)
         real = keys[:, :-1].to(wide)  # without the landmark row itself
-        query = torch.unflatten(
-            prior.to(wide), 1, (real.shape[2], -1)
-        )  # [pages, kv_heads, group, dim]
+        # [pages, kv_heads, group, dim]
+        query = torch.unflatten(prior.to(wide), 1, (real.shape[2], -1))
         logits = torch.einsum("phgd,pshd->phgs", query, real) * self.shape.scale
         log_weights = logits.log_softmax(-1)
         weights = log_weights.exp()

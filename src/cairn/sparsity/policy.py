@@ -74,9 +74,8 @@ class Policy:
         """Scores [..., rows, heads, pages] of landmarks [..., pages, heads, width] for mapped query
         [..., rows, heads, width]."""
         vectors, bias = landmark
-        grouped = torch.unflatten(
-            query, -2, (vectors.shape[-2], -1)
-        )  # [..., rows, lm heads, shared, width]
+        # [..., rows, lm heads, shared, width]
+        grouped = torch.unflatten(query, -2, (vectors.shape[-2], -1))
         scores = torch.einsum("...rhgw,...phw->...rhgp", grouped, vectors) * self.shape.scale
         if bias is not None:
             scores = scores + bias.transpose(-1, -2)[..., None, :, None, :]

@@ -248,44 +248,19 @@ class HSABackend(SparseBackend):
             selected = self.kernels.forward(layer, query, scoring, metadata.kernels, out)
         if metadata.completed is not None:
             self._save_landmarks(layer, metadata.completed, scoring)
+        scores_with = query if scoring is None else scoring.query
         for tile in metadata.tiles:
-            index = self._selected(metadata, tile, selected)
-            attended = self._attend_tile(layer, tile, query, metadata, scoring, index)
+            index = None
+            if metadata.kernels is not None and self.kernels is not None:
+                index = self.kernels.selected(metadata.kernels, tile.traced_rows, selected)
+            own, scored = (rows[tile.rows].to(self._wide) for rows in (query, scores_with))
+            attended, selection = self._torch.forward(layer, tile, own, scored, index)
+            if selection is not None:
+                for i, row in enumerate(tile.traced_rows):
+                    metadata.selections.setdefault(row, {})[layer] = selection.row(i)
             if self.kernels is None:
                 out[tile.rows] = attended.to(out.dtype)
         return out
-
-    def _selected(
-        self, metadata: HSAMetadata, tile: Tile, of_chunks: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """What the kernels selected for the one traced row of a tile, [1, kv_heads, k]; None
-        without kernels."""
-        if metadata.kernels is None or self.kernels is None:
-            return None
-        (row,) = tile.traced_rows
-        index = self.kernels.selected(metadata.kernels, row)
-        if index is None:
-            assert of_chunks is not None
-            index = of_chunks[row]
-        return index[None].long()
-
-    def _attend_tile(
-        self,
-        layer: int,
-        tile: Tile,
-        query: torch.Tensor,
-        metadata: HSAMetadata,
-        scoring: Scoring | None,
-        index: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """The output of a tile. Also records the selections of its traced rows."""
-        scores_with = query if scoring is None else scoring.query
-        own, scored = (rows[tile.rows].to(self._wide) for rows in (query, scores_with))
-        attended, selection = self._torch.forward(layer, tile, own, scored, index)
-        if selection is not None:
-            for i, row in enumerate(tile.traced_rows):
-                metadata.selections.setdefault(row, {})[layer] = selection.row(i)
-        return attended
 
     def selections(self, metadata: HSAMetadata, row: int) -> dict[int, Selection]:
         seq = int(np.searchsorted(metadata.batch.cu_query, row, side="right")) - 1

@@ -340,13 +340,18 @@ class KernelSparse:
             self._decode(own, metadata.decode)
         return selected
 
-    def selected(self, metadata: KernelMetadata, row: int) -> torch.Tensor | None:
-        """What a decode row selected in the layer that was computed last, [kv_heads, k]."""
-        decode = metadata.decode
-        if decode is None:
-            return None
-        place = (decode.rows == row).nonzero()
-        return self._scratch.selected[int(place[0, 0])] if len(place) else None
+    def selected(
+        self, metadata: KernelMetadata, rows: tuple[int, ...], of_chunks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What the one traced row of a tile selected in the layer that was computed last,
+        [1, kv_heads, k]; `of_chunks` is the result of `forward`."""
+        (row,) = rows
+        if metadata.decode is not None:
+            place = (metadata.decode.rows == row).nonzero()
+            if len(place):
+                return self._scratch.selected[place[0]].long()
+        assert of_chunks is not None
+        return of_chunks[row : row + 1].long()
 
     def _decode(self, own: LayerRows, decode: DecodeRows) -> None:
         from cairn.kernels.sparse_decode import sparse_decode
@@ -465,15 +470,13 @@ class KernelSparse:
             for layer in layers:
                 self._save_by_policy(layer, ids, places, None)
             return
-        from cairn.kernels.landmark import pool_landmarks_of_layers
+        from cairn.kernels.landmark import pool_landmarks
 
-        pool_landmarks_of_layers(
-            ids,
-            places,
-            self._pool.part(layers[0]),
-            self._landmarks.vectors[layers[0]],
-            *self._layer_shifts,
+        pool_landmarks(
+            *(ids, places, self._pool.part(layers[0]), *self._landmarks.of_layer(layers[0])),
             pooling=self._pooling,
+            scale=self._shape.scale,
+            shifts=self._layer_shifts,
         )
 
     @cached_property
@@ -494,12 +497,11 @@ class KernelSparse:
             self._save_by_policy(own.layer, pages, kv_pages, own.prior[last_rows])
             return
         pool_landmarks(
-            *(pages, kv_pages, last_rows),
-            self._pool.part(own.layer),
-            own.prior,
-            *self._landmarks.of_layer(own.layer),
-            scale=self._shape.scale,
+            *(pages, kv_pages, self._pool.part(own.layer), *self._landmarks.of_layer(own.layer)),
             pooling=self._pooling,
+            scale=self._shape.scale,
+            prior=own.prior,
+            last_rows=last_rows,
         )
 
     def _save_last_pages(self, own: LayerRows, decode: DecodeRows) -> None:

@@ -134,15 +134,12 @@ class TorchSparse:
         # [blocks, kv_heads, group * count, dim]
         own = query.view(blocks, count, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
         scores = (own * self._scale).flatten(2, 3) @ key.transpose(2, 3)
-        scores = scores.view(blocks, kv_heads, group, count, -1)
+        split = (blocks, kv_heads, group, count)
+        scores = scores.view(*split, -1)
         scores.masked_fill_(tile.hidden[:, None, None], float("-inf"))
         out, lse, total = _softmax(scores.flatten(2, 3), value)
-        out = (
-            (out / total[..., None])
-            .view(blocks, kv_heads, group, count, dim)
-            .permute(0, 3, 1, 2, 4)
-        )
-        lse = lse.view(blocks, kv_heads, group, count).permute(0, 3, 1, 2)
+        out = (out / total[..., None]).view(*split, dim).permute(0, 3, 1, 2, 4)
+        lse = lse.view(split).permute(0, 3, 1, 2)
         return out.reshape(rows, heads, dim), lse.reshape(rows, heads)
 
     def _select(
