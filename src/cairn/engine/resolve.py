@@ -99,7 +99,7 @@ def resolve(
     context = _context_length(config, spec)
     groups = spec.groups(cache_dtype(config, dtype))
     limits = _limits(config, device)
-    shape = _attention_shape(spec, sparse, geometry, groups, dtype, device)
+    shape = attention_shape(spec, sparse, geometry, groups, dtype, device)
     refused = None
     if sparse is not None and attention.backend is not None:
         refused = attention.backend.kernel_refusal(sparse, shape)
@@ -240,7 +240,7 @@ def _context_length(config: EngineConfig, spec: ModelSpec) -> int:
     return config.context_length
 
 
-def _attention_shape(
+def attention_shape(
     spec: ModelSpec,
     sparse: SparseConfig | None,
     geometry: PageGeometry,

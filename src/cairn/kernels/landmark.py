@@ -41,9 +41,7 @@ def pool_page(
         head = kv_head * GROUP + offs_g
         real = (offs_n < PAGE_SIZE - 1)[None, :]  # leave out the landmark row
         q = tl.load(
-            prior + head[:, None] * DIM + offs_d[None, :],
-            mask=(offs_g < GROUP)[:, None],
-            other=0.0,
+            prior + head[:, None] * DIM + offs_d[None, :], mask=(offs_g < GROUP)[:, None], other=0.0
         )
         logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         logits = tl.where(real, logits, float("-inf"))

@@ -298,9 +298,7 @@ def _decode_kernel(
             page = tl.load(table + n // PAGE_SIZE, mask=seen, other=0).to(tl.int64)
             slot = page * PAGE_STRIDE + kv_head * (PAGE_SIZE * DIM) + (n % PAGE_SIZE) * DIM
         k = tl.load(
-            pool + slot[None, :] + offs_d[:, None],
-            mask=seen[None, :] & in_dim[:, None],
-            other=0.0,
+            pool + slot[None, :] + offs_d[:, None], mask=seen[None, :] & in_dim[:, None], other=0.0
         )  # [BLOCK_D, BLOCK_N]
         v = tl.load(
             pool + VALUES + slot[:, None] + offs_d[None, :],

@@ -28,12 +28,7 @@ from cairn.kernels.launch import direct
 from cairn.kernels.paged_extend import ExtendBlocks, can_describe
 from cairn.kernels.sizes import blocks_of, power_of_two
 from cairn.kernels.sparse_few import FEW_TILES, few_kernel
-from cairn.kernels.sparse_shape import (
-    SUM_GROUP,
-    SparseShape,
-    load_scoring,
-    whole_16,
-)
+from cairn.kernels.sparse_shape import SUM_GROUP, SparseShape, load_scoring, whole_16
 from cairn.kernels.sparse_survey import (
     lay_out_kernel,
     rows_and_limits,

@@ -70,7 +70,7 @@ def _stage_kernel(
         there = entry < count
         page = tl.load(pages + first_entry + entry, mask=there, other=0)
         at = tl.load(frame_of + page, mask=there, other=0)
-        missing = there & (page > 0) & (at == 0)
+        missing = (page > 0) & (at == 0)
         claim = claims + head * num_pages + page
         if CLAIM:
             # Neighbours have claimed most pages already. A stale value here only costs an atomic.

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from cairn.attention.attend import Attend
-from cairn.attention.backend import (
-    AttentionShape,
-    Graph,
-    SparseParts,
-    dense_class,
-    resolve_backends,
-)
+from cairn.attention.backend import Graph, SparseParts, dense_class, resolve_backends
 from cairn.attention.hsa.backend import HSABackend
 from cairn.attention.pair_backend import PairBackend
 from cairn.engine.attention_options import AttentionPlan
-from cairn.engine.resolve import landmark_shape
+from cairn.engine.resolve import attention_shape, landmark_shape
 from cairn.errors import ConfigError
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.kv_pool import KVPool
@@ -64,22 +59,11 @@ class SparseAttention:
         num_pages, dtype, device = len(some) - 1, some.dtype, some.device
         self._lives = PageLives(num_pages, device)
         self._groups = spec.groups(dtype)
-        native = spec.sparsity
         self._max_seqs = max_seqs
         self._max_pages = geometry.pages(max_tokens)
-        shape = AttentionShape(
-            num_heads=spec.layers[0].num_heads,
-            num_kv_heads=spec.layers[0].num_kv_heads,
-            head_dim=spec.layers[0].head_dim,
-            scale=spec.layers[0].scale,
-            page_size=geometry.page_size,
-            dtype=dtype,
-            device=device,
-            groups=self._groups,
-            # In a recorded step the landmark row of a sequence counts as another sequence.
-            max_seqs=max_seqs * (2 if geometry.has_landmark_row else 1),
-            hides_landmark_rows=native is not None and native.hides_landmark_rows,
-        )
+        shape = attention_shape(spec, plan.sparse, geometry, self._groups, dtype, device)
+        # In a recorded step the landmark row of a sequence counts as another sequence.
+        shape = replace(shape, max_seqs=max_seqs * (2 if geometry.has_landmark_row else 1))
         landmarks = landmark_shape(plan.sparse, dtype)
         assert landmarks is not None
         self.landmarks = LandmarkPool(landmarks, num_pages, device)
