@@ -338,8 +338,8 @@ def _decode_kernel(
             if groups == 1:
                 merge_splits(parts, to, first, members, kv_head, HEADS, KV_HEADS, DIM, WITH_LSE)
             else:
-                again = (partial + first * (HEADS * DIM), partial_lse + first * HEADS)
-                merge_splits(parts, again, first, members, kv_head, HEADS, KV_HEADS, DIM, True)
+                into = (partial + first * (HEADS * DIM), partial_lse + first * HEADS)
+                merge_splits(parts, into, first, members, kv_head, HEADS, KV_HEADS, DIM, True)
                 tl.debug_barrier()
                 counter = arrivals + seq * KV_HEADS + kv_head
                 if tl.atomic_add(counter, 1, sem="acq_rel") == groups - 1:

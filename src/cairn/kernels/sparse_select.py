@@ -55,7 +55,7 @@ _GROUP_PAGES = (2, 8, 32, 128)  # few sizes, because each is compiled separately
 _THRESHOLD_ROWS = 1  # rows per program of the threshold kernel
 _CHOOSE_ROWS = 4  # rows per program of the choose kernel
 _BLOCK = 32  # collected pages that the choose kernel reads at once
-_FEW = 128  # most candidates per row for which `select_few` is used
+_FEW = 128  # most candidates per row for which `few_kernel` is used
 
 
 @dataclass(frozen=True, slots=True)

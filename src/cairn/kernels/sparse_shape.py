@@ -40,7 +40,7 @@ class SparseShape:
     """Kernels split scoring queries into their positive and their negative part."""
 
     def of(self, kernel: DirectKernel) -> dict[str, Any]:
-        """The constants of a kernel that this shape determines."""
+        """The constants of a kernel that this shape determines, found once for each kernel."""
         found = self._of_kernels.get(kernel)
         if found is None:
             names = kernel.jit.arg_names

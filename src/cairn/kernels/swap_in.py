@@ -93,7 +93,7 @@ class SwapScratch:
 @triton.jit
 def _entry(start, of, KV_HEADS: tl.constexpr, TOPK: tl.constexpr, BLOCK: tl.constexpr):
     """-> BLOCK entries of the selection from `start` on: index, whether the entry is in use, page,
-    generation and frame. Unused entries have the null page."""
+    generation and frame. Unused entries have the null page. `of` is what the next line names."""
     head, total, selected, page_table, generations, frame_of, table_stride = of
     entry = start + tl.arange(0, BLOCK)
     seq, k = entry // TOPK, entry % TOPK
