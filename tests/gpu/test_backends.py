@@ -9,10 +9,10 @@ import torch
 from cairn.attention.backend import AttentionShape, backend_names, dense_class, refusal
 from cairn.attention.batch import to_device
 from cairn.engine.inputs import StepInputs
+from cairn.kernels.references import paged_attention
 from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import CacheLayout
-from tests.kernels.references import paged_attention
 
 pytestmark = pytest.mark.gpu
 

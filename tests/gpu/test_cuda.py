@@ -201,7 +201,7 @@ def test_retraction_changes_no_token() -> None:
 @pytest.mark.parametrize(("out", "width"), [(100, 1030), (1024, 3072), (4096, 1024), (64, 4100)])
 def test_products_of_few_rows(rows: int, before: str, out: int, width: int) -> None:
     from cairn.kernels.gemv import gemv
-    from tests.kernels.references import gemv_reference
+    from cairn.kernels.references import gemv_reference
 
     torch.manual_seed(0)
     like: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}

@@ -36,6 +36,16 @@ from cairn.kernels.interface import ScoringHeads
 from cairn.kernels.norm import add_rms_norm, rms_norm
 from cairn.kernels.paged_decode import DecodeSplits, paged_decode, plan_splits
 from cairn.kernels.paged_extend import ExtendBlocks, paged_extend
+from cairn.kernels.references import (
+    gather_pages_reference,
+    gemv_reference,
+    paged_attention,
+    rms_norm_reference,
+    rope_angles_reference,
+    rope_kv_reference,
+    sample_reference,
+    silu_and_mul_reference,
+)
 from cairn.kernels.rope_angles import rope_angles
 from cairn.kernels.rope_kv import rope_kv
 from cairn.kernels.sampling import sample
@@ -47,16 +57,6 @@ from tests.engine.lanes import tier_of
 from tests.engine.tiered import check_clean, tiered
 from tests.helpers import TINY_HILS, TINY_LLAMA, poison_free_memory, tokens_of, write_model
 from tests.kernels import located_case, swap_case
-from tests.kernels.references import (
-    gather_pages_reference,
-    gemv_reference,
-    paged_attention,
-    rms_norm_reference,
-    rope_angles_reference,
-    rope_kv_reference,
-    sample_reference,
-    silu_and_mul_reference,
-)
 from tests.kernels.sparse_case import CASES, run
 
 CPU = torch.device("cpu")

@@ -7,6 +7,7 @@ import torch
 from cairn.kernels import swap_in
 from cairn.kernels.interface import COPY_THREADS
 from cairn.kernels.layer_memory import LayerMemory
+from cairn.kernels.references import stage_reference
 from cairn.kernels.swap_in import (
     HotTables,
     SwapScratch,
@@ -22,7 +23,6 @@ from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.memory.host_pool import HostPool
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import CacheLayout
-from tests.kernels.references import stage_reference
 
 SHAPES = [(2, 1, 3, 12), (1, 4, 2, 8), (3, 5, 7, 40), (8, 16, 32, 600)]
 """kv heads, sequences, pages each selects, hot slots."""

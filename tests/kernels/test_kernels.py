@@ -36,7 +36,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_here() -> None:
 def test_sampling_draws_from_the_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
     """By blocks, and within them: frequencies within five standard deviations."""
     from cairn.kernels import sampling
-    from tests.kernels.references import sample_reference
+    from cairn.kernels.references import sample_reference
 
     monkeypatch.setattr(sampling, "_BLOCK", 4)
     rows, vocab = 20000, 10

@@ -1,4 +1,4 @@
-"""Torch references that tests compare the kernels with. Each takes the arguments of its kernel."""
+"""Torch references of the kernels, for tests. Each takes the arguments of its kernel."""
 
 from __future__ import annotations
 
