@@ -34,25 +34,25 @@ def test_a_mixed_step_has_its_padding_in_one_sequence(size: StepSize) -> None:
     """Also where as many rows are added as sequences."""
     chunks = ((5, 1), (0, 41)) if size.rows > 9 else ((5, 1), (0, 7))
     own = inputs(*chunks)
-    padded = own.padded(size.rows, size.seqs, mixed=True)
-    rows, more = padded.rows, size.rows - len(own.rows.token_ids)
-    assert rows.query_lens.tolist() == [chunk[1] for chunk in chunks] + [more] + [0] * (
-        size.seqs - 3
-    )
-    assert rows.kv_lens[2:].tolist() == [more] + [0] * (size.seqs - 3)
-    assert rows.cu_query[-1] == len(rows.token_ids) == size.rows
-    tables = padded.batch.groups[0].host_pages
-    assert (tables[2:] == 0).all() and (tables[:2] == own.batch.groups[0].host_pages).all()
-    assert padded.batch.kv_lens is rows.kv_lens and len(padded.batch.prompt_rows) == size.seqs
-    assert (rows.seq[len(own.rows.seq) :] == 2).all()
-    assert (rows.sources[len(own.rows.seq) :] == -1).all()
+    arrays = own.padded_arrays(*size, mixed=True)
+    _, sources, _, _, _, pages, kv_lens, cu_query, prompt_rows = arrays
+    begin, more = own.batch.num_rows, size.rows - own.batch.num_rows
+    assert np.diff(cu_query)[2:].tolist() == [more] + [0] * (size.seqs - 3)
+    assert kv_lens[2:].tolist() == prompt_rows[2:].tolist() == [more] + [0] * (size.seqs - 3)
+    for before, after in zip(own.arrays(), arrays, strict=True):
+        assert (after[: len(before)] == before).all()
+    assert cu_query[-1] == len(sources) == size.rows
+    assert (sources[begin:] == -1).all() and (pages[begin:] == 0).all()
+    tables = own.pack_tables(True, size.seqs)
+    assert tables.shape == (2, size.seqs, 8)
+    assert (tables[:, 2:] == 0).all() and (tables[:, :2] == own.batch.groups[0].host_pages).all()
 
 
 def test_a_decode_step_has_a_row_in_every_sequence() -> None:
-    padded = inputs((5, 1), (9, 1)).padded(6, 6, mixed=False)
-    assert padded.rows.query_lens.tolist() == [1] * 6
-    assert padded.rows.kv_lens.tolist() == [6, 10, 1, 1, 1, 1]
-    assert padded.rows.seq.tolist() == list(range(6))
+    arrays = inputs((5, 1), (9, 1)).padded_arrays(6, 6, mixed=False)
+    *_, kv_lens, cu_query, _ = arrays
+    assert cu_query.tolist() == list(range(7))
+    assert kv_lens.tolist() == [6, 10, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("seqs", [1, 7, 8, 9, 63, 255, 256])

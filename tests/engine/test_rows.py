@@ -4,6 +4,7 @@ from array import array
 
 import numpy as np
 
+from cairn.engine.inputs import StepInputs
 from cairn.engine.plan import Advance, StepPlan
 from cairn.engine.rows import build_rows
 from cairn.memory.geometry import PageGeometry
@@ -45,7 +46,11 @@ def test_rows_apart_see_what_is_before_them() -> None:
     plan = StepPlan((advance(4, 5), advance(5, 6)))
     rows = build_rows(plan, PageGeometry(4, 3), landmark_id=999)
     assert rows.only_decodes
-    apart = rows.as_sequences()
+    tables = np.arange(1, 9, dtype=np.int32).reshape(1, 2, 4)
+    inputs = StepInputs.of(rows, 4, tables, tables, rows.kv_lens).as_sequences()
+    apart, (group,) = inputs.rows, inputs.batch.groups
+    assert group.host_pages.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [5, 6, 7, 8]]
+    assert inputs.batch.kv_lens is apart.kv_lens
     assert apart.token_ids.tolist() == [104, 105, 999]
     assert apart.kv_lens.tolist() == [6, 7, 8]
     assert apart.query_lens.tolist() == [1, 1, 1]

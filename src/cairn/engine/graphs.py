@@ -120,18 +120,18 @@ class StepGraphs:
         forward: Forward,
         *,
         sizes: Mapping[Graph, Sequence[StepSize]],
-        empty: StepInputs,
-        spare_slot: int,
+        page_size: int,
+        tables: tuple[int, int, int],
         device: torch.device,
         generations: bool,
     ) -> None:
-        """`empty` is a step without rows whose tables are wide enough for the longest sequence."""
+        """`tables` is the shape [groups, slots, pages] of the page tables of all requests."""
+        self._page_size = page_size
+        self._num_groups, self._spare_slot, self._max_pages = tables
         self._generations = generations
         self._sizes = {graph: sorted(own) for graph, own in sizes.items()}
         self._most_seqs = max(size.seqs for own in sizes.values() for size in own)
-        self._spare_slot = spare_slot
         self._forward = forward
-        self._empty = empty
         self._device = device
         self._graphs: dict[tuple[Graph, StepSize], _Recorded] = {}
         self._shared: torch.Tensor | None = None  # [seqs, vocab]
@@ -194,19 +194,28 @@ class StepGraphs:
         return self._shared[: len(logits)].copy_(logits), tokens
 
     def _all_tables(self) -> torch.Tensor:
-        """Tables [groups, seqs, max_pages] for the most sequences; all graphs share them."""
-        whole = self._empty.padded(self._most_seqs, self._most_seqs, mixed=False).pack_tables(
-            self._generations
-        )
-        return to_device(whole, self._device)
+        """Tables [groups, seqs, pages] for the most sequences; all graphs share them."""
+        groups = self._num_groups * (2 if self._generations else 1)
+        size = (groups, self._most_seqs, self._max_pages)
+        return torch.zeros(size, dtype=torch.int32, device=self._device)
 
     def _step(
         self, graph: Graph, size: StepSize, every_table: torch.Tensor
     ) -> tuple[Call, torch.Tensor, torch.Tensor]:
         """The call to record, and the buffers that it reads its inputs and tables from."""
-        host = self._empty.padded(*size, mixed=graph.mixed)
-        resident = graph.kind == "resident"
-        host = replace(host, batch=replace(host.batch, recorded=graph.kind, resident=resident))
+        lens = np.ones(size.seqs, dtype=np.int64)
+        if graph.mixed:
+            lens[0], lens[1:] = size.rows, 0
+        no_pages = np.zeros((self._num_groups, size.seqs, self._max_pages))
+        host = StepInputs.made_up(
+            self._page_size,
+            lens,
+            lens,
+            list(no_pages),
+            resident=graph.kind == "resident",
+            generation=0,
+        )
+        host = replace(host, batch=replace(host.batch, recorded=graph.kind))
         draws = Draws.none(size.seqs, self._spare_slot)
         none = np.zeros(size.seqs, dtype=np.int64)
         arrays = (*draws.arrays(), none, *host.arrays())
@@ -272,13 +281,15 @@ class StepGraphs:
         places = sampling if graph.mixed else wanted
         own = Draws.none(size.seqs, self._spare_slot)
         if draws is not None:
-            own = draws.at(places, size.seqs, self._spare_slot)
+            own.slots[places] = draws.slots
+            own.seeds[places] = draws.seeds
+            own.temperatures[places] = draws.temperatures
         logit_rows = np.zeros(size.seqs, dtype=np.int64)
         logit_rows[places] = wanted
-        own_rows = host if graph.mixed else host.as_sequences()
-        padded = own_rows.padded(size.rows, size.seqs, mixed=graph.mixed)
-        send(pack((*own.arrays(), logit_rows, *padded.arrays())), recorded.packed)
-        tables = padded.pack_tables(self._generations)
+        step = host if graph.mixed else host.as_sequences()
+        arrays = step.padded_arrays(*size, mixed=graph.mixed)
+        send(pack((*own.arrays(), logit_rows, *arrays)), recorded.packed)
+        tables = step.pack_tables(self._generations, size.seqs)
         recorded.tables[:, :, : tables.shape[2]].copy_(to_device(tables, self._device))
         recorded.graph.replay()
         count = len(places)

@@ -7,7 +7,7 @@ separately. A recorded step keeps one buffer of the same layout, which each repl
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -37,16 +37,6 @@ class Draws(Generic[Array]):
         seeds, temperatures = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.float32)
         return Draws(np.full(count, spare_slot), seeds, temperatures)
 
-    def at(
-        self: Draws[np.ndarray], rows: np.ndarray, total: int, spare_slot: int
-    ) -> Draws[np.ndarray]:
-        """Spread these draws to `rows` of `total`; the tokens of the other rows are not used."""
-        spread = Draws.none(total, spare_slot)
-        spread.slots[rows] = self.slots
-        spread.seeds[rows] = self.seeds
-        spread.temperatures[rows] = self.temperatures
-        return spread
-
     def arrays(self: Draws[np.ndarray]) -> tuple[np.ndarray, ...]:
         return self.seeds.view(np.int32), self.temperatures.view(np.int32), self.slots
 
@@ -73,8 +63,8 @@ class StepInputs:
         cls,
         rows: StepRows,
         page_size: int,
-        tables: np.ndarray,  # [groups, seqs, pages] int32
-        generations: np.ndarray,  # [groups, seqs, pages] int32
+        tables: Sequence[np.ndarray] | np.ndarray,  # [groups, seqs, pages] int32
+        generations: Sequence[np.ndarray] | np.ndarray,  # [groups, seqs, pages] int32
         prompt_rows: np.ndarray,  # [seqs]
         traced_rows: Sequence[int] | np.ndarray = (),
         *,
@@ -102,7 +92,7 @@ class StepInputs:
         page_size: int,
         new: Sequence[int] | np.ndarray,  # [seqs] rows to compute
         total: Sequence[int] | np.ndarray,  # [seqs] rows in the cache, the new ones included
-        tables: Sequence[np.ndarray],  # [seqs, pages] per layer group
+        tables: Sequence[np.ndarray],  # [groups, seqs, pages]
         *,
         prompt_rows: np.ndarray | None = None,
         traced_rows: Sequence[int] = (),
@@ -139,11 +129,18 @@ class StepInputs:
             batch.prompt_rows,
         )
 
-    def pack_tables(self, generations: bool) -> np.ndarray:
-        """Page tables [groups, seqs, pages]; with `generations` those follow, as more groups."""
+    def pack_tables(self, generations: bool, num_seqs: int | None = None) -> np.ndarray:
+        """Page tables [groups, num_seqs, pages], padded with the null page. With `generations`
+        those follow, as more groups."""
         groups = self.batch.groups
-        lives = [group.host_generations for group in groups] if generations else []
-        return np.stack([*(group.host_pages for group in groups), *lives])
+        given = [group.host_pages for group in groups]
+        if generations:
+            given += [group.host_generations for group in groups]
+        _, width = given[0].shape
+        tables = np.zeros((len(given), num_seqs or self.batch.num_seqs, width), dtype=np.int32)
+        for table, own in zip(tables, given, strict=True):
+            table[: len(own)] = own
+        return tables
 
     def send(self, device: torch.device, generations: bool) -> StepInputs:
         """The same step with its tensors on the device."""
@@ -177,48 +174,43 @@ class StepInputs:
         return StepInputs(self.rows, batch, token_ids, sources, positions, lengths)
 
     def as_sequences(self) -> StepInputs:
-        """The same step with each row as its own sequence."""
-        seq = self.rows.seq
-        if len(seq) == self.batch.num_seqs:
+        """The same step with each row as its own sequence, which sees the rows before it."""
+        batch, seq = self.batch, self.rows.seq
+        count = len(seq)
+        if count == batch.num_seqs:
             return self
-        return self._with(self.rows.as_sequences(), lambda own: own[seq])
+        rows = replace(
+            self.rows,
+            seq=np.arange(count),
+            query_lens=np.ones(count, dtype=np.int64),
+            kv_lens=self.rows.cache_rows + 1,
+            cu_query=np.arange(count + 1),
+            last_token_rows=np.arange(count),
+        )
+        return StepInputs.of(
+            rows,
+            batch.page_size,
+            [group.host_pages[seq] for group in batch.groups],
+            [group.host_generations[seq] for group in batch.groups],
+            batch.prompt_rows[seq],
+            batch.traced_rows,
+            resident=batch.resident,
+        )
 
-    def padded(self, num_rows: int, num_seqs: int, *, mixed: bool) -> StepInputs:
-        """The same step padded with rows and sequences on the null page.
+    def padded_arrays(self, num_rows: int, num_seqs: int, *, mixed: bool) -> list[np.ndarray]:
+        """All arrays to send for a recorded step of this size, padded with rows on the null page.
 
         In a mixed step the first added sequence has all added rows and the others are empty. In a
         decode step each added sequence has one row.
         """
-        more, others = num_rows - len(self.rows.token_ids), num_seqs - self.batch.num_seqs
-        if not (more or others):
-            return self
-        lens = np.zeros(others, dtype=np.int64)
-        if not mixed:
+        arrays = self.arrays()
+        none = np.zeros(num_rows - self.batch.num_rows, dtype=np.int64)
+        lens = np.zeros(num_seqs - self.batch.num_seqs, dtype=np.int64)
+        if mixed:
+            lens[0] = len(none)
+        else:
             lens[:] = 1
-        elif more:
-            lens[0] = more
-
-        def widen(own: np.ndarray) -> np.ndarray:
-            return np.concatenate((own, np.zeros((others, *own.shape[1:]), dtype=own.dtype)))
-
-        padded = self._with(self.rows.padded(lens), widen)
-        prompt_rows = np.concatenate((self.batch.prompt_rows, lens))
-        return replace(padded, batch=replace(padded.batch, prompt_rows=prompt_rows))
-
-    def _with(self, rows: StepRows, change: Callable[[np.ndarray], np.ndarray]) -> StepInputs:
-        """The same step with other rows; `change` maps each per-sequence array [seqs, ...]."""
-        batch = replace(
-            self.batch,
-            query_lens=rows.query_lens,
-            kv_lens=rows.kv_lens,
-            cu_query=rows.cu_query,
-            prompt_rows=change(self.batch.prompt_rows),
-            groups=tuple(
-                GroupTables(
-                    host_pages=change(group.host_pages),
-                    host_generations=change(group.host_generations),
-                )
-                for group in self.batch.groups
-            ),
-        )
-        return StepInputs(rows, batch)
+        # token_ids, sources, positions, lengths, offsets and pages
+        of_rows = (none, none - 1, none, none + 1, *[none] * (len(arrays) - 7))
+        of_seqs = (lens, self.batch.num_rows + np.cumsum(lens), lens)
+        return [np.concatenate(own) for own in zip(arrays, (*of_rows, *of_seqs), strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -32,43 +32,6 @@ class StepRows:
         """Every sequence adds one token, and possibly a landmark row after it."""
         seqs = len(self.kv_lens)
         return bool(self.is_token.sum() == seqs and self.is_token[self.cu_query[:-1]].all())
-
-    def padded(self, lens: np.ndarray) -> StepRows:
-        """Append sequences with `lens` [n] new rows and an empty past."""
-        zeros = np.zeros(lens.sum(), dtype=np.int64)
-        query_lens = np.concatenate((self.query_lens, lens))
-        cu_query = np.concatenate(([0], np.cumsum(query_lens)))
-        seq = np.repeat(np.arange(len(query_lens) - len(lens), len(query_lens)), lens)
-        more = StepRows(
-            token_ids=zeros,
-            sources=zeros - 1,
-            positions=zeros,
-            lengths=zeros + 1,
-            cache_rows=zeros,
-            seq=seq,
-            query_lens=lens,
-            kv_lens=lens,
-            cu_query=cu_query,
-            is_token=zeros == 0,
-            last_token_rows=cu_query[-len(lens) - 1 : -1],
-        )
-        joined = {
-            part.name: np.concatenate((getattr(self, part.name), getattr(more, part.name)))
-            for part in fields(self)
-        }
-        return replace(StepRows(**joined), cu_query=cu_query)
-
-    def as_sequences(self) -> StepRows:
-        """The same rows, each as its own sequence, which sees the rows before it."""
-        rows = len(self.token_ids)
-        return replace(
-            self,
-            seq=np.arange(rows),
-            query_lens=np.ones(rows, dtype=np.int64),
-            kv_lens=self.cache_rows + 1,
-            cu_query=np.arange(rows + 1),
-            last_token_rows=np.arange(rows),
-        )
 
 
 def build_rows(plan: StepPlan, geometry: PageGeometry, landmark_id: int | None = None) -> StepRows:

@@ -234,14 +234,8 @@ class Runner:
                 mixed_rows=min(most_rows, max_pages * self._geometry.page_size),
                 seqs=num_slots,
             ),
-            empty=StepInputs.of(
-                build_rows(StepPlan(), self._geometry),
-                self._geometry.page_size,
-                self._tables[:, :0],
-                self._generations[:, :0],
-                np.zeros(0, dtype=np.int64),
-            ),
-            spare_slot=num_slots,
+            page_size=self._geometry.page_size,
+            tables=self._tables.shape,
             device=self._device,
             generations=self._reads_generations,
         )
