@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from cairn import LLM
+from cairn.attention.backend import AttentionShape
 from cairn.attention.hsa.backend import HSABackend
 from cairn.config import EngineConfig
 from cairn.engine.attention_options import AttentionPlan
@@ -19,12 +21,16 @@ from cairn.engine.hisparse_options import (
     hisparse_options,
     split_group,
 )
-from cairn.engine.memory_plan import TierCosts, TierSizes, size_tier
+from cairn.engine.memory_plan import TierSizes, size_tier
+from cairn.engine.resolve import EngineChoices
+from cairn.engine.scheduler import Limits
 from cairn.errors import ConfigError
 from cairn.kernels.interface import MOST_HOT_SLOTS
 from cairn.memory.device_swap import SwapBytes
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.groups import LayerGroup, group_layers
+from cairn.memory.landmarks import LandmarkShape
+from cairn.memory.layout import CacheLayout, CachePart
 from cairn.sparsity.config import ALL_ROWS, SparseConfig
 from cairn.sparsity.policy import PolicyShape
 from cairn.sparsity.registry import make_policy
@@ -189,18 +195,26 @@ def sizes(
     attention = sparse(layers, landmark_rows=landmark_rows, dense_prompt_below=dense_prompt_below)
     groups = split_group(group_layers([None] * 4), attention)
     mib = 2**20
-    return size_tier(
-        EngineConfig(kv_cache_gib=budget * mib / GIB),
-        HiSparseOptions(host_gib=host * mib / GIB, device_buffer_size=buffer),
-        attention,
-        groups,
-        TierCosts([len(group.layers) * page_bytes for group in groups], 1024, swap),
-        PageGeometry(16, 16),
-        max_running=running,
-        chunk=chunk,
+    part = CachePart("page", (page_bytes,), torch.uint8, per="page")
+    groups = tuple(replace(group, layout=CacheLayout((part,))) for group in groups)
+    device = torch.device("cpu")
+    choices = EngineChoices(
+        config=EngineConfig(kv_cache_gib=budget * mib / GIB),
+        limits=Limits(chunk, running, max_queued_requests=1),
         context=context,
-        device=torch.device("cpu"),
+        geometry=PageGeometry(16, 16),
+        attention=AttentionPlan((), attention, 16, HSABackend),
+        shape=AttentionShape(4, 2, 8, 1.0, 16, torch.float32, device, groups),
+        dense=(),
+        dense_reason="",
+        kernel_refusal=None if swap else "not asked for",
+        landmarks=LandmarkShape((0,), 1, 255, False, torch.float32),
+        hisparse=HiSparseOptions(host_gib=host * mib / GIB, device_buffer_size=buffer),
+        unrecorded=None,
     )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SwapBytes, "of", lambda *_: swap)
+        return size_tier(choices)
 
 
 def test_memory_is_divided() -> None:

@@ -14,7 +14,7 @@ from torch.nn.functional import one_hot
 from cairn import SamplingParams
 from cairn.attention.attend import Attend
 from cairn.config import EngineConfig
-from cairn.engine.build_runner import build_runner
+from cairn.engine.build import build_runner
 from cairn.engine.engine import Engine
 from cairn.engine.memory_plan import plan_memory
 from cairn.engine.resolve import resolve

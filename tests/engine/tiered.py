@@ -5,7 +5,6 @@ Memory nobody owns is NaN, on the device and in host memory.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from cairn import LLM, SamplingParams
 from cairn.engine.engine import Engine
 from cairn.engine.memory_plan import TierSizes, size_tier
+from cairn.engine.resolve import EngineChoices
 from tests.engine.lanes import tier_of
 from tests.helpers import TINY_HILS, TINY_LLAMA, TINY_OLMO3, poison_free_memory
 
@@ -55,12 +55,13 @@ def tiered(
 ) -> LLM:
     """An engine with so many frames, pages in host memory and hot slots, whatever they cost."""
 
-    def sized(*args: Any, **named: Any) -> TierSizes:
-        sizes = size_tier(*args, **named)
+    def sized(choices: EngineChoices) -> TierSizes:
+        sizes, ids = size_tier(choices), choices.groups[-1].copy_of
+        assert ids is not None
         num_pages = [*sizes.num_pages[:-1], frames]
-        num_pages[sizes.page_group] = pages
+        num_pages[ids] = pages
         running = options.get("max_running_requests", 4)
-        return replace(sizes, num_pages=num_pages, hot_slots=hot, max_running_requests=running)
+        return sizes._replace(num_pages=num_pages, hot_slots=hot, max_running_requests=running)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cairn.engine.memory_plan.size_tier", sized)

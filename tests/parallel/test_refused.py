@@ -10,8 +10,8 @@ import torch
 
 from cairn import LLM
 from cairn.config import EngineConfig
+from cairn.engine.build import check_tp
 from cairn.engine.locate import locate
-from cairn.engine.parallel.tp_options import check_tp
 from cairn.errors import CairnError, ConfigError
 from tests.helpers import GOLDENS, TINY_LLAMA, write_model
 from tests.parallel.ranks import load

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cairn.engine.parallel.rank_messages import Compiled
+from cairn.engine.parallel.rank_process import Compiled
 from cairn.errors import LoadError
 from cairn.kernels.compilations import CompilationCounts
 from cairn.models.config_reader import ConfigReader

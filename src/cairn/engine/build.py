@@ -1,4 +1,4 @@
-"""Builds an engine from its config: model, memory, backend, scheduler."""
+"""Builds an engine from its config: model, memory, attention backend, runner, scheduler."""
 
 from __future__ import annotations
 
@@ -9,21 +9,31 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cairn.attention.backend import AttentionBackend, SparseParts, missing_module
+from cairn.attention.pair_backend import PairBackend
 from cairn.config import EngineConfig
-from cairn.engine.build_runner import build_runner
 from cairn.engine.engine import Engine
-from cairn.engine.load import load_model
+from cairn.engine.graphs import most_decode_rows
+from cairn.engine.hisparse_options import prompt_stages
 from cairn.engine.locate import sampling_defaults
 from cairn.engine.memory_plan import MemoryPlan, plan_memory
-from cairn.engine.parallel.tp_options import check_tp, rank_device
 from cairn.engine.resolve import EngineChoices, resolve, resolve_device, resolve_dtype
 from cairn.engine.runner import Runner
 from cairn.engine.scheduler import Scheduler
 from cairn.errors import ConfigError
+from cairn.kernels.interface import COPY_THREADS
 from cairn.memory.cache import PagedCache
 from cairn.memory.copies import PageCopies
-from cairn.models.loader import Progress
+from cairn.memory.device_swap import SwapShape
+from cairn.memory.hisparse import HiSparseCoordinator
+from cairn.memory.host_pool import HostPool
+from cairn.memory.kv_pool import KVPool
+from cairn.memory.landmarks import LandmarkPool
+from cairn.models.checkpoint import Checkpoint
+from cairn.models.interface import LanguageModel
+from cairn.models.loader import Progress, build_model, fill, fill_dummy, quantize
 from cairn.models.parallel import Alone, Parallel
+from cairn.models.registry import read_spec
 from cairn.models.source import ModelSource
 
 if TYPE_CHECKING:
@@ -42,7 +52,13 @@ def build_engine(
     """
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, source.config, device)
-    _check_quantization(config, dtype, device)
+    if config.quantization != "none" and (
+        device.type != "cpu" or dtype != torch.float32 or config.model_impl == "transformers"
+    ):
+        raise ConfigError(
+            "quantization=int8 is for Cairn's own models on a CPU in float32; the device is "
+            f"{device.type}, dtype {dtype}, model_impl {config.model_impl}"
+        )
     if config.tp == 1:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -53,8 +69,7 @@ def build_engine(
 
     ranks = Ranks(config, source, dtype, device.type)
     with ranks.ended_by_failure():
-        first = rank_device(device.type, 0)
-        return _build(config, source, dtype, first, progress, compiling, ranks)
+        return _build(config, source, dtype, ranks.device, progress, compiling, ranks)
 
 
 def _build(
@@ -66,21 +81,33 @@ def _build(
     compiling: Progress | None,
     ranks: Ranks | None,
 ) -> Engine:
-    parallel: Parallel = Alone() if ranks is None else ranks.group
     sampling_defaults(source)  # fail before the weights are read
-    model, notes = load_model(config, source, dtype, device, progress, parallel)
+    model, notes = load_model(config, source, dtype, device, progress, ranks or Alone())
     choices = resolve(config, model.spec, dtype, device)
     if ranks is not None:
-        choices = replace(choices, config=ranks.agree_on_budget(choices.config, device))
+        choices = replace(choices, config=ranks.agree_on_budget(choices.config))
     memory = plan_memory(choices)
     if ranks is None:
-        runner, gpu_notes = build_runner(choices, memory, model, parallel, progress=compiling)
+        runner, more_notes = build_runner(choices, memory, model, Alone(), progress=compiling)
     else:
-        runner, gpu_notes = ranks.build_runner(choices, memory, model, compiling)
+        runner, more_notes = ranks.build_runner(choices, memory, model, compiling)
+        more_notes.append(ranks.note)
     attention = choices.attention
     for warning in attention.warnings:
         logging.getLogger("cairn").warning(warning)
-    cache = _build_cache(choices, memory, runner)
+    copies = None
+    if runner.mover is not None:
+        copies = PageCopies(
+            memory.num_pages[choices.page_group], memory.num_pages[-1], runner.mover
+        )
+    cache = PagedCache(
+        choices.geometry,
+        choices.groups,
+        memory.num_pages,
+        eviction="lfu" if config.eviction == "lfu" else "lru",
+        prefix_caching=not config.disable_radix_cache,
+        copies=copies,
+    )
     runner.mark_ready()
     return Engine(
         model.spec,
@@ -91,37 +118,144 @@ def _build(
         seed=config.seed,
         sparse=choices.sparse,
         overlap=device.type == "cuda" and not config.disable_overlap_schedule,
-        notes=(
-            *notes,
-            *gpu_notes,
-            *(() if ranks is None else (ranks.note,)),
-            *attention.notes,
-            *(() if memory.tier is None else (memory.tier.note,)),
-            *attention.warnings,
-        ),
+        notes=(*notes, *more_notes, *attention.notes, *memory.notes, *attention.warnings),
     )
 
 
-def _build_cache(choices: EngineChoices, memory: MemoryPlan, runner: Runner) -> PagedCache:
-    copies = None
-    if memory.tier is not None and runner.mover is not None:
-        pages, frames = memory.num_pages[memory.tier.page_group], memory.num_pages[-1]
-        copies = PageCopies(pages, frames, runner.mover)
-    return PagedCache(
-        choices.geometry,
-        choices.groups,
-        memory.num_pages,
-        eviction="lfu" if choices.config.eviction == "lfu" else "lru",
-        prefix_caching=not choices.config.disable_radix_cache,
-        copies=copies,
-    )
-
-
-def _check_quantization(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
-    if config.quantization == "none":
-        return
-    if device.type != "cpu" or dtype != torch.float32 or config.model_impl == "transformers":
+def check_tp(config: EngineConfig, source: ModelSource, device: torch.device) -> None:
+    """Refuse what several ranks cannot serve, before any of them is started."""
+    if device.type not in ("cpu", "cuda"):
         raise ConfigError(
-            "quantization=int8 is for Cairn's own models on a CPU in float32; the device is "
-            f"{device.type}, dtype {dtype}, model_impl {config.model_impl}"
+            f"tp is {config.tp} and the device {device.type}; several ranks run on cuda or cpu: "
+            "use tp=1, or device=cpu"
         )
+    if device.type == "cuda" and config.tp > torch.cuda.device_count():
+        raise ConfigError(
+            f"tp is {config.tp} and torch sees {torch.cuda.device_count()} CUDA devices, of which "
+            "each rank needs one; lower tp, show more devices with CUDA_VISIBLE_DEVICES, or use "
+            "device=cpu"
+        )
+    for name, impossible, possible in (
+        ("model_impl", "transformers", "cairn"),
+        ("quantization", "int8", "none"),
+    ):
+        if getattr(config, name) == impossible:
+            raise ConfigError(
+                f"tp is {config.tp} and {name} is {impossible!r}, which one rank alone can do; use "
+                f"tp=1, or {name}={possible}"
+            )
+    read_spec(source.config, config.model_impl, tp=config.tp)
+
+
+def load_model(
+    config: EngineConfig,
+    source: ModelSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None,
+    parallel: Parallel,
+) -> tuple[LanguageModel, list[str]]:
+    """The model, or one rank's part of it, and notes for the user about how it was loaded."""
+    if config.model_impl == "transformers":
+        if source.folder is None or config.load_format == "dummy":
+            raise ConfigError(
+                "model_impl=transformers needs a model folder or a hub id, with weights"
+            )
+        from cairn.models.hf_model import load_transformers_model
+
+        return load_transformers_model(source.folder, dtype, device), []
+    model = build_model(source.config, dtype, device, parallel, config.model_impl)
+    if config.load_format == "dummy":
+        fill_dummy(model, config.seed)
+    elif source.gguf is not None:
+        fill(model, source.gguf, source.gguf.path, progress)
+    elif source.folder is not None:
+        fill(model, Checkpoint.open(source.folder), source.folder, progress)
+    else:
+        raise ConfigError(
+            f"model {config.model!r} is a preset, a shape without weights; use load_format=dummy"
+        )
+    return model, [str(quantize(model))] if config.quantization == "int8" else []
+
+
+def build_runner(
+    choices: EngineChoices,
+    memory: MemoryPlan,
+    model: LanguageModel,
+    parallel: Parallel,
+    kind: type[Runner] = Runner,
+    progress: Progress | None = None,
+) -> tuple[Runner, list[str]]:
+    """What one rank runs, and notes for the user about how it runs on a GPU."""
+    groups, sparse, device = choices.groups, choices.sparse, choices.device
+    # A recorded mixed step has one more sequence, for padding.
+    landmark_rows = model.spec.sparsity is not None
+    max_seqs = most_decode_rows(memory.limits.max_running_requests, landmark_rows) + 1
+    shape = replace(choices.shape, max_seqs=max_seqs)
+    page_size = choices.geometry.page_size
+    pool = KVPool(groups, memory.num_pages, page_size, device, hot_slots=memory.hot_slots)
+    notes = [choices.dense_reason] if device.type == "cuda" else []
+    # The window of the frame group only says which frames may be freed. Dense attention must not
+    # apply it: dense attention reads the missing pages from the stage.
+    unbounded = (g if g.copy_of is None else replace(g, window=None) for g in groups)
+    dense_shape = replace(shape, groups=tuple(unbounded))
+    backends = [dense(dense_shape, pool) for dense in choices.dense]
+    backend: AttentionBackend = backends[0] if len(backends) == 1 else PairBackend(*backends)
+    tier = in_stage = landmarks = None
+    if sparse is not None and choices.attention.backend is not None:
+        if choices.hisparse is not None:
+            tier = _build_tier(choices, memory, pool, max_seqs)
+            if tier.stage is not None:
+                in_stage = choices.dense[0](dense_shape, tier.stage)
+        if choices.landmarks is not None:
+            num_pages = memory.num_pages[choices.page_group]
+            landmarks = LandmarkPool(choices.landmarks, num_pages, device)
+        backend = choices.attention.backend(
+            SparseParts(
+                shape=shape,
+                pool=pool,
+                config=sparse,
+                max_pages=memory.max_pages,
+                dense=backend,
+                landmarks=landmarks,
+                tier=tier,
+                in_stage=in_stage,
+            )
+        )
+        notes.extend(backend.notes)
+    runner = kind(choices, memory, model, pool, backend, tier, parallel)
+    if device.type == "cuda":
+        unrecorded = choices.unrecorded
+        if unrecorded is None and not backend.graphs:
+            unrecorded = f"attention backend {backend.name} cannot be recorded"
+        if missing_module("triton", "triton") is None:  # without it there is nothing to compile
+            runner.warm_up(records=unrecorded is None, progress=progress)
+        if unrecorded is not None:
+            notes.append(f"steps are not recorded as CUDA graphs: {unrecorded}")
+    return runner, notes
+
+
+def _build_tier(
+    choices: EngineChoices, memory: MemoryPlan, pool: KVPool, max_seqs: int
+) -> HiSparseCoordinator:
+    options, sparse, device = choices.hisparse, choices.sparse, choices.device
+    assert options is not None and sparse is not None
+    swap = None
+    if choices.kernel_refusal is None:
+        threads = options.swap_in_block_size or COPY_THREADS
+        stages = prompt_stages(sparse)
+        swap = SwapShape(max_seqs, sparse.topk, memory.max_pages, threads, stages)
+    asynchronous = options.async_backup
+    if asynchronous is None:
+        asynchronous = device.type == "cuda"
+    num_pages = memory.num_pages[choices.page_group]
+    return HiSparseCoordinator(
+        pool,
+        HostPool(choices.groups[-1], num_pages, pool.page_size, device=device),
+        num_frames=memory.num_pages[-1],
+        hot_slots=memory.hot_slots,
+        asynchronous=asynchronous,
+        kernels=swap,
+        page_group=choices.page_group,
+        longest=memory.max_pages if sparse.dense_prompt_below else None,
+    )

@@ -14,9 +14,9 @@ With a host tier, the device budget is spent in this order:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -44,72 +44,35 @@ _MOST_OF_FREE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class TierSizes:
-    page_group: int
-    """The group whose pages the frames hold."""
-    num_pages: list[int]  # by group; the last group has the frames
-    hot_slots: int  # per layer and kv head
-    max_running_requests: int
-    note: str
-
-
-@dataclass(frozen=True, slots=True)
-class TierCosts:
-    """Bytes of one page of each group, and bytes that the device keeps for every page id."""
-
-    page_bytes: Sequence[int]
-    kept_bytes: int
-    """Bytes of a page's landmarks and of the cache parts that never leave the device."""
-    swap: SwapBytes | None = None
-    """Bytes of the kernels' tables, if kernels swap pages in."""
-
-
-@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     limits: Limits
     """The limits, with max_running_requests lowered to what memory has room for."""
     num_pages: tuple[int, ...]  # by group
     max_pages: int
     """Length of a request's page table."""
-    tier: TierSizes | None
+    hot_slots: int = 0
+    """With a host tier: slots of the hot cache, per layer and kv head."""
+    notes: tuple[str, ...] = ()
+
+
+class TierSizes(NamedTuple):
+    num_pages: list[int]  # by group; the last group has the frames
+    hot_slots: int
+    max_running_requests: int
+    note: str
 
 
 def plan_memory(choices: EngineChoices) -> MemoryPlan:
-    limits, tier = choices.limits, None
+    limits, hot_slots, notes = choices.limits, 0, []
     if choices.hisparse is None:
         num_pages = size_pools(choices)
     else:
-        tier = _size_tier(choices)
-        num_pages = tier.num_pages
-        limits = replace(limits, max_running_requests=tier.max_running_requests)
+        num_pages, hot_slots, running, note = size_tier(choices)
+        limits = replace(limits, max_running_requests=running)
+        notes.append(note)
     longest = min(choices.context, max_tokens(choices.groups, num_pages, choices.geometry))
-    return MemoryPlan(limits, tuple(num_pages), choices.geometry.pages(longest), tier)
-
-
-def _size_tier(choices: EngineChoices) -> TierSizes:
-    assert choices.hisparse is not None and choices.sparse is not None
-    groups, page_size = choices.groups, choices.geometry.page_size
-    frames, swap = groups[-1], None
-    if choices.kernel_refusal is None:
-        swap = SwapBytes.of(len(frames.layers), frames.layout.heads)
-    landmarks = 0 if choices.landmarks is None else choices.landmarks.page_bytes
-    costs = TierCosts(
-        [group.page_bytes(page_size) for group in groups],
-        landmarks + frames.staying_bytes(page_size),
-        swap,
-    )
-    return size_tier(
-        choices.config,
-        choices.hisparse,
-        choices.sparse,
-        groups,
-        costs,
-        choices.geometry,
-        max_running=choices.limits.max_running_requests,
-        chunk=choices.limits.chunked_prefill_size,
-        context=choices.context,
-        device=choices.device,
-    )
+    max_pages = choices.geometry.pages(longest)
+    return MemoryPlan(limits, tuple(num_pages), max_pages, hot_slots, tuple(notes))
 
 
 def size_pools(choices: EngineChoices) -> list[int]:
@@ -183,61 +146,50 @@ def free_memory(device: torch.device) -> int:
     return free if left is None else min(free, left)
 
 
-def size_tier(
-    config: EngineConfig,
-    options: HiSparseOptions,
-    sparse: SparseConfig,
-    groups: tuple[LayerGroup, ...],
-    costs: TierCosts,
-    geometry: PageGeometry,
-    *,
-    max_running: int,
-    chunk: int,
-    context: int,
-    device: torch.device,
-) -> TierSizes:
+def size_tier(choices: EngineChoices) -> TierSizes:
     """Page counts, hot slots and running requests of an engine with a host tier.
 
-    `groups` come from `split_group`. Raises ConfigError if one request does not fit.
+    Raises ConfigError if one request does not fit.
     """
+    config, options, sparse = choices.config, choices.hisparse, choices.sparse
+    groups, geometry, device = choices.groups, choices.geometry, choices.device
+    context, max_running = choices.context, choices.limits.max_running_requests
     frames, ids = len(groups) - 1, groups[-1].copy_of
-    assert ids is not None
+    assert options is not None and sparse is not None and ids is not None
+    page_bytes = [group.page_bytes(geometry.page_size) for group in groups]
+    frame_bytes, num_layers = page_bytes[frames], len(groups[frames].layers)
     budget = kv_budget(config, device)
     if budget is None:
         budget = default_budget(config, device)
-    frame_bytes = costs.page_bytes[frames]
     hot = min(_hot_pages(options, sparse, geometry.page_size), geometry.pages(context))
-    swap = SwapBytes(0, 0) if costs.swap is None else costs.swap
-    most_running = max_running
-    if costs.swap is not None:
+    by_kernels = choices.kernel_refusal is None
+    most_running, swap = max_running, SwapBytes(0, 0)
+    if by_kernels:
         most_running = min(max_running, _most_with_slots(options, hot))
+        swap = SwapBytes.of(num_layers, groups[frames].layout.heads)
     # Ranks share the machine's memory. On a CPU the KV cache is taken from the same memory.
     free = free_memory(device) // config.tp - (budget if device.type == "cpu" else 0)
     host_bytes = _host_bytes(options, config.tp, budget, free)
     host_pages = min(host_bytes // frame_bytes, 2**31 - 1)
-    fixed = host_pages * (costs.kept_bytes + costs.page_bytes[ids] + swap.per_page)
+    kept_bytes = groups[frames].staying_bytes(geometry.page_size) + swap.per_page + page_bytes[ids]
+    if choices.landmarks is not None:
+        kept_bytes += choices.landmarks.page_bytes
+    fixed = host_pages * kept_bytes
     staged, stages = 0, prompt_stages(sparse)
-    if costs.swap is not None:  # a stage holds one layer of the longest request
-        layer_bytes = frame_bytes // len(groups[frames].layers)
+    if by_kernels:  # a stage holds one layer of the longest request
+        layer_bytes = frame_bytes // num_layers
         staged = stages * min(geometry.pages(context), host_pages) * layer_bytes
 
     def spent(running: int, chunk_tokens: int) -> tuple[int, list[int]]:
-        needed = [
-            host_pages
-            if g == ids
-            else needed_pages(group, running, context, chunk_tokens, geometry)
-            for g, group in enumerate(groups)
-        ]
+        needed = [needed_pages(group, running, context, chunk_tokens, geometry) for group in groups]
         needed[frames] = min(needed[frames], host_pages)
-        paid = sum(
-            count * size
-            for g, (count, size) in enumerate(zip(needed, costs.page_bytes, strict=True))
-            if g != ids
-        )
+        needed[ids] = 0  # paid for every page of the host
+        paid = sum(count * size for count, size in zip(needed, page_bytes, strict=True))
+        needed[ids] = host_pages
         return fixed + staged + paid + running * hot * (frame_bytes + swap.per_slot), needed
 
     # If a whole chunk does not fit, plan with the smallest one: prefill then takes smaller steps.
-    for chunk_tokens in (min(chunk, context), 1):
+    for chunk_tokens in (min(choices.limits.chunked_prefill_size, context), 1):
         running = most_running
         while running and spent(running, chunk_tokens)[0] > budget:
             running -= 1
@@ -275,7 +227,7 @@ def size_tier(
         if running == most_running:
             why = f"the swap-in kernel plans with at most {MOST_HOT_SLOTS} hot pages"
         note += f"; max_running_requests is {running}: {why}"
-    return TierSizes(ids, pages, running * hot, running, note)
+    return TierSizes(pages, running * hot, running, note)
 
 
 def _hot_pages(options: HiSparseOptions, sparse: SparseConfig, page_size: int) -> int:

@@ -76,6 +76,14 @@ class EngineChoices:
         return self.shape.groups
 
     @property
+    def page_group(self) -> int:
+        """The group whose page ids name the pages of sparse layers."""
+        assert self.sparse is not None
+        (g,) = (g for g, group in enumerate(self.groups) if self.sparse.layers[0] in group.layers)
+        copied = self.groups[g].copy_of
+        return g if copied is None else copied
+
+    @property
     def device(self) -> torch.device:
         return self.shape.device
 

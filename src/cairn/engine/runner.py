@@ -8,7 +8,7 @@ sampler stored them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 
@@ -21,21 +21,28 @@ from cairn.attention.batch import AttentionBatch, to_device
 from cairn.engine.graphs import StepGraphs, most_decode_rows, recorded_sizes
 from cairn.engine.inputs import Draws, StepInputs
 from cairn.engine.logprobs import TokenLogprob, token_logprobs
+from cairn.engine.memory_plan import MemoryPlan
 from cairn.engine.plan import Advance, StepPlan
+from cairn.engine.resolve import EngineChoices
 from cairn.engine.rows import StepRows, build_rows
 from cairn.engine.sampler import Draw, Sampler
-from cairn.engine.warm_up import Rehearsal, Rungs
+from cairn.engine.step_time import step_sizes
+from cairn.engine.warm_up import Rehearsal, rehearsals, rungs_of
 from cairn.kernels.compilations import CompilationCounts, Compilations
 from cairn.kernels.packing import table_width
 from cairn.memory.copies import Mover
-from cairn.memory.geometry import PageGeometry
 from cairn.memory.hisparse import HiSparseCoordinator, TierStats
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.residency import Residency
 from cairn.models.interface import LanguageModel
+from cairn.models.layers import warm_up_products
 from cairn.models.loader import Progress
-from cairn.models.parallel import Alone, Parallel
+from cairn.models.parallel import Parallel
 from cairn.sparsity.selection import Selection
+
+_MOST_RECORDED_ROWS = 8192
+"""Rows of the largest mixed step that is recorded. With more rows the device takes longer than the
+host needs to launch the kernels, so a graph saves nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,32 +72,33 @@ class InFlight:
 class Runner:
     def __init__(
         self,
+        choices: EngineChoices,
+        memory: MemoryPlan,
         model: LanguageModel,
         pool: KVPool,
         backend: AttentionBackend,
-        geometry: PageGeometry,
-        *,
-        num_groups: int,
-        num_slots: int,
-        max_pages: int,
-        device: torch.device,
-        tier: HiSparseCoordinator | None = None,
-        parallel: Parallel | None = None,
+        tier: HiSparseCoordinator | None,
+        parallel: Parallel,
     ) -> None:
+        self._choices = choices
+        self._limits = memory.limits
+        self._max_pages = memory.max_pages
+        self._device = device = choices.device
         self._compilations = Compilations(device)
-        self._parallel = parallel or Alone()
+        self._parallel = parallel
         self._model = model
         self._pool = pool
         self._backend = backend
         self._sparse = backend if isinstance(backend, SparseBackend) else None
         self._reads_generations = self._sparse is not None and self._sparse.reads_generations
-        self._geometry = geometry
-        self._device = device
+        self._geometry = choices.geometry
         # Rank 0 samples for all ranks, so that all have the same tokens.
-        self._samples = self._parallel.rank == 0
+        self._samples = parallel.rank == 0
+        num_slots = memory.limits.max_running_requests
         self._sampler = Sampler(num_slots, model.spec.vocab_size, device)
         # Page tables of all running requests on the host; plans carry the edits.
-        self._tables = np.zeros((num_groups, num_slots, table_width(max_pages)), dtype=np.int32)
+        size = (len(choices.groups), num_slots, table_width(memory.max_pages))
+        self._tables = np.zeros(size, dtype=np.int32)
         self._generations = np.zeros_like(self._tables)
         native = model.spec.sparsity
         self._landmark_id = None if native is None else native.landmark_id
@@ -151,25 +159,38 @@ class Runner:
             self.tier.close()
 
     @torch.inference_mode()
-    def warm_up(
-        self,
-        steps: Sequence[Rehearsal],
-        rungs: Rungs,
-        *,
-        sparse_layers: Collection[int],
-        most_recorded_rows: int | None,
-        progress: Progress | None = None,
-    ) -> None:
-        """Compile all kernels that a step may launch, set up libraries, and record graphs.
-
-        Mixed steps are recorded up to `most_recorded_rows` rows; None records no graphs.
-        """
+    def warm_up(self, *, records: bool, progress: Progress | None = None) -> None:
+        """Compile all kernels that a step may launch, set up libraries, and record graphs if
+        `records`."""
         from cairn.kernels.precompile import collecting, compile_all
 
-        graphs = None
-        if most_recorded_rows is not None:
-            graphs = self._make_graphs(most_recorded_rows)
-        with collecting() as forms, self._excerpt(sparse_layers):
+        chunk, sparse, backend = (
+            self._limits.chunked_prefill_size,
+            self._choices.sparse,
+            self._backend,
+        )
+        if self._limits.max_step_seconds is not None:
+            warm_up_products(self._model, step_sizes(chunk))
+        max_seqs, max_pages = self._limits.max_running_requests, self._max_pages
+        dense_below = 0 if sparse is None else sparse.dense_below
+        own = None if self._sparse is None else self._sparse.rungs(max_seqs, max_pages)
+        if own is None and not backend.graphs:
+            # Attention does not use Cairn's own kernels. What other libraries launch depends only
+            # on the number of rows, so a few sequences and pages are enough.
+            max_seqs, max_pages = 2, min(max_pages, self._geometry.pages(chunk))
+            dense_below = 0
+        rungs = rungs_of(backend, max_seqs, max_pages)
+        steps = list(
+            rehearsals(
+                rungs,
+                page_size=self._geometry.page_size,
+                max_pages=max_pages,
+                chunk=chunk,
+                dense_below=dense_below,
+            )
+        )
+        graphs = self._make_graphs(min(_MOST_RECORDED_ROWS, chunk)) if records else None
+        with collecting() as forms, self._excerpt():
             for step in steps:
                 self._rehearse(step)
             if self.tier is not None:
@@ -185,9 +206,10 @@ class Runner:
             self._graphs = graphs
 
     @contextmanager
-    def _excerpt(self, sparse_layers: Collection[int]) -> Iterator[None]:
+    def _excerpt(self) -> Iterator[None]:
         """Inside, the model runs only one layer of those that use the same kernels."""
-        whole = self._model
+        whole, sparse = self._model, self._choices.sparse
+        sparse_layers = () if sparse is None else sparse.layers
         if self.tier is None:  # a tier prefetches pages layer by layer, so all layers must run
             self._model = whole.excerpt(
                 lambda layer: (self._pool.group_of[layer], layer in sparse_layers)

@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from cairn.attention.backend import AttentionBackend
-from cairn.engine.parallel.rank_messages import BackUp, Launch, State, Tell
+from cairn.engine.parallel.rank_process import BackUp, Launch, State, Tell
 from cairn.engine.plan import StepPlan
 from cairn.engine.runner import InFlight, Runner, StepResult
 from cairn.errors import CairnError, RankError
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class LeadRunner(Runner):
-    def __init__(self, ranks: Ranks, *parts: Any, **named: Any) -> None:
-        super().__init__(*parts, **named)
-        self.ranks = ranks
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.ranks = cast("Ranks", self._parallel)
         self._lead_mover = None if self.tier is None else LeadMover(self.tier, self)
 
     @property

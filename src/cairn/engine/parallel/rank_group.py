@@ -20,6 +20,10 @@ PATIENCE = timedelta(seconds=60)
 that is this late is stuck."""
 
 
+def rank_device(kind: str, rank: int) -> torch.device:
+    return torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+
+
 class PeerLostError(CairnError):
     """A collective failed: another rank has gone, or does not answer."""
 
@@ -30,7 +34,7 @@ class RankGroup:
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank = rank
         self.size = size
-        self._device = device
+        self.device = device
         self._group: Any = None
 
     def connect(self, meeting_place: Path) -> None:
@@ -38,7 +42,7 @@ class RankGroup:
         store = dist.FileStore(str(meeting_place), self.size)  # type: ignore[attr-defined]
         store.set_timeout(PATIENCE)
         try:
-            self._group = self._nccl(store) if self._device.type == "cuda" else self._gloo(store)
+            self._group = self._nccl(store) if self.device.type == "cuda" else self._gloo(store)
         except RuntimeError as error:
             raise PeerLostError(f"rank {self.rank} cannot reach the others: {error}") from error
 
@@ -56,7 +60,7 @@ class RankGroup:
 
     def abort(self) -> None:
         """End collectives that still wait for other ranks, where the library can."""
-        if self._group is not None and self._device.type == "cuda":
+        if self._group is not None and self.device.type == "cuda":
             self._group.abort()
 
     # -- collectives --------------------------------------------------------------------------
@@ -67,7 +71,7 @@ class RankGroup:
         return x
 
     def concat(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        own = part.to(self._device).contiguous()
+        own = part.to(self.device).contiguous()
         parts = [torch.empty_like(own) for _ in range(self.size)]
         self._run("allgather", [parts], [own])
         return torch.cat(parts, dim).to(part.device)

@@ -1,4 +1,6 @@
-"""A rank other than 0: a process that carries out rank 0's plans over its own part of the model."""
+"""A rank other than 0: a process that carries out rank 0's plans over its own part of the model.
+
+Also the messages between it and rank 0."""
 
 from __future__ import annotations
 
@@ -8,44 +10,104 @@ import pickle
 import signal
 import threading
 import traceback
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 import torch
 
 from cairn.config import EngineConfig
-from cairn.engine.build_runner import build_runner
-from cairn.engine.load import load_model
+from cairn.engine.build import build_runner, load_model
 from cairn.engine.locate import locate
-from cairn.engine.memory_plan import kv_budget
-from cairn.engine.parallel.rank_group import PeerLostError, RankGroup
-from cairn.engine.parallel.rank_messages import (
-    Backed,
-    BackUp,
-    Build,
-    Close,
-    Compiled,
-    Failed,
-    FromRank,
-    Launch,
-    Loaded,
-    Ready,
-    State,
-    Tell,
-    ToRank,
-)
-from cairn.engine.parallel.tp_options import rank_device
+from cairn.engine.memory_plan import MemoryPlan, kv_budget
+from cairn.engine.parallel.rank_group import PeerLostError, RankGroup, rank_device
+from cairn.engine.plan import StepPlan
 from cairn.engine.resolve import resolve
 from cairn.engine.runner import Runner
 from cairn.kernels.compilations import CompilationCounts
+from cairn.memory.copies import Transfer
+from cairn.memory.hisparse import TierStats
 
 _LOOK_EVERY = 0.001  # seconds between looks at copies that are under way
 
+# -- to a rank ------------------------------------------------------------------------------------
 
-@dataclass(frozen=True, slots=True)
-class RankOptions:
+
+class Build(NamedTuple):
+    """Everybody has loaded: meet the others, and make pools and runner."""
+
+    memory: MemoryPlan
+
+
+class Launch(NamedTuple):
+    plan: StepPlan
+
+
+class BackUp(NamedTuple):
+    """Copy frames to host pages, behind the steps launched so far."""
+
+    transfers: tuple[Transfer, ...]
+
+
+class Tell(NamedTuple):
+    """Answer with a State."""
+
+    fingerprint: bool = False
+
+
+class Close(NamedTuple):
+    """End."""
+
+
+ToRank = Build | Launch | BackUp | Tell | Close
+
+# -- from a rank ----------------------------------------------------------------------------------
+
+
+class Loaded(NamedTuple):
+    """The rank's weights are there."""
+
+    budget: int | None
+    """Bytes its device has for the KV cache; None if that is sized by need."""
+
+
+class Ready(NamedTuple):
+    """The rank waits for steps."""
+
+
+class Compiled(NamedTuple):
+    """Kernels the rank has compiled so far, whenever there are more."""
+
+    counts: CompilationCounts
+
+
+class Backed(NamedTuple):
+    """Copies to host memory that have come to their end."""
+
+    transfers: tuple[Transfer, ...]
+
+
+class State(NamedTuple):
+    fingerprint: str | None
+    """Of everything that plans decide, if asked for: equal on all ranks."""
+    tier: TierStats | None
+
+
+class Failed(NamedTuple):
+    """The rank failed and ends."""
+
+    message: str
+    traceback: str
+    peer_lost: bool
+    """It failed because another rank did."""
+
+
+FromRank = Loaded | Ready | Compiled | Backed | State | Failed
+
+# -- the process ----------------------------------------------------------------------------------
+
+
+class RankOptions(NamedTuple):
     config: EngineConfig
     """Its model is a place on disk, or a preset: nothing is fetched again."""
     rank: int
@@ -133,7 +195,8 @@ class _Rank:
         assert isinstance(message, Build)
         self._group.connect(self._options.meeting_place)
         choices = resolve(config, model.spec, self._options.dtype, self._device)
-        return build_runner(choices, message.memory, model, self._group).runner
+        runner, _ = build_runner(choices, message.memory, model, self._group)
+        return runner
 
     def _report_compilations(self, runner: Runner) -> None:
         counts = runner.compilations()

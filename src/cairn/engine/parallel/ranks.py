@@ -17,7 +17,6 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -26,12 +25,12 @@ from typing import Literal, TypeVar
 import torch
 
 from cairn.config import EngineConfig
-from cairn.engine.build_runner import BuiltRunner, build_runner
+from cairn.engine.build import build_runner
 from cairn.engine.memory_plan import MemoryPlan, kv_budget
 from cairn.engine.parallel import rank_group
 from cairn.engine.parallel.lead_runner import LeadRunner
-from cairn.engine.parallel.rank_group import PeerLostError, RankGroup
-from cairn.engine.parallel.rank_messages import (
+from cairn.engine.parallel.rank_group import PeerLostError, RankGroup, rank_device
+from cairn.engine.parallel.rank_process import (
     Backed,
     Build,
     Close,
@@ -39,12 +38,13 @@ from cairn.engine.parallel.rank_messages import (
     Failed,
     FromRank,
     Loaded,
+    RankOptions,
     Ready,
     ToRank,
+    run_rank,
 )
-from cairn.engine.parallel.rank_process import RankOptions, run_rank
-from cairn.engine.parallel.tp_options import rank_device
 from cairn.engine.resolve import EngineChoices
+from cairn.engine.runner import Runner
 from cairn.errors import RankError
 from cairn.kernels.compilations import CompilationCounts
 from cairn.memory.copies import Transfer
@@ -64,13 +64,12 @@ _CLOSE_SECONDS = 5.0  # for a rank to end by itself
 M = TypeVar("M", bound=FromRank)
 
 
-class Ranks:
+class Ranks(RankGroup):
     def __init__(
         self, config: EngineConfig, source: ModelSource, dtype: torch.dtype, device_type: str
     ) -> None:
         """Start the processes; they load their parts while rank 0 loads its own."""
-        self.size = config.tp
-        self.group = RankGroup(0, config.tp, rank_device(device_type, 0))
+        super().__init__(0, config.tp, rank_device(device_type, 0))
         self.failure: RankError | None = None
         self._built = False
         self._folder = tempfile.TemporaryDirectory(prefix="cairn-ranks-")
@@ -103,7 +102,7 @@ class Ranks:
             _limit_sending(link)
             process = context.Process(
                 target=run_rank,
-                args=(replace(options, rank=rank), its_end),
+                args=(options._replace(rank=rank), its_end),
                 name=f"cairn-rank-{rank}",
                 daemon=True,
             )
@@ -120,10 +119,10 @@ class Ranks:
 
     # -- building -----------------------------------------------------------------------------
 
-    def agree_on_budget(self, config: EngineConfig, device: torch.device) -> EngineConfig:
+    def agree_on_budget(self, config: EngineConfig) -> EngineConfig:
         """Wait until all have loaded. The rank with the least memory decides for all."""
         budgets = [
-            kv_budget(config, device),
+            kv_budget(config, self.device),
             *(said.budget for said in self.collect(Loaded, patient=True)),
         ]
         known = [budget for budget in budgets if budget is not None]
@@ -137,12 +136,11 @@ class Ranks:
         memory: MemoryPlan,
         model: LanguageModel,
         progress: Progress | None,
-    ) -> BuiltRunner:
+    ) -> tuple[Runner, list[str]]:
         """Every rank makes its own, at the same time."""
         self.send(Build(memory))
-        self.group.connect(self._meeting_place)
-        make = partial(LeadRunner, self)
-        built = build_runner(choices, memory, model, self.group, make, progress)
+        self.connect(self._meeting_place)
+        built = build_runner(choices, memory, model, self, LeadRunner, progress)
         self.collect(Ready, patient=True)
         self._built = True
         return built
@@ -270,7 +268,7 @@ class Ranks:
             self._release()
 
     def _release(self) -> None:
-        self.group.abort()
+        self.abort()
         _kill(self._processes)
         for link in self._links:
             link.close()
