@@ -67,11 +67,11 @@ def load(folder: Path, config: dict[str, Any] | str | None = None, **options: An
         ({"host_gib": 1e6}, "host_gib is 1000000.0 and .* GiB of memory are free"),
         (
             {"swap_in_block_size": 96},
-            "swap_in_block_size is 96; it must be one of 32, 64, 128, 256",
+            "swap_in_block_size is 96; choose one of 32, 64, 128, 256",
         ),
-        ({"swap_in_block_size": True}, "swap_in_block_size is True; it must be one of"),
+        ({"swap_in_block_size": True}, "swap_in_block_size is True; choose one of"),
         ({"swap_in_block_size": 512}, "swap_in_block_size is for CUDA and the device is cpu"),
-        ({"async_backup": 1}, "async_backup is 1; use true or false"),
+        ({"async_backup": 1}, "async_backup is 1; it must be true or false"),
     ],
 )
 def test_bad_options_are_named(folder: Path, config: Any, message: str) -> None:

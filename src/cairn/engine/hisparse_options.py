@@ -3,70 +3,43 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 
 from cairn.attention.backend import AUTO_SPARSE, sparse_class
-from cairn.config import EngineConfig
+from cairn.config import EngineConfig, check_options, option
 from cairn.engine.attention_options import DEFAULT_PAGE_SIZE, AttentionPlan
 from cairn.errors import ConfigError
 from cairn.memory.groups import LayerGroup
 from cairn.models.spec import ModelSpec
 from cairn.sparsity.config import SparseConfig
 
-_MOST = 2**31 - 1
 _THREADS = tuple(32 << i for i in range(6))  # per block: a power of two of whole warps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiSparseOptions:
-    top_k: int | None = None
+    top_k: int | None = option(None, low=1)
     """Tokens that a query reads outside its window: hsa_topk * page_size."""
-    device_buffer_size: int | None = None
+    device_buffer_size: int | None = option(None, low=1)
     """Tokens of the hot cache for each running request; twice the selection by default."""
-    host_to_device_ratio: float | None = None
+    host_to_device_ratio: float | None = option(None, low=0, high=1e6)
     """Host memory for pages, as a multiple of the device's KV cache; 2 by default."""
-    swap_in_block_size: int | None = None
+    swap_in_block_size: int | None = option(None, "", *_THREADS)
     """Threads per block of the CUDA kernel that copies missing pages; 128 by default."""
-    host_gib: float | None = None
+    host_gib: float | None = option(None, low=0, high=2**31 - 1)
     """Host memory for pages in GiB, instead of the ratio."""
-    async_backup: bool | None = None
+    async_backup: bool | None = option(None)
     """Copy pages to the host in the background instead of between steps; the default on CUDA."""
 
     def __post_init__(self) -> None:
-        for name in ("top_k", "device_buffer_size"):
-            _check(name, getattr(self, name), int, 1, None)
-        if self.swap_in_block_size is not None and (
-            isinstance(self.swap_in_block_size, bool) or self.swap_in_block_size not in _THREADS
-        ):
-            raise ConfigError(
-                f"hisparse_config: swap_in_block_size is {self.swap_in_block_size!r}; it must be "
-                f"one of {', '.join(map(str, _THREADS))}"
-            )
+        check_options(self, ConfigError, "hisparse_config: ")
         if self.host_to_device_ratio is not None and self.host_gib is not None:
             raise ConfigError(
                 "hisparse_config: host_gib and host_to_device_ratio size the same memory; give one"
             )
-        _check("host_to_device_ratio", self.host_to_device_ratio, (int, float), 0, 1e6)
-        _check("host_gib", self.host_gib, (int, float), 0, None)
-        if not isinstance(self.async_backup, bool | None):
-            raise ConfigError(
-                f"hisparse_config: async_backup is {self.async_backup!r}; use true or false"
-            )
-
-
-def _check(name: str, value: Any, kind: Any, low: float, high: float | None) -> None:
-    if value is None:
-        return
-    number = isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not low <= value <= (_MOST if high is None else high):
-        what = "a whole number" if kind is int else "a number"
-        limit = f"from {low}" if high is None else f"from {low} to {high}"
-        raise ConfigError(f"hisparse_config: {name} is {value!r}; it must be {what} {limit}")
 
 
 def hisparse_options(config: EngineConfig) -> HiSparseOptions | None:
@@ -85,7 +58,7 @@ def hisparse_options(config: EngineConfig) -> HiSparseOptions | None:
         raise ConfigError(
             f"hisparse_config is not JSON: {error}; write an object such as '{{\"host_gib\": 64}}'"
         ) from error
-    known = [option.name for option in fields(HiSparseOptions)]
+    known = [known.name for known in fields(HiSparseOptions)]
     if not isinstance(values, dict):
         raise ConfigError(f"hisparse_config is {values!r}; it must be an object with fields")
     unknown = sorted(set(values) - set(known))
