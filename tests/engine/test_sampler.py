@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
 from typing import Any
 
@@ -11,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cairn.engine.logprobs import token_logprobs
-from cairn.engine.plan import Admission
-from cairn.engine.sampler import Draw, Sampler, derived_seed, uniform_number
+from cairn.engine.plan import Admission, Advance
+from cairn.engine.sampler import Sampler, derived_seed, uniform_numbers
 from cairn.engine.sampling_params import SamplingParams
 from cairn.errors import RequestError
 
@@ -26,20 +27,25 @@ def make(*params: SamplingParams, vocab: int, seeds: tuple[int, ...] | None = No
     return sampler
 
 
+def row(slot: int, position: int, num_output: int = 0) -> Advance:
+    """A request that samples the token at a position, after so many output tokens."""
+    return Advance("", slot, position - 1, position, array("q", [0]), position - num_output, True)
+
+
 def draw(sampler: Sampler, logits: torch.Tensor, slot: int = 0, position: int = 0) -> int:
-    return int(sampler.sample(logits[None], [Draw(slot, position, 0)]).item())
+    return int(sampler.sample(logits[None], [row(slot, position)]).item())
 
 
 def test_greedy_takes_the_lowest_id_on_ties() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
     sampler = make(SamplingParams(), SamplingParams(), vocab=4)
-    assert sampler.sample(logits, [Draw(0, 0, 0), Draw(1, 0, 0)]).tolist() == [1, 0]
+    assert sampler.sample(logits, [row(0, 0), row(1, 0)]).tolist() == [1, 0]
 
 
 def test_frequencies_follow_the_softmax() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
     sampler = make(SamplingParams(temperature=0.7), vocab=4)
-    draws = [Draw(0, i, 0) for i in range(20_000)]
+    draws = [row(0, i) for i in range(20_000)]
     counts = Counter(sampler.sample(logits.expand(len(draws), -1), draws).tolist())
     expected = (logits / 0.7).softmax(-1)
     for token, probability in enumerate(expected.tolist()):
@@ -61,7 +67,7 @@ def test_only_tokens_inside_top_k_top_p_and_min_p_are_drawn(
     logits = torch.tensor(values, dtype=torch.float64)
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     sampler = make(params, vocab=len(values), seeds=(seed,))
-    draws = [Draw(0, i, 0) for i in range(50)]
+    draws = [row(0, i) for i in range(50)]
     drawn = set(sampler.sample(logits.expand(50, -1), draws).tolist())
     order = sorted(range(len(values)), key=lambda t: (-values[t], t))[:top_k]
     kept = (logits[order] / temperature).softmax(-1).tolist()
@@ -88,7 +94,7 @@ def test_a_request_draws_the_same_alone_and_in_any_batch() -> None:
         SamplingParams(temperature=1.0, presence_penalty=1.0, logit_bias={3: 2.0}),
     ]
     sampler = make(*params, vocab=50)
-    together = sampler.sample(logits, [Draw(i, i, 0) for i in range(7)]).tolist()
+    together = sampler.sample(logits, [row(i, i) for i in range(7)]).tolist()
     alone = [
         draw(make(each, vocab=50, seeds=(i,)), logits[i], position=i)
         for i, each in enumerate(params)
@@ -107,8 +113,11 @@ def test_filters_do_not_keep_greedy_rows_from_recorded_draws() -> None:
     filters: dict[str, Any] = {"top_k": 20, "top_p": 0.9, "min_p": 0.1}
     greedy, drawn = SamplingParams(**filters), SamplingParams(temperature=1.0, **filters)
     sampler = make(greedy, drawn, vocab=50)
-    assert sampler.plain_draws(np.array([0]), np.array([7])) is not None
-    assert sampler.plain_draws(np.array([1]), np.array([7])) is None
+    assert sampler.plain_draws([row(0, 7)]) is not None
+    assert sampler.plain_draws([row(1, 7)]) is None
+    assert sampler.plain_draws([row(0, 7)._replace(allowed=b"\xff")]) is None
+    scored = make(SamplingParams(logprobs=0), vocab=50)
+    assert scored.plain_draws([row(0, 7)]) is None
 
 
 def test_extreme_logits_still_give_a_token_with_weight() -> None:
@@ -183,7 +192,7 @@ def test_end_tokens_wait_for_min_tokens() -> None:
     sampler = Sampler(1, 4, torch.device("cpu"))
     sampler.admit(Admission(0, params, 0, frozenset({3}), (), ()))
     logits = torch.tensor([[0.0, 1.0, 0.5, 9.0]])
-    drawn = [sampler.sample(logits, [Draw(0, 5, count)]).item() for count in range(4)]
+    drawn = [sampler.sample(logits, [row(0, 5, count)]).item() for count in range(4)]
     assert drawn == [1, 1, 3, 3]
 
 
@@ -207,11 +216,20 @@ def test_choices_have_seeds_of_their_own_and_the_first_keeps_its() -> None:
 
 
 def test_uniform_numbers_are_spread_and_reproducible() -> None:
-    numbers = [uniform_number(seed, index) for seed in range(40) for index in range(50)]
+    seeds, indices = np.arange(40, dtype=np.uint64).repeat(50), np.tile(np.arange(50), 40)
+    numbers = uniform_numbers(seeds, indices).tolist()
     assert all(0 <= number < 1 for number in numbers)
     assert len(set(numbers)) > 1990
     assert sum(numbers) / len(numbers) == pytest.approx(0.5, abs=0.03)
-    assert numbers[:3] == [uniform_number(0, index) for index in range(3)]
+    # Seeds mean the same in every version.
+    largest = np.array([2**63 - 1], dtype=np.uint64)
+    known = [*numbers[:3], *uniform_numbers(largest, np.array([10**6])).tolist()]
+    assert known == [
+        0.6524484753608704,
+        0.7012121081352234,
+        0.38712412118911743,
+        0.3985477089881897,
+    ]
 
 
 @pytest.mark.parametrize(

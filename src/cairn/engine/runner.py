@@ -8,7 +8,7 @@ sampler stored them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 
@@ -25,7 +25,7 @@ from cairn.engine.memory_plan import MemoryPlan
 from cairn.engine.plan import Advance, StepPlan
 from cairn.engine.resolve import EngineChoices
 from cairn.engine.rows import StepRows, build_rows
-from cairn.engine.sampler import Draw, Sampler
+from cairn.engine.sampler import Sampler
 from cairn.engine.step_time import step_sizes
 from cairn.engine.warm_up import Rehearsal, rehearsals, rungs_of
 from cairn.kernels.compilations import CompilationCounts, Compilations
@@ -315,7 +315,7 @@ class Runner:
             size = None if graph is None else self._graphs.size_for(graph, host.rows)
             if graph is None or size is None:
                 continue
-            draws = self._plain_draws([plan.advances[s] for s in sampling])
+            draws = self._sampler.plain_draws([plan.advances[s] for s in sampling])
             wanted = np.array(sampling, dtype=np.int64)
             with self._launching(batch, graph):
                 logits, tokens = self._graphs.run(host, graph, size, wanted, draws)
@@ -347,16 +347,6 @@ class Runner:
         tokens = sample(logits, draws.temperatures, draws.seeds)
         self._newest[draws.slots] = tokens
         return logits, tokens
-
-    def _plain_draws(self, advances: Sequence[Advance]) -> Draws[np.ndarray] | None:
-        """The draws of these requests; None if one of them needs filters, scores or a mask."""
-        slots = np.array([advance.slot for advance in advances], dtype=np.int64)
-        if any(self._top_logprobs[slot] is not None for slot in slots):
-            return None
-        if any(advance.allowed is not None for advance in advances):
-            return None
-        positions = np.array([advance.stop for advance in advances], dtype=np.int64)
-        return self._sampler.plain_draws(slots, positions)
 
     def _in_flight(
         self, plan: StepPlan, sampling: list[int], tokens: torch.Tensor, result: StepResult
@@ -461,8 +451,7 @@ class Runner:
             return torch.empty(0, dtype=torch.int64)
         advances = [plan.advances[s] for s in sampling]
         if self._samples:
-            draws = [Draw(a.slot, a.stop, a.stop - a.prompt_len, a.allowed) for a in advances]
-            tokens = self._sampler.sample(logits, draws)
+            tokens = self._sampler.sample(logits, advances)
         else:
             tokens = torch.empty(len(advances), dtype=torch.int64, device=self._device)
         tokens = self._parallel.from_first(tokens)
