@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from cairn.engine.engine import Engine
+from cairn.memory.hisparse import HiSparseCoordinator
+from cairn.memory.hot_cache import HotCache
+from cairn.memory.pages import PageAllocator
 from cairn.models.config_reader import ConfigReader
 from cairn.models.layers import named_slots
 from cairn.models.loader import build_model
@@ -108,16 +111,53 @@ def poison_free_memory(
         random.Random(g).shuffle(allocator._free)  # pages lie anywhere
 
         def poison(page: int, group: int) -> None:
-            pool.fill_page(group, page, float("nan"))
+            for tensor in pool._by_group[group]:
+                tensor[page] = float("nan")
             if group == sparse_group:
                 for tensor in by_page_id:
                     tensor[page] = float("nan")
 
         def freed(page: int, group: int = g) -> None:
-            cache._freed(group, page)
             when(partial(poison, page, group))
 
-        allocator._on_free = freed
+        watch_frees(allocator, freed)
+
+
+def watch_frees(allocator: PageAllocator, freed: Callable[[int], object]) -> None:
+    """Call `freed` with each page that becomes free, after the cache's own records."""
+    before = allocator._on_free
+
+    def both(page: int) -> None:
+        if before is not None:
+            before(page)
+        freed(page)
+
+    allocator._on_free = both
+
+
+def held_slices(hot: HotCache) -> list[tuple[int, int, int, int]]:
+    """(kv head, slot, page, generation) of every slot of a hot cache that is in use."""
+    return [
+        (head, slot, tag & (2**32 - 1), tag >> 32)
+        for head, tags in enumerate(hot._tags.tolist())
+        for slot, tag in enumerate(tags)
+        if tag != -1
+    ]
+
+
+def stale_slices(tier: HiSparseCoordinator, generation: Sequence[int]) -> list[str]:
+    """Hot slots whose bytes differ from the page that their tag names."""
+    problems = []
+    for layer, hot in tier._hot.items():
+        for head, slot, page, life in held_slices(hot):
+            if generation[page] != life:
+                continue  # a stale tag that no lookup can match
+            for part, host, device in tier._tensors(layer):
+                there = part.by_head(host)[page, :, head]
+                here = part.by_head(device)[tier._first_hot + slot, :, head]
+                if not torch.equal(there, here.cpu()):
+                    problems.append(f"slot {slot} of layer {layer} is not page {page}")
+    return problems
 
 
 def tokens_of(length: int, seed: int = 0, vocab: int = 61) -> list[int]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable
+from functools import partial
 from zlib import crc32
 
 import pytest
@@ -18,6 +19,7 @@ from cairn.memory.cache import PagedCache
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.groups import group_layers
 from cairn.memory.pages import NULL_PAGE
+from tests.helpers import watch_frees
 
 Row = tuple[Hashable, tuple[int, ...]]
 
@@ -117,9 +119,10 @@ def make(
         group_layers(windows),
         pages,
         prefix_caching=caching,
-        on_free=lambda g, page: memory.freed(g, page),
     )
     memory = PagedMemory(cache, running)
+    for g, allocator in enumerate(cache.allocators):
+        watch_frees(allocator, partial(memory.freed, g))
     ticks = iter(range(1, 10**9))
     limits = Limits(chunk, running, queued, max_step_seconds)
     return Scheduler(cache, limits, lambda: float(next(ticks))), memory

@@ -23,7 +23,7 @@ from cairn.memory.pinned import CudaRegistry
 from cairn.memory.prompt_stage import StagedStep
 from tests.engine.lanes import tier_of
 from tests.engine.tiered import check_clean, load, tiered
-from tests.helpers import TINY_HILS, TINY_LLAMA, tokens_of, write_model
+from tests.helpers import TINY_HILS, TINY_LLAMA, tokens_of, watch_frees, write_model
 
 pytestmark = pytest.mark.gpu
 
@@ -195,10 +195,10 @@ def delay(llm: LLM, place: str) -> None:
     for g, allocator in enumerate(cache.allocators):
 
         def freed(page: int, group: int = g) -> None:
-            cache._freed(group, page)
-            pool.fill_page(group, page, 3.0)
+            for tensor in pool._by_group[group]:
+                tensor[page] = 3.0
 
-        allocator._on_free = freed
+        watch_frees(allocator, freed)
 
 
 def test_host_memory_is_registered_and_given_back() -> None:

@@ -23,6 +23,7 @@ from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.memory.host_pool import HostPool
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import CacheLayout
+from tests.helpers import held_slices
 
 SHAPES = [(2, 1, 3, 12), (1, 4, 2, 8), (3, 5, 7, 40), (8, 16, 32, 600)]
 """kv heads, sequences, pages each selects, hot slots."""
@@ -114,7 +115,7 @@ def check(
             for slot in range(slots)
             if hot.pages[head, slot] >= 0
         ]
-        assert held == oracle._hot[0].held()
+        assert held == held_slices(oracle._hot[0])
         stats = oracle.stats
         assert scratch.totals.tolist() == [stats.resident, stats.hits, stats.misses, 0]
         assert torch.equal(

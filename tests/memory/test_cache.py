@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from cairn.memory.cache import PagedCache, SequencePages
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.groups import group_layers
 from cairn.memory.pages import NULL_PAGE
+from tests.helpers import watch_frees
 
 
 def make_cache(
@@ -204,10 +206,14 @@ class CacheMachine(RuleBasedStateMachine):
             [10 if group.window is None else 8 for group in groups],
             eviction="lru" if policy == "lru" else "lfu",
             prefix_caching=caching,
-            on_free=lambda g, page: self.content[g].pop(page, None) and None,
         )
+        for g, allocator in enumerate(self.cache.allocators):
+            watch_frees(allocator, partial(self.forget, g))
         self.sequences = {}
         self.opened = 0
+
+    def forget(self, group: int, page: int) -> None:
+        self.content[group].pop(page, None)
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=24), salt=st.integers(0, 1))
     def open(self, tokens: list[int], salt: int) -> None:

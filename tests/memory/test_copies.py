@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Hashable, Sequence
+from functools import partial
 
 import pytest
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from cairn.memory.cache import PagedCache, SequencePages
 from cairn.memory.copies import CopyEdits, PageCopies, PageState, Transfer
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.groups import LayerGroup
+from tests.helpers import watch_frees
 from tests.memory.test_cache import CacheMachine
 from tests.memory.test_cache import Sequence as Running
 
@@ -226,8 +228,9 @@ class TieredCacheMachine(CacheMachine):
             eviction="lru" if policy == "lru" else "lfu",
             prefix_caching=caching,
             copies=PageCopies(sizes[0], sizes[-1], self.mover),
-            on_free=self.freed,
         )
+        for g, allocator in enumerate(self.cache.allocators):
+            watch_frees(allocator, partial(self.freed, g))
         self.sequences = {}
         self.opened = 0
 

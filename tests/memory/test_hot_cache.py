@@ -18,6 +18,7 @@ from cairn.memory.host_pool import HostPool
 from cairn.memory.hot_cache import HotCache
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import CacheLayout
+from tests.helpers import held_slices, stale_slices
 
 CPU = torch.device("cpu")
 
@@ -83,7 +84,7 @@ def test_the_planner_is_a_list_ordered_by_last_use(data: st.DataObject) -> None:
             for slot, tag in sorted(model.order)
             if tag is not None
         ]
-        assert cache.held() == held
+        assert held_slices(cache) == held
 
 
 def test_what_was_just_loaded_outlives_what_nobody_asked_for() -> None:
@@ -155,7 +156,7 @@ def test_what_is_read_is_what_the_host_has(data: st.DataObject) -> None:
                 for place in (head, head + HEADS):
                     assert torch.equal(pool.part(layer)[at, place], host.part(layer)[page, place])
         assert covered == rows
-    assert tier.check([1] * 13) == []
+    assert stale_slices(tier, [1] * 13) == []
 
 
 def test_backups_go_out_and_counters_tell() -> None:
@@ -183,10 +184,10 @@ def test_backups_go_out_and_counters_tell() -> None:
 def test_copies_beside_the_engine_are_waited_for_and_failures_tried_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from cairn.memory.movers import ThreadMover
+    from cairn.memory.movers import HostMover
 
     seen: list[Transfer] = []
-    mover = ThreadMover(seen.extend)
+    mover = HostMover(seen.extend, asynchronous=True)
     mover.back_up([Transfer(1, 2), Transfer(3, 4)])
     done = mover.wait()
     assert done == seen == [Transfer(1, 2), Transfer(3, 4)]
@@ -200,7 +201,7 @@ def test_copies_beside_the_engine_are_waited_for_and_failures_tried_again(
         if len(tries) == 1:
             raise OSError("not now")
 
-    failing = ThreadMover(fail_once)
+    failing = HostMover(fail_once, asynchronous=True)
     failing.back_up([Transfer(1, 2)])
     assert failing.wait() == []  # told, and tried again
     assert "not now" in caplog.text

@@ -14,12 +14,12 @@ import torch
 
 from cairn.errors import ConfigError
 from cairn.memory import pinned
-from cairn.memory.pinned import PinnedMemory
+from cairn.memory.pinned import CudaRegistry, PinnedMemory
 
 SYSTEM_PAGE = 4096
 
 
-class Books:
+class Books(CudaRegistry):
     """Stands for CUDA; holds `room` bytes."""
 
     def __init__(self, room: int = 2**30) -> None:

@@ -22,7 +22,7 @@ from cairn.engine.memory_plan import size_pools
 from cairn.engine.request import Request
 from cairn.errors import RankError
 from cairn.memory.copies import Transfer
-from cairn.memory.movers import ThreadMover
+from cairn.memory.movers import HostMover
 from tests.engine.tiered import MODELS, check_clean, tiered
 from tests.helpers import TINY_HILS, TINY_LLAMA, TINY_OLMO3, tokens_of, write_model
 from tests.parallel.ranks import SPARSE, in_step, lead, load
@@ -191,7 +191,7 @@ def test_a_page_that_the_other_rank_copies_first(tmp_path: Path) -> None:
         runner = lead(llm.engine)
         assert runner.mover is not None and runner.tier is not None
         copier = runner.tier._mover
-        assert isinstance(copier, ThreadMover)
+        assert isinstance(copier, HostMover) and copier._thread is not None
         go_on = threading.Event()
         copier._thread.submit(go_on.wait)
         page = Transfer(page=3, frame=5)

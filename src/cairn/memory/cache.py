@@ -18,7 +18,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from cairn.errors import PageError
 from cairn.memory.copies import CopyEdits, PageCopies, PageState, Transfer
@@ -61,15 +60,6 @@ class GroupUsage:
     owned: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Leaving:
-    """A request that has ended but has pages that cannot be published yet."""
-
-    pages: SequencePages
-    token_ids: Sequence[int]
-    computed: int
-
-
 @dataclass(slots=True)
 class CacheStats:
     lookup_tokens: int = 0
@@ -88,42 +78,30 @@ class PagedCache:
         eviction: EvictionPolicy = "lru",
         prefix_caching: bool = True,
         copies: PageCopies | None = None,
-        on_free: Callable[[int, int], None] | None = None,
     ) -> None:
-        """`num_pages[g]` is the number of usable pages of group g. `on_free(group, page)` is called
-        when a page becomes free.
-
-        With `copies`, one group holds copies of another group's pages.
-        """
+        """`num_pages[g]` is the number of usable pages of group g. With `copies`, one group holds
+        copies of another group's pages."""
         self.geometry = geometry
         self.groups = tuple(groups)
         self.prefix_caching = prefix_caching
         self.copies = copies
-        self._on_free = on_free
-        watched = copies is not None or on_free is not None
-        self.allocators = [
-            PageAllocator(count, partial(self._freed, g) if watched else None)
-            for g, count in enumerate(num_pages)
-        ]
-        self.tree = RadixTree(geometry, self.groups, self.allocators, eviction)
-        self.stats = CacheStats()
-        self._windowed = [g for g, group in enumerate(self.groups) if group.window is not None]
         # The group of frames (-1 without one), and the group whose pages the frames hold.
         self._frame_group = next(
             (g for g, x in enumerate(self.groups) if x.copy_of is not None), -1
         )
         self._page_group = self.groups[self._frame_group].copy_of or 0
+        on_free: dict[int, Callable[[int], None]] = {}
+        if copies is not None:
+            on_free = {self._frame_group: copies.frame_freed, self._page_group: copies.page_freed}
+        self.allocators = [
+            PageAllocator(count, on_free.get(g)) for g, count in enumerate(num_pages)
+        ]
+        self.tree = RadixTree(geometry, self.groups, self.allocators, eviction)
+        self.stats = CacheStats()
+        self._windowed = [g for g, group in enumerate(self.groups) if group.window is not None]
         self._sequences: set[SequencePages] = set()
-        self._leaving: list[_Leaving] = []
-
-    def _freed(self, group: int, page: int) -> None:
-        if self.copies is not None:
-            if group == self._frame_group:
-                self.copies.frame_freed(page)
-            elif group == self._page_group:
-                self.copies.page_freed(page)
-        if self._on_free is not None:
-            self._on_free(group, page)
+        # Requests that have ended but have pages that cannot be published yet, and their tokens.
+        self._leaving: dict[SequencePages, Sequence[int]] = {}
 
     @property
     def max_tokens(self) -> int:
@@ -204,7 +182,7 @@ class PagedCache:
 
     def arriving(self) -> set[PageKey]:
         """Keys of pages of ended requests that will be published when the host has them."""
-        keys = (self.pending_page(left.pages, left.token_ids) for left in self._leaving)
+        keys = (self.pending_page(*left) for left in self._leaving.items())
         return {key for key in keys if key is not None}
 
     def held_by(self, match: PrefixMatch, group: int) -> int:
@@ -351,15 +329,15 @@ class PagedCache:
             known = min(computed, len(token_ids))
             self._publish(pages, token_ids, known)
             if pages.published < self.geometry.complete_pages(known):
-                self._leaving.append(_Leaving(pages, tuple(token_ids[:known]), known))
+                self._leaving[pages] = tuple(token_ids[:known])
                 return
         self._close(pages)
 
     def clear(self) -> None:
         """Evict everything that no request uses, and drop pages that wait to be published."""
-        leaving, self._leaving = self._leaving, []
-        for left in leaving:
-            self._close(left.pages)
+        for pages in self._leaving:
+            self._close(pages)
+        self._leaving.clear()
         self.tree.clear()
 
     def _close(self, pages: SequencePages) -> None:
@@ -390,13 +368,11 @@ class PagedCache:
         for page, frame in done:
             self.tree.release_page(self._frame_group, frame)
             self.tree.release_page(self._page_group, page)
-        leaving, self._leaving = self._leaving, []
-        for left in leaving:
-            self._publish(left.pages, left.token_ids, left.computed)
-            if left.pages.published < self.geometry.complete_pages(left.computed):
-                self._leaving.append(left)
-            else:
-                self._close(left.pages)
+        for pages, token_ids in list(self._leaving.items()):
+            self._publish(pages, token_ids, len(token_ids))
+            if pages.published >= self.geometry.complete_pages(len(token_ids)):
+                del self._leaving[pages]
+                self._close(pages)
 
     def _publish(self, pages: SequencePages, token_ids: Sequence[int], computed: int) -> None:
         for index in range(pages.published, self.geometry.complete_pages(computed)):

@@ -20,7 +20,7 @@ from cairn.memory.host_pool import HostPool
 from cairn.memory.hot_cache import HotCache
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import CachePart
-from cairn.memory.movers import InlineMover, StreamMover, ThreadMover
+from cairn.memory.movers import HostMover, StreamMover
 from cairn.memory.prompt_stage import PromptStage
 
 
@@ -83,11 +83,11 @@ class HiSparseCoordinator:
         if longest is not None:
             buffers = () if self.swap is None else self.swap.stages
             self.stage = PromptStage(pool, host, self.frames, longest, buffers)
-        self._mover: InlineMover | ThreadMover | StreamMover
+        self._mover: HostMover | StreamMover
         if device.type == "cuda":
             self._mover = StreamMover(self._copy_out, device, own_stream=asynchronous)
         else:
-            self._mover = (ThreadMover if asynchronous else InlineMover)(self._copy_out)
+            self._mover = HostMover(self._copy_out, asynchronous=asynchronous)
         self._stats = TierStats()
 
     @property
@@ -241,19 +241,3 @@ class HiSparseCoordinator:
         index = torch.from_numpy(np.array(transfers, dtype=np.int64).T.copy())
         pages, frames = index.to(self._device, non_blocking=True)
         return pages, frames
-
-    # -- invariants ---------------------------------------------------------------------------
-
-    def check(self, generation: Sequence[int]) -> list[str]:
-        """Problems: hot slots whose bytes differ from the page that their tag names."""
-        problems = []
-        for layer, hot in self._hot.items():
-            for head, slot, page, life in hot.held():
-                if generation[page] != life:
-                    continue  # a stale tag that no lookup can match
-                for part, host, device in self._tensors(layer):
-                    there = part.by_head(host)[page, :, head]
-                    here = part.by_head(device)[self._first_hot + slot, :, head]
-                    if not torch.equal(there, here.cpu()):
-                        problems.append(f"slot {slot} of layer {layer} is not page {page}")
-        return problems

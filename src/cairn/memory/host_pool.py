@@ -46,10 +46,6 @@ class HostPool:
         """All parts of all layers."""
         return [tensor for parts in self._parts.values() for tensor in parts.values()]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors())
-
     def close(self) -> None:
         """Free the memory. Nothing may use it any more."""
         self._parts.clear()

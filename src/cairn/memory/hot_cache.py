@@ -102,15 +102,6 @@ class HotCache:
         """Empty the cache, because a plan was not carried out completely."""
         self._tags.fill_(_EMPTY)
 
-    def held(self) -> list[tuple[int, int, int, int]]:
-        """(kv head, slot, page, generation) of every slot in use, for checks."""
-        return [
-            (head, slot, tag & (2**_PAGE_BITS - 1), tag >> _PAGE_BITS)
-            for head, tags in enumerate(self._tags.tolist())
-            for slot, tag in enumerate(tags)
-            if tag != _EMPTY
-        ]
-
 
 def _tags(pages: torch.Tensor, generations: torch.Tensor) -> torch.Tensor:
     return (generations.long() << _PAGE_BITS) | pages.long()

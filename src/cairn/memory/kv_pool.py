@@ -74,10 +74,6 @@ class KVPool:
         """A view of the values, [pages, page_size, kv_heads, head_dim]."""
         return self.part(layer).transpose(1, 2).chunk(2, dim=2)[1]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors())
-
     def write(
         self,
         layer: int,
@@ -95,8 +91,3 @@ class KVPool:
         """Zero pages, [n] ids, in all layers of a group."""
         for tensor in self._by_group[group]:
             tensor.index_fill_(0, pages, 0)
-
-    def fill_page(self, group: int, page: int, value: float) -> None:
-        """Overwrite a page in all layers of a group. Tests fill free pages with NaN."""
-        for tensor in self._by_group[group]:
-            tensor[page] = value

@@ -62,11 +62,6 @@ class LandmarkPool:
         self.num_sealed = 0
         """Total number of pages whose landmarks were computed. Prefix hits do not count."""
 
-    @property
-    def nbytes(self) -> int:
-        tensors = (*self.vectors.values(), *self.biases.values(), self.sealed)
-        return sum(tensor.nbytes for tensor in tensors)
-
     def generation(self, page: int) -> int:
         """The generation that the page's landmarks belong to; 0 if it has none."""
         return int(self._host_sealed[page])

@@ -1,4 +1,4 @@
-"""Copies complete pages to host memory: synchronously, in a thread, or on a CUDA stream."""
+"""Copies complete pages to host memory: on the host, or on a CUDA stream."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
 
 import torch
 
@@ -18,46 +17,31 @@ _log = logging.getLogger("cairn.memory")
 Copy = Callable[[Sequence[Transfer]], None]
 
 
-class InlineMover:
-    """Copies synchronously."""
+class HostMover:
+    """Copies on the host: synchronously, or in a separate thread.
 
-    def __init__(self, copy: Copy) -> None:
+    The thread need not wait for anything: frames are not written again before their copy is done,
+    and on a CPU a launched step has already run.
+    """
+
+    def __init__(self, copy: Copy, *, asynchronous: bool) -> None:
         self._copy = copy
+        self._thread: ThreadPoolExecutor | None = None
+        if asynchronous:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="cairn-backup")
+        self._moving: dict[Future[None], Sequence[Transfer]] = {}
         self._done: list[Transfer] = []
 
     def back_up(self, transfers: Sequence[Transfer]) -> None:
+        if self._thread is not None:
+            self._moving[self._thread.submit(self._copy, transfers)] = transfers
+            return
         self._copy(transfers)
         self._done += transfers
 
     def poll(self) -> list[Transfer]:
+        """Completed copies. Copies that failed in the thread are logged and tried again."""
         done, self._done = self._done, []
-        return done
-
-    def wait(self) -> list[Transfer]:
-        return self.poll()
-
-    def close(self) -> None:
-        pass
-
-
-class ThreadMover:
-    """Copies in a separate thread.
-
-    It need not wait for anything: frames are not written again before their copy is done, and on a
-    CPU a launched step has already run.
-    """
-
-    def __init__(self, copy: Copy) -> None:
-        self._copy = copy
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="cairn-backup")
-        self._moving: dict[Future[None], Sequence[Transfer]] = {}
-
-    def back_up(self, transfers: Sequence[Transfer]) -> None:
-        self._moving[self._thread.submit(self._copy, transfers)] = transfers
-
-    def poll(self) -> list[Transfer]:
-        """Completed copies. Copies that failed are logged and tried again."""
-        done: list[Transfer] = []
         for future in [future for future in self._moving if future.done()]:
             transfers = self._moving.pop(future)
             error = future.exception()
@@ -73,12 +57,8 @@ class ThreadMover:
         return self.poll()
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True)
-
-
-class _Moving(NamedTuple):
-    transfers: Sequence[Transfer]
-    done: torch.cuda.Event
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
 
 
 class StreamMover:
@@ -94,7 +74,8 @@ class StreamMover:
         self._own: torch.cuda.Stream | None = None
         if own_stream:
             self._own = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._moving: deque[_Moving] = deque()  # one stream, so copies end in order
+        # One stream, so copies end in order.
+        self._moving: deque[tuple[Sequence[Transfer], torch.cuda.Event]] = deque()
 
     def back_up(self, transfers: Sequence[Transfer]) -> None:
         steps = torch.cuda.current_stream(self._device)
@@ -106,17 +87,17 @@ class StreamMover:
             self._copy(transfers)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(stream)
-        self._moving.append(_Moving(transfers, done))
+        self._moving.append((transfers, done))
 
     def poll(self) -> list[Transfer]:
         done: list[Transfer] = []
-        while self._moving and self._moving[0].done.query():  # type: ignore[no-untyped-call]
-            done += self._moving.popleft().transfers
+        while self._moving and self._moving[0][1].query():  # type: ignore[no-untyped-call]
+            done += self._moving.popleft()[0]
         return done
 
     def wait(self) -> list[Transfer]:
         if self._moving:
-            self._moving[0].done.synchronize()
+            self._moving[0][1].synchronize()
         return self.poll()
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ import mmap
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
@@ -26,21 +26,14 @@ _PORTABLE, _MAPPED = 1, 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 _TELL_EVERY = 5.0  # seconds
 
 
-class Registry(Protocol):
+class CudaRegistry:
     """Registers host memory with a device, so that the device can access it."""
 
-    def register(self, address: int, nbytes: int) -> str | None:
-        """Register memory; returns an error message, or None."""
-        ...
-
-    def unregister(self, address: int) -> None: ...
-
-
-class CudaRegistry:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def register(self, address: int, nbytes: int) -> str | None:
+        """Register memory; returns an error message, or None."""
         runtime = _runtime()
         with torch.cuda.device(self._device):
             error = runtime.cudaHostRegister(address, nbytes, _PORTABLE | _MAPPED)
@@ -61,23 +54,17 @@ def _runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-class _Region(NamedTuple):
-    address: int
-    tensor: torch.Tensor  # keeps the mapping alive
-
-
 class PinnedMemory:
     """Tensors in registered memory; valid until `close`."""
 
-    def __init__(self, registry: Registry, sizes: Sequence[int]) -> None:
+    def __init__(self, registry: CudaRegistry, sizes: Sequence[int]) -> None:
         """Make one tensor of bytes for each of `sizes`.
 
         They are registered one after the other, which takes about a second per few gigabytes.
         """
         self.tensors: list[torch.Tensor] = []
-        regions: list[_Region] = []
         # Unregister even without `close`: CUDA must not keep addresses of unmapped memory.
-        self._release = weakref.finalize(self, _unregister, registry, regions)
+        self._release = weakref.finalize(self, _unregister, registry, self.tensors)
         begin = told = time.monotonic()
         total, done = sum(sizes), 0
         for nbytes in sizes:
@@ -93,7 +80,6 @@ class PinnedMemory:
                     f"and CUDA registered {done / _GIB:.1f} of them ({problem}); lower host_gib or "
                     "host_to_device_ratio, or raise what the container or system may lock"
                 )
-            regions.append(_Region(tensor.data_ptr(), tensor))
             self.tensors.append(tensor)
             done += nbytes
             now = time.monotonic()
@@ -104,15 +90,14 @@ class PinnedMemory:
 
     def close(self) -> None:
         """Unregister and free the memory. Nothing may use it any more."""
-        self.tensors.clear()
         self._release()
 
 
-def _unregister(registry: Registry, regions: list[_Region]) -> None:
-    while regions:
-        # A region stays in the list, and so mapped, until CUDA has unregistered it.
-        registry.unregister(regions[-1].address)
-        regions.pop()
+def _unregister(registry: CudaRegistry, tensors: list[torch.Tensor]) -> None:
+    while tensors:
+        # A tensor stays in the list, and so mapped, until CUDA has unregistered it.
+        registry.unregister(tensors[-1].data_ptr())
+        tensors.pop()
 
 
 def _map(nbytes: int) -> torch.Tensor:
