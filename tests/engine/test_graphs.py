@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from cairn.engine.graphs import StepSize, mixed_sizes
-from cairn.engine.inputs import StepInputs
+from cairn.engine.inputs import StepInputs, build_rows
 from cairn.engine.plan import Advance, StepPlan
-from cairn.engine.rows import build_rows
 from cairn.memory.geometry import PageGeometry
 
 PAGE = 16

@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from cairn import LLM, SamplingParams
-from cairn.engine.inputs import StepInputs
+from cairn.engine.inputs import StepInputs, StepRows
 from cairn.engine.plan import StepPlan
-from cairn.engine.rows import StepRows
 from cairn.errors import RequestError
 from tests import hils_reference
 from tests.helpers import GOLDENS, TINY_HILS, poison_free_memory, tokens_of, write_model

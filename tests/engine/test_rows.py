@@ -4,9 +4,8 @@ from array import array
 
 import numpy as np
 
-from cairn.engine.inputs import StepInputs
+from cairn.engine.inputs import StepInputs, build_rows
 from cairn.engine.plan import Advance, StepPlan
-from cairn.engine.rows import build_rows
 from cairn.memory.geometry import PageGeometry
 
 

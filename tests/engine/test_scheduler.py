@@ -80,7 +80,7 @@ class PagedMemory:
                 table = self.tables[g][advance.slot]
 
                 def slot(token: int, table: list[int] = table) -> tuple[int, int]:
-                    page, offset = divmod(geometry.row_of(token), geometry.page_size)
+                    page, offset = divmod(geometry.rows(token), geometry.page_size)
                     return table[page], offset
 
                 for token in range(advance.start, advance.stop):
@@ -89,9 +89,9 @@ class PagedMemory:
                     written.add((g, *slot(token)))
                     self.rows[g][slot(token)] = (namespace, tokens[: token + 1])
                 for query in range(advance.start, advance.stop):
-                    row = geometry.row_of(query)
+                    row = geometry.rows(query)
                     for key in range(query + 1):
-                        if group.window is None or geometry.row_of(key) > row - group.window:
+                        if group.window is None or geometry.rows(key) > row - group.window:
                             assert self.rows[g][slot(key)] == (namespace, tokens[: key + 1])
             if advance.samples:
                 assert advance.stop == len(tokens)

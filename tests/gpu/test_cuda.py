@@ -67,7 +67,7 @@ def test_graphs_and_overlap_change_nothing(backend: str) -> None:
             max_running_requests=8,
             **switches,
         ) as llm:
-            assert (llm.engine.runner.largest_graph > 0) == (
+            assert (llm.engine.runner.graphs is not None) == (
                 backend == "triton" and "disable_cuda_graph" not in switches
             )
             answers.append([r.token_ids for r in llm.generate(prompts, params)])

@@ -16,7 +16,7 @@ from cairn.engine.runner import InFlight
 from cairn.memory import prompt_stage
 from cairn.memory.copies import Transfer
 from cairn.memory.groups import LayerGroup
-from cairn.memory.host_pool import HostPool
+from cairn.memory.kv_pool import HostPool
 from cairn.memory.layout import CacheLayout
 from cairn.memory.movers import StreamMover
 from cairn.memory.pinned import CudaRegistry
@@ -66,7 +66,7 @@ def test_tier_changes_no_token(model: str, graph: bool, folders: dict[str, Path]
     misses = []
     for frames in (28, 200):
         with tiered(folders[model], frames=frames, hot=48, overlap=True, **options) as llm:
-            assert (llm.engine.runner.largest_graph > 0) == graph
+            assert (llm.engine.runner.graphs is not None) == graph
             assert answers(llm) == expected
             report = llm.engine.tier()
             assert report is not None and report.totals.resident > 0
@@ -93,7 +93,7 @@ def test_dense_prompts_through_the_stage(
         tier, backend = tier_of(llm.engine), llm.engine.runner.backend
         stage = tier.stage
         assert stage is not None and isinstance(backend, HSABackend)
-        assert backend._tiered is not None and llm.engine.runner.largest_graph > 0
+        assert backend._tiered is not None and llm.engine.runner.graphs is not None
         # On whichever stream the work is put.
         slow: Any = stage if late == "copies" else backend._tiered._in_stage
         name = "_copy_in" if late == "copies" else "forward"

@@ -511,9 +511,10 @@ def test_a_whole_engine_on_recorded_steps(tmp_path: Path, monkeypatch: pytest.Mo
             answers.append([result.token_ids for result in results])
             llm.engine.scheduler.check()
             if records:
-                assert runner._graphs is not None
-                for (graph, _), step in runner._graphs._graphs.items():
-                    if isinstance(step.graph, _Rerun) and step.graph.replays:
+                assert runner.graphs is not None
+                for (graph, _), step in runner.graphs._graphs.items():
+                    rerun: Any = step.graph
+                    if rerun.replays:
                         used.add((graph.mixed, graph.kind))
     assert answers[0] == answers[1]
     assert used == {(True, "dense"), (True, "both"), (False, "both"), (False, "sparse")}

@@ -20,8 +20,7 @@ from cairn.memory.copies import CopyEdits, Transfer
 from cairn.memory.device_swap import DeviceSwap, SwapShape
 from cairn.memory.groups import LayerGroup
 from cairn.memory.hisparse import HiSparseCoordinator
-from cairn.memory.host_pool import HostPool
-from cairn.memory.kv_pool import KVPool
+from cairn.memory.kv_pool import HostPool, KVPool
 from cairn.memory.layout import CacheLayout
 from tests.helpers import held_slices
 

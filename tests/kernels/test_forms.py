@@ -174,9 +174,8 @@ def test_a_host_tier_needs_no_other_forms(resident: bool, tmp_path: Path) -> Non
     folder = write_model(tmp_path / "hils", config)
     with tiered(folder, frames=300, pages=400, hot=300, **OPTIONS) as llm:
         runner = llm.engine.runner
-        residency = runner._residency
-        assert residency is not None
-        residency._here[:] = resident
+        assert runner._residency is not None and runner.tier is not None
+        runner.tier.frames[:] = resident
         known = rehearsed(runner)
         found = forms_of(runner, some_batches(runner, 40, most_rows=500))
     names = {name for name, _ in found}

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cairn.memory.eviction import EvictionQueue
+from cairn.memory.radix import EvictionQueue, Node
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -12,7 +12,8 @@ class QueueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.priorities = dict.fromkeys(range(6), 0)
-        self.queue = EvictionQueue[int](lambda item: (self.priorities[item],))
+        self.nodes = [Node((item,), None, []) for item in range(6)]
+        self.queue = EvictionQueue(lambda node: (self.priorities[node.key[0]],))
         self.model: dict[int, tuple[int, int]] = {}
         self.pushes = 0
 
@@ -20,33 +21,34 @@ class QueueMachine(RuleBasedStateMachine):
     def push(self, item: int, priority: int) -> None:
         self.priorities[item] = priority
         self.pushes += 1
-        self.queue.push(item)
+        self.queue.push(self.nodes[item])
         self.model[item] = (priority, self.pushes)
 
     @rule(item=st.integers(0, 5))
     def discard(self, item: int) -> None:
-        self.queue.discard(item)
+        self.queue.discard(self.nodes[item])
         self.model.pop(item, None)
 
     @precondition(lambda self: self.model)
     @rule()
     def pop(self) -> None:
         expected = min(self.model, key=lambda item: self.model[item])
-        assert self.queue.pop() == expected
+        assert self.queue.pop() is self.nodes[expected]
         del self.model[expected]
 
     @invariant()
     def same_members(self) -> None:
         assert len(self.queue) == len(self.model)
-        assert all((item in self.queue) == (item in self.model) for item in range(6))
+        held = [item for item, node in enumerate(self.nodes) if node in self.queue]
+        assert held == sorted(self.model)
 
 
 TestQueueMachine = QueueMachine.TestCase
 
 
 def test_dead_entries_do_not_pile_up() -> None:
-    queue = EvictionQueue[str](lambda item: (0,))
+    queue, node = EvictionQueue(lambda node: (0,)), Node((), None, [])
     for _ in range(1000):
-        queue.push("a")
+        queue.push(node)
     assert len(queue) == 1
     assert len(queue._heap) < 100

@@ -20,7 +20,7 @@ def test_rows_and_tokens_agree_with_counting(geometry: PageGeometry, tokens: int
     row, seen = 0, 0
     while seen < tokens:
         if row % geometry.page_size < geometry.tokens_per_page:
-            assert geometry.row_of(seen) == row
+            assert geometry.rows(seen) == row
             seen += 1
         row += 1
     # A page that is full of tokens includes its landmark row.

@@ -14,9 +14,8 @@ from cairn.memory.copies import CopyEdits, Transfer
 from cairn.memory.device_swap import SwapBytes
 from cairn.memory.groups import LayerGroup
 from cairn.memory.hisparse import HiSparseCoordinator
-from cairn.memory.host_pool import HostPool
 from cairn.memory.hot_cache import HotCache
-from cairn.memory.kv_pool import KVPool
+from cairn.memory.kv_pool import HostPool, KVPool
 from cairn.memory.layout import CacheLayout
 from tests.helpers import held_slices, stale_slices
 

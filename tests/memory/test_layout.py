@@ -18,8 +18,7 @@ from cairn.memory.copies import CopyEdits, PageCopies, PageState, Transfer
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.groups import LayerGroup, group_layers, split_budget
 from cairn.memory.hisparse import HiSparseCoordinator
-from cairn.memory.host_pool import HostPool
-from cairn.memory.kv_pool import KVPool
+from cairn.memory.kv_pool import HostPool, KVPool
 from cairn.memory.layout import CacheLayout, CachePart
 from cairn.models.spec import AttentionSpec, ModelSpec
 from tests.helpers import stale_slices

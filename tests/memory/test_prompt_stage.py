@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from cairn.memory import prompt_stage
 from cairn.memory.groups import LayerGroup
-from cairn.memory.host_pool import HostPool
-from cairn.memory.kv_pool import KVPool
+from cairn.memory.kv_pool import HostPool, KVPool
 from cairn.memory.layout import CacheLayout
 from cairn.memory.prompt_stage import PromptStage, StagedStep, consecutive
 

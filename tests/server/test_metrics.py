@@ -109,7 +109,7 @@ def test_pages_read_are_those_of_each_token() -> None:
         read = held = 0
         for request in requests:
             known = len(request.token_ids)
-            row = geometry.row_of(known - 2)
+            row = geometry.rows(known - 2)
             window = 0 if known - 2 < 60 else sparse.window_start(row, 16)
             held += row // 16 + 1
             read += row // 16 + 1 - window + min(2, window)

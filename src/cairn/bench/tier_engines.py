@@ -148,7 +148,7 @@ def drift(llm: LLM, change: float) -> None:
 
         backend.kernels = drifting = as_subclass(DriftingSparse, backend.kernels)
         drifting.drift_by(change)
-        if runner.largest_graph:
+        if runner.graphs is not None:
             runner.record_graphs(most_rows=0)
 
 
@@ -232,7 +232,7 @@ def stop_copying(llm: LLM) -> bool:
 
     backend.kernels._swap = runner.tier.swap = swap = as_subclass(_NotCopying, runner.tier.swap)
     swap.nothing = Misses.empty(swap._host.layout.heads, 1, swap.frame_of.device)
-    if runner.largest_graph:
+    if runner.graphs is not None:
         runner.record_graphs(most_rows=0)
     return True
 

@@ -26,8 +26,7 @@ from cairn.memory.cache import PagedCache
 from cairn.memory.copies import PageCopies
 from cairn.memory.device_swap import SwapShape
 from cairn.memory.hisparse import HiSparseCoordinator
-from cairn.memory.host_pool import HostPool
-from cairn.memory.kv_pool import KVPool
+from cairn.memory.kv_pool import HostPool, KVPool
 from cairn.memory.landmarks import LandmarkPool
 from cairn.models.checkpoint import Checkpoint
 from cairn.models.interface import LanguageModel

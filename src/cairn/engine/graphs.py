@@ -17,15 +17,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from cairn.attention.backend import Graph
 from cairn.attention.batch import send, to_device
-from cairn.engine.inputs import Draws, StepInputs
-from cairn.engine.rows import StepRows
+from cairn.engine.inputs import Draws, StepInputs, StepRows
 from cairn.kernels.packing import pack, unpack
 
 Forward = Callable[
@@ -101,13 +100,9 @@ def recorded_sizes(
     return sizes
 
 
-class Replayable(Protocol):
-    def replay(self) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    graph: Replayable
+    graph: torch.cuda.CUDAGraph
     packed: torch.Tensor  # draws, rows whose logits are needed, inputs
     tables: torch.Tensor  # [groups, seqs, max_pages] view of the shared tables; pages, generations
     logits: torch.Tensor  # [seqs, vocab]
@@ -135,13 +130,6 @@ class StepGraphs:
         self._device = device
         self._graphs: dict[tuple[Graph, StepSize], _Recorded] = {}
         self._shared: torch.Tensor | None = None  # [seqs, vocab]
-
-    @property
-    def largest_decode(self) -> int:
-        """Rows of the largest recorded decode step."""
-        return max(
-            size.rows for graph, own in self._sizes.items() if not graph.mixed for size in own
-        )
 
     def rehearse(self, rows: Sequence[int], seqs: Sequence[int]) -> None:
         """Run, without a graph, the smallest step to record that has room for each of these
@@ -239,7 +227,7 @@ class StepGraphs:
 
     def _capture(
         self, call: Call, pool: Any
-    ) -> tuple[Replayable, tuple[torch.Tensor, torch.Tensor]]:
+    ) -> tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, torch.Tensor]]:
         """A graph of what the call launches, and the call's result, which replays overwrite."""
         graph = torch.cuda.CUDAGraph()
         # `torch.cuda.graph` would empty the allocator's cache every time.

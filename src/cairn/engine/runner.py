@@ -19,12 +19,11 @@ from cairn.attention.attend import Attend
 from cairn.attention.backend import AttentionBackend, Graph, SparseBackend
 from cairn.attention.batch import AttentionBatch, to_device
 from cairn.engine.graphs import StepGraphs, most_decode_rows, recorded_sizes
-from cairn.engine.inputs import Draws, StepInputs
+from cairn.engine.inputs import Draws, StepInputs, StepRows, build_rows
 from cairn.engine.logprobs import TokenLogprob, token_logprobs
 from cairn.engine.memory_plan import MemoryPlan
 from cairn.engine.plan import Advance, StepPlan
 from cairn.engine.resolve import EngineChoices
-from cairn.engine.rows import StepRows, build_rows
 from cairn.engine.sampler import Sampler
 from cairn.engine.step_time import step_sizes
 from cairn.engine.warm_up import Rehearsal, rehearsals, rungs_of
@@ -88,7 +87,7 @@ class Runner:
         self._parallel = parallel
         self._model = model
         self._pool = pool
-        self._backend = backend
+        self.backend = backend
         self._sparse = backend if isinstance(backend, SparseBackend) else None
         self._reads_generations = self._sparse is not None and self._sparse.reads_generations
         self._geometry = choices.geometry
@@ -106,28 +105,21 @@ class Runner:
         self._top_prompt_logprobs = [0] * num_slots
         # The newest token of every slot, and a spare entry for padding rows.
         self._newest = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
-        self._graphs: StepGraphs | None = None
+        self.graphs: StepGraphs | None = None
+        """Recorded steps; None if none are recorded."""
         self.tier = tier
         """The host tier; None if all pages are on the device."""
+        self.mover: Mover | None = tier
+        """Copies complete pages to host memory; None without a host tier."""
         self._residency: Residency | None = None  # only for kernels that swap pages in
         if tier is not None and tier.swap is not None:
-            self._residency = Residency(tier.page_group, tier.num_pages, num_slots)
-
-    @property
-    def backend(self) -> AttentionBackend:
-        return self._backend
+            self._residency = Residency(tier.page_group, tier.frames, num_slots)
 
     @property
     def traces(self) -> bool:
         """The backend reports which pages a row reads."""
-        if self._sparse is None:
-            return False
-        return type(self._sparse).selections is not SparseBackend.selections
-
-    @property
-    def mover(self) -> Mover | None:
-        """Copies complete pages to host memory; None without a host tier."""
-        return self.tier
+        own = type(self._sparse)
+        return issubclass(own, SparseBackend) and own.selections is not SparseBackend.selections
 
     def mark_ready(self) -> None:
         """Note that the engine takes requests from now on. Later compilations delay requests."""
@@ -164,22 +156,18 @@ class Runner:
         `records`."""
         from cairn.kernels.precompile import collecting, compile_all
 
-        chunk, sparse, backend = (
-            self._limits.chunked_prefill_size,
-            self._choices.sparse,
-            self._backend,
-        )
+        chunk, sparse = self._limits.chunked_prefill_size, self._choices.sparse
         if self._limits.max_step_seconds is not None:
             warm_up_products(self._model, step_sizes(chunk))
         max_seqs, max_pages = self._limits.max_running_requests, self._max_pages
         dense_below = 0 if sparse is None else sparse.dense_below
         own = None if self._sparse is None else self._sparse.rungs(max_seqs, max_pages)
-        if own is None and not backend.graphs:
+        if own is None and not self.backend.graphs:
             # Attention does not use Cairn's own kernels. What other libraries launch depends only
             # on the number of rows, so a few sequences and pages are enough.
             max_seqs, max_pages = 2, min(max_pages, self._geometry.pages(chunk))
             dense_below = 0
-        rungs = rungs_of(backend, max_seqs, max_pages)
+        rungs = rungs_of(self.backend, max_seqs, max_pages)
         steps = list(
             rehearsals(
                 rungs,
@@ -189,21 +177,20 @@ class Runner:
                 dense_below=dense_below,
             )
         )
-        graphs = self._make_graphs(min(_MOST_RECORDED_ROWS, chunk)) if records else None
+        most_recorded = min(_MOST_RECORDED_ROWS, chunk)
         with collecting() as forms, self._excerpt():
             for step in steps:
                 self._rehearse(step)
             if self.tier is not None:
                 self.tier.rehearse()
-            if graphs is not None:
-                graphs.rehearse(rungs.rows, rungs.seqs)
+            if records:
+                self._make_graphs(most_recorded).rehearse(rungs.rows, rungs.seqs)
         compile_all(forms, progress)
         for step in steps:
             if step.for_real:
                 self._rehearse(step)
-        if graphs is not None:
-            graphs.record()
-            self._graphs = graphs
+        if records:
+            self.record_graphs(most_recorded)
 
     @contextmanager
     def _excerpt(self) -> Iterator[None]:
@@ -226,7 +213,7 @@ class Runner:
             host = step.inputs(len(self._tables), self._geometry.page_size, resident=resident)
             inputs = host.send(self._device, self._reads_generations)
             wanted = to_device(host.rows.last_token_rows, self._device)
-            logits = self._forward(inputs, self._backend.prepare(inputs.batch), wanted)
+            logits = self._forward(inputs, self.backend.prepare(inputs.batch), wanted)
             draws = Draws.none(len(wanted), spare_slot=0)
             temperatures, seeds = (
                 to_device(own, self._device) for own in (draws.temperatures, draws.seeds)
@@ -243,15 +230,15 @@ class Runner:
     def record_graphs(self, most_rows: int) -> None:
         """Record the kinds of steps that the backend supports; mixed ones have up to `most_rows`
         rows."""
-        self._graphs = self._make_graphs(most_rows)
-        self._graphs.record()
+        self.graphs = self._make_graphs(most_rows)
+        self.graphs.record()
 
     def _make_graphs(self, most_rows: int) -> StepGraphs:
         _, num_slots, max_pages = self._tables.shape
         return StepGraphs(
             self._recorded_step,
             sizes=recorded_sizes(
-                self._backend.graphs,
+                self.backend.graphs,
                 decode_rows=most_decode_rows(num_slots, self._landmark_id is not None),
                 mixed_rows=min(most_rows, max_pages * self._geometry.page_size),
                 seqs=num_slots,
@@ -267,12 +254,7 @@ class Runner:
 
         Steps that are replayed from graphs bypass the wrapper.
         """
-        self._backend = wrap(self._backend, self._pool)
-
-    @property
-    def largest_graph(self) -> int:
-        """Rows of the largest recorded decode step; 0 without graphs."""
-        return 0 if self._graphs is None else self._graphs.largest_decode
+        self.backend = wrap(self.backend, self._pool)
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -307,18 +289,18 @@ class Runner:
         Returns logits of the `sampling` sequences, and their tokens if all of them sample without
         filters and scores.
         """
-        if self._graphs is None:
+        if self.graphs is None:
             return None
         batch = host.batch
         for mixed in (False, True) if host.rows.only_decodes else (True,):
-            graph = self._backend.graph_for(batch, mixed=mixed)
-            size = None if graph is None else self._graphs.size_for(graph, host.rows)
+            graph = self.backend.graph_for(batch, mixed=mixed)
+            size = None if graph is None else self.graphs.size_for(graph, host.rows)
             if graph is None or size is None:
                 continue
             draws = self._sampler.plain_draws([plan.advances[s] for s in sampling])
             wanted = np.array(sampling, dtype=np.int64)
             with self._launching(batch, graph):
-                logits, tokens = self._graphs.run(host, graph, size, wanted, draws)
+                logits, tokens = self.graphs.run(host, graph, size, wanted, draws)
             return logits, None if draws is None else tokens
         return None
 
@@ -343,7 +325,7 @@ class Runner:
         """The step that is recorded. Returns logits, and tokens sampled without filters."""
         from cairn.kernels.sampling import sample
 
-        logits = self._forward(inputs, self._backend.prepare(inputs.batch), logit_rows)
+        logits = self._forward(inputs, self.backend.prepare(inputs.batch), logit_rows)
         tokens = sample(logits, draws.temperatures, draws.seeds)
         self._newest[draws.slots] = tokens
         return logits, tokens
@@ -378,7 +360,7 @@ class Runner:
     ) -> torch.Tensor:
         inputs = host.send(self._device, self._reads_generations)
         with self._launching(inputs.batch, None):
-            metadata = self._backend.prepare(inputs.batch)
+            metadata = self.backend.prepare(inputs.batch)
             wanted = to_device(logit_rows.astype(np.int64), self._device)
             logits = self._forward(inputs, metadata, wanted)
         for s in sampling:
@@ -399,10 +381,10 @@ class Runner:
         self, inputs: StepInputs, metadata: object, logit_rows: torch.Tensor | None
     ) -> torch.Tensor:
         """The device work of a step; all of it can be recorded."""
-        self._backend.begin(metadata)
+        self.backend.begin(metadata)
         newest = self._newest[inputs.sources.clamp(min=0)]
         token_ids = torch.where(inputs.sources >= 0, newest, inputs.token_ids)
-        attend = Attend(self._pool, self._backend, inputs.batch, metadata)
+        attend = Attend(self._pool, self.backend, inputs.batch, metadata)
         return self._model(token_ids, inputs.positions, inputs.lengths, attend, logit_rows)
 
     def _apply(self, plan: StepPlan) -> None:

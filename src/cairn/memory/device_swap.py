@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from cairn.kernels.interface import COPY_THREADS, Located
-from cairn.memory.host_pool import HostPool
-from cairn.memory.kv_pool import KVPool
+from cairn.memory.kv_pool import HostPool, KVPool
 
 if TYPE_CHECKING:
     from cairn.kernels.swap_in import HotTables, Misses

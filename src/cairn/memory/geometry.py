@@ -31,14 +31,10 @@ class PageGeometry:
         return self.tokens_per_page < self.page_size
 
     def rows(self, tokens: int) -> int:
-        """Rows that `tokens` tokens occupy, including the landmark rows of complete pages."""
+        """Rows that `tokens` tokens occupy, including the landmark rows of complete pages. Also the
+        row of token number `tokens`, counted from 0."""
         pages, rest = divmod(tokens, self.tokens_per_page)
         return pages * self.page_size + rest
-
-    def row_of(self, token: int) -> int:
-        """The row of token number `token`, counted from 0."""
-        page, offset = divmod(token, self.tokens_per_page)
-        return page * self.page_size + offset
 
     def pages(self, tokens: int) -> int:
         """Number of pages needed for `tokens` tokens."""

@@ -16,9 +16,8 @@ import torch
 
 from cairn.memory.copies import CopyEdits, Transfer
 from cairn.memory.device_swap import DeviceSwap, SwapShape
-from cairn.memory.host_pool import HostPool
 from cairn.memory.hot_cache import HotCache
-from cairn.memory.kv_pool import KVPool
+from cairn.memory.kv_pool import HostPool, KVPool
 from cairn.memory.layout import CachePart
 from cairn.memory.movers import HostMover, StreamMover
 from cairn.memory.prompt_stage import PromptStage

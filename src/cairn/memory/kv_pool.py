@@ -1,17 +1,32 @@
-"""The device tensors that hold the pages of every layer."""
+"""The tensors that hold the pages of every layer, on the device and in host memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from cairn.memory.groups import LayerGroup
 from cairn.memory.layout import KV
+from cairn.memory.pinned import CudaRegistry, PinnedMemory
 
 
-class KVPool:
-    """A tensor [pages, *page shape] for each part of each layer's cache. Page 0 is the null page.
+class PagePool:
+    """A tensor [pages, *page shape] for each part of a layer's cache. Page 0 is the null page."""
+
+    _parts: dict[int, dict[str, torch.Tensor]]  # by layer
+
+    def part(self, layer: int, name: str = KV) -> torch.Tensor:
+        """The tensor of a part, [pages, *page shape]."""
+        return self._parts[layer][name]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All parts of all layers."""
+        return [tensor for parts in self._parts.values() for tensor in parts.values()]
+
+
+class KVPool(PagePool):
+    """Pages on the device.
 
     Keys and values of heads are one part, [pages, 2 * kv_heads, page_size, head_dim], keys first.
     One kv head's slice of a page is contiguous, since selection reads and the tier moves such
@@ -36,7 +51,7 @@ class KVPool:
         self.device = torch.empty(0, device=device).device  # with the device index
         self.group_of: dict[int, int] = {}
         """The group of each layer, whose page tables locate the layer's rows."""
-        self._parts: dict[int, dict[str, torch.Tensor]] = {}
+        self._parts = {}
         self._by_group: list[list[torch.Tensor]] = [[] for _ in groups]
         # Third-party kernels multiply masked rows by zero, so those must not hold NaN.
         make = torch.zeros if device.type == "cuda" else torch.empty
@@ -53,15 +68,6 @@ class KVPool:
                     tensor = make(shape, dtype=part.known_dtype, device=device)
                     self._parts[layer][part.name] = tensor
                     self._by_group[home].append(tensor)
-
-    def part(self, layer: int, name: str = KV) -> torch.Tensor:
-        """The tensor of a part, [pages, *page shape]."""
-        return self._parts[layer][name]
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """All parts of all layers."""
-        for tensors in self._by_group:
-            yield from tensors
 
     def kv_heads(self, layer: int) -> int:
         return self.part(layer).shape[1] // 2
@@ -91,3 +97,39 @@ class KVPool:
         """Zero pages, [n] ids, in all layers of a group."""
         for tensor in self._by_group[group]:
             tensor.index_fill_(0, pages, 0)
+
+
+class HostPool(PagePool):
+    """Host memory for the parts of a group that may leave the device, laid out as on the device."""
+
+    def __init__(
+        self, group: LayerGroup, num_pages: int, page_size: int, *, device: torch.device
+    ) -> None:
+        """Room for page ids 0..num_pages, where 0 is the null page. `device` can access it."""
+        self.layout = group.layout.leaving
+        self.num_pages = num_pages
+        self.page_bytes = len(group.layers) * self.layout.page_bytes(page_size)
+        """Bytes of one page in all layers."""
+        places = [(layer, part) for layer in group.layers for part in self.layout.parts]
+        sizes = [(num_pages + 1) * part.page_bytes(page_size) for _, part in places]
+        self._pinned: PinnedMemory | None = None
+        if device.type == "cuda":
+            self._pinned = PinnedMemory(CudaRegistry(device), sizes)
+            memory = list(self._pinned.tensors)
+        else:
+            # The system commits memory of a plain tensor only when it is written.
+            memory = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        self._parts = {layer: {} for layer in group.layers}
+        for (layer, part), own in zip(places, memory, strict=True):
+            shape = (num_pages + 1, *part.page_shape(page_size))
+            self._parts[layer][part.name] = own.view(part.known_dtype).view(shape)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(self._parts)
+
+    def close(self) -> None:
+        """Free the memory. Nothing may use it any more."""
+        self._parts.clear()
+        if self._pinned is not None:
+            self._pinned.close()

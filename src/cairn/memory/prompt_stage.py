@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from cairn.kernels.layer_memory import LayerMemory
-from cairn.memory.host_pool import HostPool
-from cairn.memory.kv_pool import KVPool
+from cairn.memory.kv_pool import HostPool, KVPool
 from cairn.memory.layout import KV
 
 _MOST_RUNS = 256

@@ -8,17 +8,19 @@ evicted, an unpinned one only if it is a leaf. Keys are tokens, with one namespa
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from cairn.memory.eviction import EvictionQueue
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.groups import LayerGroup
 from cairn.memory.pages import NULL_PAGE, PageAllocator
 
 EvictionPolicy = Literal["lru", "lfu"]
 PageTokens = tuple[int, ...]
+
+_COMPACT_ABOVE = 64
 
 
 class Node:
@@ -34,6 +36,49 @@ class Node:
         self.pins = 0  # requests whose path contains this node
         self.hits = 0
         self.last_use = 0
+
+
+class EvictionQueue:
+    """The nodes that can be evicted, in order: a heap with lazy deletion.
+
+    Push, discard and pop cost O(log n), length is exact.
+
+    A node's priority is read when it is pushed. To use a node, discard it; push it again when it
+    is idle. Priorities in the heap are therefore never stale.
+    """
+
+    def __init__(self, priority: Callable[[Node], tuple[int, ...]]) -> None:
+        self._priority = priority
+        self._heap: list[tuple[tuple[int, ...], int, Node]] = []
+        self._ticket: dict[Node, int] = {}
+        self._tickets = 0
+
+    def __len__(self) -> int:
+        return len(self._ticket)
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._ticket
+
+    def push(self, node: Node) -> None:
+        self._tickets += 1
+        self._ticket[node] = self._tickets
+        heapq.heappush(self._heap, (self._priority(node), self._tickets, node))
+        if len(self._heap) > 2 * len(self._ticket) + _COMPACT_ABOVE:
+            self._heap = [entry for entry in self._heap if self._is_live(entry)]
+            heapq.heapify(self._heap)
+
+    def discard(self, node: Node) -> None:
+        self._ticket.pop(node, None)
+
+    def pop(self) -> Node:
+        while True:
+            entry = heapq.heappop(self._heap)
+            if self._is_live(entry):
+                del self._ticket[entry[2]]
+                return entry[2]
+
+    def _is_live(self, entry: tuple[tuple[int, ...], int, Node]) -> bool:
+        return self._ticket.get(entry[2]) == entry[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +112,7 @@ class RadixTree:
         priority = _least_recent if policy == "lru" else _least_frequent
         # Evictable nodes. Full groups: unpinned leaves. Window groups: nodes whose page no request
         # holds.
-        self._idle = [EvictionQueue[Node](priority) for _ in groups]
+        self._idle = [EvictionQueue(priority) for _ in groups]
         self._node_of: list[dict[int, Node]] = [{} for _ in groups]
         self._full = [i for i, group in enumerate(groups) if group.window is None]
         self._windowed = [i for i, group in enumerate(groups) if group.window is not None]

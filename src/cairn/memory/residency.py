@@ -14,23 +14,18 @@ from cairn.memory.pages import NULL_PAGE
 
 
 class Residency:
-    def __init__(self, group: int, num_pages: int, num_slots: int) -> None:
-        """Track page ids 0..num_pages, which the tables of layer group `group` name, for up to
-        `num_slots` running requests."""
+    def __init__(self, group: int, frames: np.ndarray, num_slots: int) -> None:
+        """Track the pages that the tables of layer group `group` name, for up to `num_slots`
+        running requests. `frames` [pages] is the current frame of each page, 0 for none."""
         self.group = group
-        self._here = np.zeros(num_pages + 1, dtype=bool)
+        self._frames = frames
         # Number of pages at the start of each slot's table that are known to be on the device.
         self._known = np.zeros(num_slots, dtype=np.int64)
         self._gap = (-1, 0)  # slot and place of the page that was missing last
 
     def move(self, frames: Sequence[Transfer]) -> None:
         """Record that pages are in new frames, or no longer in one."""
-        if not frames:
-            return
-        pages, places = np.array(frames).T
-        here = places != NULL_PAGE
-        self._here[pages] = here
-        if not here.all():
+        if any(frame == NULL_PAGE for _, frame in frames):
             self._known[:] = 0
 
     def edit(self, slot: int, first: int) -> None:
@@ -43,11 +38,11 @@ class Residency:
         slot, place = self._gap
         # The page that was missing last is usually missing in the next step too.
         for s in np.flatnonzero(slots == slot):
-            if place < counts[s] and not self._here[table[s, place]]:
+            if place < counts[s] and not self._frames[table[s, place]]:
                 return False
         known = self._known[slots]
         for s in np.flatnonzero(known < counts):
-            missing = ~self._here[table[s, known[s] : counts[s]]]
+            missing = self._frames[table[s, known[s] : counts[s]]] == NULL_PAGE
             if missing.any():
                 self._gap = (int(slots[s]), int(known[s] + missing.argmax()))
                 return False

@@ -15,7 +15,7 @@ from cairn.engine.plan import StepPlan
 from cairn.engine.runner import InFlight, Runner, StepResult
 from cairn.errors import CairnError, RankError
 from cairn.kernels.compilations import CompilationCounts
-from cairn.memory.copies import Mover, Transfer
+from cairn.memory.copies import Transfer
 from cairn.memory.hisparse import HiSparseCoordinator, TierStats
 from cairn.memory.kv_pool import KVPool
 
@@ -27,11 +27,8 @@ class LeadRunner(Runner):
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
         self.ranks = cast("Ranks", self._parallel)
-        self._lead_mover = None if self.tier is None else LeadMover(self.tier, self)
-
-    @property
-    def mover(self) -> Mover | None:
-        return self._lead_mover
+        if self.tier is not None:
+            self.mover = LeadMover(self.tier, self)
 
     def launch(self, plan: StepPlan) -> InFlight:
         with self.together():
