@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple, cast
+from typing import cast
 
 from cairn.attention.backend import AUTO_SPARSE, SparseBackend, sparse_class
 from cairn.config import EngineConfig
@@ -24,17 +24,12 @@ _POLICY, _TOPK, _WINDOW, _SINKS = "quest", 32, 512, 1
 """Defaults for models that were not trained with sparse attention."""
 
 
-class _DensePays(NamedTuple):
-    """Positions below which dense kernels are at least as fast as sparse ones."""
-
-    decode: int
-    prompt: int
-
-
-_DENSE_PAYS = {"cuda": _DensePays(decode=18432, prompt=24576)}
-"""By device, where it was measured. On an H200, dense decoding of one sequence is as fast as sparse
-decoding up to about 18,000 rows, and a prompt's rows up to about 24,000 (docs/lab-notes.md). Only a
-row's position decides, so that its result does not depend on the rest of the batch."""
+_DENSE_PAYS = {"cuda": (18432, 24576)}
+"""By device, where it was measured: positions of generated rows and of prompt rows below which
+dense kernels are at least as fast as sparse ones. On an H200, dense decoding of one sequence is as
+fast as sparse decoding up to about 18,000 rows, and a prompt's rows up to about 24,000
+(docs/lab-notes.md). Only a row's position decides, so that its result does not depend on the rest
+of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,51 +102,46 @@ def _training_free(
     device: str,
     backend: type[SparseBackend],
 ) -> SparseConfig:
-    if not backend.needs_landmarks:
-        prompts = "prefill" in backend.options and config.hsa_prefill != "sparse"
-        return SparseConfig(
-            policy=None,
-            layers=_layers(config.hsa_layers, spec),
-            topk=config.hsa_topk or 0,
-            window=config.hsa_window or _WINDOW,
-            strategy=Policy.strategy,
-            fusion=Policy.fusion,
-            dense_below=config.hsa_dense_below or 0,
-            dense_prompt_below=ALL_ROWS if prompts else 0,
-        )
-    name = config.hsa_policy or _POLICY
-    kind = policy_class(name)
-    if kind.needs_landmark_rows:
-        raise ConfigError(
-            f"hsa_policy {name!r} needs a model trained with landmark rows, which "
-            f"{spec.architecture} is not; use quest or mean"
-        )
-    topk = _TOPK if config.hsa_topk is None else config.hsa_topk
-    sinks = min(_SINKS, topk) if config.hsa_sinks is None else config.hsa_sinks
-    if sinks > topk:
-        raise ConfigError(
-            f"hsa_sinks is {sinks} and hsa_topk {topk}; sink pages are among the top-k, so "
-            f"hsa_topk must be at least {sinks}"
-        )
-    window = config.hsa_window or _WINDOW
+    policy, kind, topk, sinks = None, Policy, config.hsa_topk or 0, 0
+    layers, window = _layers(config.hsa_layers, spec), config.hsa_window or _WINDOW
+    if backend.needs_landmarks:
+        name = config.hsa_policy or _POLICY
+        kind = policy_class(name)
+        if kind.needs_landmark_rows:
+            raise ConfigError(
+                f"hsa_policy {name!r} needs a model trained with landmark rows, which "
+                f"{spec.architecture} is not; use quest or mean"
+            )
+        topk = _TOPK if config.hsa_topk is None else config.hsa_topk
+        sinks = min(_SINKS, topk) if config.hsa_sinks is None else config.hsa_sinks
+        if sinks > topk:
+            raise ConfigError(
+                f"hsa_sinks is {sinks} and hsa_topk {topk}; sink pages are among the top-k, so "
+                f"hsa_topk must be at least {sinks}"
+            )
+        policy = make_policy(name, _policy_shape(spec, layers))
     fusion = cast("Fusion", config.hsa_fusion or kind.fusion)
     dense_below, dense_prompt_below = config.hsa_dense_below or 0, 0
     # With lse weights, attention over all pages equals dense attention. Rows that would select
     # every page can therefore be dense. Pages in host memory are always found by selection.
-    if config.hsa_dense_below is None and fusion == "lse" and not config.enable_hisparse:
-        pays = _DENSE_PAYS.get(device, _DensePays(0, 0))
+    if (
+        policy is not None
+        and config.hsa_dense_below is None
+        and fusion == "lse"
+        and not config.enable_hisparse
+    ):
         all_selected = (topk + 1) * page_size + window - 1
-        dense_below = max(all_selected, pays.decode)
-        dense_prompt_below = max(all_selected, pays.prompt)
-    if config.hsa_prefill != "sparse":
+        generated, prompt = _DENSE_PAYS.get(device, (0, 0))
+        dense_below = max(all_selected, generated)
+        dense_prompt_below = max(all_selected, prompt)
+    if "prefill" in backend.options and config.hsa_prefill != "sparse":
         dense_prompt_below = ALL_ROWS
-    layers = _layers(config.hsa_layers, spec)
     return SparseConfig(
-        policy=make_policy(name, _policy_shape(spec, layers)),
+        policy=policy,
         layers=layers,
         topk=topk,
         window=window,
-        strategy=_strategy(config, kind.strategy),
+        strategy=cast("Strategy", config.hsa_selection_strategy or kind.strategy),
         fusion=fusion,
         sinks=sinks,
         dense_below=dense_below,
@@ -197,7 +187,7 @@ def _native(
         layers=native.layers,
         topk=topk,
         window=native.window,
-        strategy=_strategy(config, kind.strategy),
+        strategy=cast("Strategy", config.hsa_selection_strategy or kind.strategy),
         fusion=kind.fusion,
         null_split=native.null_split,
         landmark_rows=True,
@@ -234,10 +224,6 @@ def _policy_shape(spec: ModelSpec, layers: Sequence[int]) -> PolicyShape:
 def _hsa_options(config: EngineConfig) -> list[str]:
     names = [option.name for option in fields(config) if option.name.startswith("hsa_")]
     return [name for name in names if getattr(config, name) is not None]
-
-
-def _strategy(config: EngineConfig, default: Strategy) -> Strategy:
-    return cast("Strategy", config.hsa_selection_strategy or default)
 
 
 def _layers(given: str | None, spec: ModelSpec) -> tuple[int, ...]:
