@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cairn.engine.graphs import StepSize, mixed_sizes
-from cairn.engine.inputs import StepInputs, build_rows
+from cairn.engine.inputs import StepInputs
 from cairn.engine.plan import Advance, StepPlan
 from cairn.memory.geometry import PageGeometry
 
@@ -21,9 +21,8 @@ def inputs(*chunks: tuple[int, int]) -> StepInputs:
         Advance(str(s), s, past, past + new, array("q", [3] * new), past + new, samples=True)
         for s, (past, new) in enumerate(chunks)
     ]
-    rows = build_rows(StepPlan(tuple(advances)), PageGeometry(PAGE, PAGE))
     tables = np.arange(1, 1 + len(chunks) * 8, dtype=np.int32).reshape(1, len(chunks), 8)
-    return StepInputs.of(rows, PAGE, tables, tables, rows.kv_lens.copy())
+    return StepInputs.of(StepPlan(tuple(advances)), PageGeometry(PAGE, PAGE), tables, tables)
 
 
 @pytest.mark.parametrize(

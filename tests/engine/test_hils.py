@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from cairn import LLM, SamplingParams
-from cairn.engine.inputs import StepInputs, StepRows
+from cairn.engine.inputs import StepInputs
 from cairn.engine.plan import StepPlan
 from cairn.errors import RequestError
 from tests import hils_reference
@@ -297,12 +297,12 @@ def test_decode_rows_may_go_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         runner = llm.engine.runner
         build = runner._inputs
 
-        def apart(plan: StepPlan, rows: StepRows) -> StepInputs:
+        def apart(plan: StepPlan) -> StepInputs:
             nonlocal split
-            host = build(plan, rows)
-            if not rows.only_decodes:
+            host = build(plan)
+            if not host.only_decodes:
                 return host
-            split += len(rows.token_ids) > len(rows.kv_lens)
+            split += host.batch.num_rows > host.batch.num_seqs
             return host.as_sequences()
 
         monkeypatch.setattr(runner, "_inputs", apart)

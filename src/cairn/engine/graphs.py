@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from cairn.attention.backend import Graph
-from cairn.attention.batch import send, to_device
-from cairn.engine.inputs import Draws, StepInputs, StepRows
+from cairn.attention.batch import AttentionBatch, send, to_device
+from cairn.engine.inputs import Draws, StepInputs
 from cairn.kernels.packing import pack, unpack
 
 Forward = Callable[
@@ -239,13 +239,13 @@ class StepGraphs:
                 graph.capture_end()
         return graph, result
 
-    def size_for(self, graph: Graph, rows: StepRows) -> StepSize | None:
+    def size_for(self, graph: Graph, batch: AttentionBatch) -> StepSize | None:
         """The smallest recorded size that fits a step; None if none does.
 
         Each row of a decode step counts as a sequence, so that landmark rows fit too.
         """
-        num_rows = len(rows.token_ids)
-        num_seqs = len(rows.kv_lens) + 1 if graph.mixed else num_rows
+        num_rows = batch.num_rows
+        num_seqs = batch.num_seqs + 1 if graph.mixed else num_rows
         for size in self._sizes.get(graph, ()):
             if num_rows <= size.rows and num_seqs <= size.seqs:
                 return size
@@ -263,7 +263,7 @@ class StepGraphs:
 
         The next run overwrites both. Without `draws` the tokens are meaningless.
         """
-        wanted = host.rows.last_token_rows[sampling]
+        wanted = host.last_token_rows[sampling]
         recorded = self._graphs[graph, size]
         # A decode step has logits of every row, so a sequence's logits are at its row.
         places = sampling if graph.mixed else wanted

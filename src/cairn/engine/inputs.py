@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 
-from cairn.attention.batch import NOT_SENT, AttentionBatch, GroupTables, to_device
+from cairn.attention.batch import AttentionBatch, GroupTables, to_device
 from cairn.engine.plan import Advance, StepPlan
 from cairn.kernels.packing import pack, unpack
 from cairn.memory.geometry import PageGeometry
@@ -48,109 +48,78 @@ class Draws(Generic[Array]):
 
 
 @dataclass(frozen=True, slots=True)
-class StepRows:
-    """Host arrays over the rows of a step; sequence s is plan.advances[s]."""
+class StepInputs:
+    """Host arrays over the rows of a step, and its batch; sequence s is plan.advances[s]."""
 
+    batch: AttentionBatch
     token_ids: np.ndarray  # [rows]
     sources: np.ndarray  # [rows] slot whose newest token to use, -1 to use token_ids
     positions: np.ndarray  # [rows] for rope; a landmark row has the next token's position
     lengths: np.ndarray  # [rows] sequence length that rope assumes, see Rotary
     cache_rows: np.ndarray  # [rows] index in the sequence's cache
     seq: np.ndarray  # [rows] sequence of each row
-    query_lens: np.ndarray  # [seqs] rows of each sequence
-    kv_lens: np.ndarray  # [seqs] rows in the cache after the step
-    cu_query: np.ndarray  # [seqs + 1]
     is_token: np.ndarray  # [rows] False for landmark rows
     last_token_rows: np.ndarray  # [seqs] row of each sequence's last token
-
-    @property
-    def only_decodes(self) -> bool:
-        """Every sequence adds one token, and possibly a landmark row after it."""
-        seqs = len(self.kv_lens)
-        return bool(self.is_token.sum() == seqs and self.is_token[self.cu_query[:-1]].all())
-
-
-def build_rows(plan: StepPlan, geometry: PageGeometry, landmark_id: int | None = None) -> StepRows:
-    """The rows of a plan. If the model has landmark rows, a page's landmark row is computed in the
-    same step as the page's last token."""
-    size, per_page = geometry.page_size, geometry.tokens_per_page
-    starts = np.array([advance.start for advance in plan.advances], dtype=np.int64)
-    stops = np.array([advance.stop for advance in plan.advances], dtype=np.int64)
-    prompts = np.array([advance.prompt_len for advance in plan.advances], dtype=np.int64)
-    first_rows = starts // per_page * size + starts % per_page
-    kv_lens = stops // per_page * size + stops % per_page
-    query_lens = kv_lens - first_rows
-    cu_query = np.concatenate(([0], np.cumsum(query_lens)))
-    seq = np.repeat(np.arange(len(plan.advances)), query_lens)
-    cache_rows = np.arange(cu_query[-1]) - cu_query[seq] + first_rows[seq]
-    positions = cache_rows - cache_rows // size * (size - per_page)
-    is_token = cache_rows % size < per_page
-    token_ids = np.full(cu_query[-1], -1 if landmark_id is None else landmark_id, dtype=np.int64)
-    known, unknown = array("q"), []
-    for s, advance in enumerate(plan.advances):
-        known += advance.token_ids
-        if len(advance.token_ids) < advance.stop - advance.start:
-            unknown.append(s)
-            known.append(0)
-    token_ids[is_token] = known
-    last_tokens = stops - 1
-    last_rows = last_tokens // per_page * size + last_tokens % per_page
-    last_token_rows = cu_query[:-1] + last_rows - first_rows
-    sources = np.full(cu_query[-1], -1, dtype=np.int64)
-    sources[last_token_rows[unknown]] = [plan.advances[s].slot for s in unknown]
-    return StepRows(
-        token_ids=token_ids,
-        sources=sources,
-        positions=positions,
-        lengths=np.maximum(prompts[seq], positions + 1),
-        cache_rows=cache_rows,
-        seq=seq,
-        query_lens=query_lens,
-        kv_lens=kv_lens,
-        cu_query=cu_query,
-        is_token=is_token,
-        last_token_rows=last_token_rows,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """The rows of a step and its batch; the tensors are set when the step is sent."""
-
-    rows: StepRows
-    batch: AttentionBatch
-    token_ids: torch.Tensor = NOT_SENT  # [rows]
-    sources: torch.Tensor = NOT_SENT  # [rows] slot whose newest token to use, -1 for token_ids
-    positions: torch.Tensor = NOT_SENT  # [rows]
-    lengths: torch.Tensor = NOT_SENT  # [rows]
+    sent: Sequence[torch.Tensor] = ()
+    """token_ids, sources, positions and lengths on the device, once the step is sent."""
 
     @classmethod
     def of(
         cls,
-        rows: StepRows,
-        page_size: int,
-        tables: Sequence[np.ndarray] | np.ndarray,  # [groups, seqs, pages] int32
-        generations: Sequence[np.ndarray] | np.ndarray,  # [groups, seqs, pages] int32
-        prompt_rows: np.ndarray,  # [seqs]
-        traced_rows: Sequence[int] | np.ndarray = (),
-        *,
-        resident: bool = False,
+        plan: StepPlan,
+        geometry: PageGeometry,
+        tables: np.ndarray,  # [groups, seqs, pages] int32
+        generations: np.ndarray,  # [groups, seqs, pages] int32
+        landmark_id: int | None = None,
     ) -> StepInputs:
-        """A step that is not on the device yet."""
+        """The rows of a plan. If the model has landmark rows, a page's landmark row is computed in
+        the same step as the page's last token."""
+        size, per_page = geometry.page_size, geometry.tokens_per_page
+        starts = np.array([advance.start for advance in plan.advances], dtype=np.int64)
+        stops = np.array([advance.stop for advance in plan.advances], dtype=np.int64)
+        prompts = np.array([advance.prompt_len for advance in plan.advances], dtype=np.int64)
+        first_rows, kv_lens = geometry.rows(starts), geometry.rows(stops)
+        query_lens = kv_lens - first_rows
+        cu_query = np.concatenate(([0], np.cumsum(query_lens)))
+        num_rows = cu_query[-1]
+        seq = np.repeat(np.arange(len(plan.advances)), query_lens)
+        cache_rows = np.arange(num_rows) - cu_query[seq] + first_rows[seq]
+        positions = cache_rows - cache_rows // size * (size - per_page)
+        is_token = cache_rows % size < per_page
+        token_ids = np.full(num_rows, -1 if landmark_id is None else landmark_id, dtype=np.int64)
+        known, unknown = array("q"), []
+        for s, advance in enumerate(plan.advances):
+            known += advance.token_ids
+            if len(advance.token_ids) < advance.stop - advance.start:
+                unknown.append(s)
+                known.append(0)
+        token_ids[is_token] = known
+        last_token_rows = cu_query[:-1] + geometry.rows(stops - 1) - first_rows
+        sources = np.full(num_rows, -1, dtype=np.int64)
+        sources[last_token_rows[unknown]] = [plan.advances[s].slot for s in unknown]
         batch = AttentionBatch(
-            page_size=page_size,
-            query_lens=rows.query_lens,
-            kv_lens=rows.kv_lens,
-            cu_query=rows.cu_query,
+            page_size=size,
+            query_lens=query_lens,
+            kv_lens=kv_lens,
+            cu_query=cu_query,
             groups=tuple(
                 GroupTables(host_pages=pages, host_generations=lives)
                 for pages, lives in zip(tables, generations, strict=True)
             ),
-            prompt_rows=prompt_rows,
-            traced_rows=np.asarray(traced_rows, dtype=np.int64),
-            resident=resident,
+            prompt_rows=geometry.rows(prompts),
+            traced_rows=last_token_rows[[s for s, own in enumerate(plan.advances) if own.traced]],
         )
-        return cls(rows, batch)
+        return cls(
+            batch=batch,
+            token_ids=token_ids,
+            sources=sources,
+            positions=positions,
+            lengths=np.maximum(prompts[seq], positions + 1),
+            cache_rows=cache_rows,
+            seq=seq,
+            is_token=is_token,
+            last_token_rows=last_token_rows,
+        )
 
     @classmethod
     def made_up(
@@ -169,29 +138,39 @@ class StepInputs:
 
         All rows belong to prompts unless `prompt_rows` is given.
         """
+        prompts = total if prompt_rows is None else prompt_rows
         advances = [
-            Advance("", 0, stop - count, stop, array("q", bytes(8 * count)), 0, samples=True)
-            for count, stop in zip(map(int, new), map(int, total), strict=True)
+            Advance("", 0, stop - count, stop, array("q", bytes(8 * count)), prompt, samples=True)
+            for count, stop, prompt in zip(
+                map(int, new), map(int, total), map(int, prompts), strict=True
+            )
         ]
-        rows = build_rows(StepPlan(tuple(advances)), PageGeometry(page_size, page_size))
         pages = np.stack(tables).astype(np.int32)
-        prompts = rows.kv_lens if prompt_rows is None else prompt_rows
         lives = np.full_like(pages, generation)
-        return cls.of(rows, page_size, pages, lives, prompts, traced_rows, resident=resident)
+        geometry = PageGeometry(page_size, page_size)
+        step = cls.of(StepPlan(tuple(advances)), geometry, pages, lives)
+        traced = np.asarray(traced_rows, dtype=np.int64)
+        return replace(step, batch=replace(step.batch, traced_rows=traced, resident=resident))
+
+    @property
+    def only_decodes(self) -> bool:
+        """Every sequence adds one token, and possibly a landmark row after it."""
+        firsts = self.is_token[self.batch.cu_query[:-1]]
+        return bool(self.is_token.sum() == self.batch.num_seqs and firsts.all())
 
     def arrays(self) -> tuple[np.ndarray, ...]:
         """All arrays to send, except the tables."""
-        rows, batch = self.rows, self.batch
-        pages, offsets = rows.cache_rows // batch.page_size, rows.cache_rows % batch.page_size
+        batch = self.batch
+        pages, offsets = self.cache_rows // batch.page_size, self.cache_rows % batch.page_size
         return (
-            rows.token_ids,
-            rows.sources,
-            rows.positions,
-            rows.lengths,
+            self.token_ids,
+            self.sources,
+            self.positions,
+            self.lengths,
             offsets,
-            *(group.host_pages[rows.seq, pages] for group in batch.groups),
-            rows.kv_lens,
-            rows.cu_query,
+            *(group.host_pages[self.seq, pages] for group in batch.groups),
+            batch.kv_lens,
+            batch.cu_query,
             batch.prompt_rows,
         )
 
@@ -218,8 +197,8 @@ class StepInputs:
     def on_device(self, arrays: Sequence[torch.Tensor], tables: torch.Tensor) -> StepInputs:
         """The same step with its tensors taken from device `arrays` and packed `tables`."""
         count = len(self.batch.groups)
-        token_ids, sources, positions, lengths, offsets, *others = arrays
-        *pages, kv_lens, cu_query, prompt_rows = others
+        *sent, offsets = arrays[:5]
+        *pages, kv_lens, cu_query, prompt_rows = arrays[5:]
         batch = replace(
             self.batch,
             groups=tuple(
@@ -237,31 +216,28 @@ class StepInputs:
             device_cu_query=cu_query,
             device_prompt_rows=prompt_rows,
         )
-        return StepInputs(self.rows, batch, token_ids, sources, positions, lengths)
+        return replace(self, batch=batch, sent=sent)
 
     def as_sequences(self) -> StepInputs:
         """The same step with each row as its own sequence, which sees the rows before it."""
-        batch, seq = self.batch, self.rows.seq
+        batch, seq = self.batch, self.seq
         count = len(seq)
         if count == batch.num_seqs:
             return self
-        rows = replace(
-            self.rows,
-            seq=np.arange(count),
+        batch = replace(
+            batch,
             query_lens=np.ones(count, dtype=np.int64),
-            kv_lens=self.rows.cache_rows + 1,
+            kv_lens=self.cache_rows + 1,
             cu_query=np.arange(count + 1),
-            last_token_rows=np.arange(count),
+            prompt_rows=batch.prompt_rows[seq],
+            groups=tuple(
+                GroupTables(
+                    host_pages=group.host_pages[seq], host_generations=group.host_generations[seq]
+                )
+                for group in batch.groups
+            ),
         )
-        return StepInputs.of(
-            rows,
-            batch.page_size,
-            [group.host_pages[seq] for group in batch.groups],
-            [group.host_generations[seq] for group in batch.groups],
-            batch.prompt_rows[seq],
-            batch.traced_rows,
-            resident=batch.resident,
-        )
+        return replace(self, batch=batch, seq=np.arange(count), last_token_rows=np.arange(count))
 
     def padded_arrays(self, num_rows: int, num_seqs: int, *, mixed: bool) -> list[np.ndarray]:
         """All arrays to send for a recorded step of this size, padded with rows on the null page.

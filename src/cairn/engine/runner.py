@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from cairn.attention.attend import Attend
 from cairn.attention.backend import AttentionBackend, Graph, SparseBackend
 from cairn.attention.batch import AttentionBatch, to_device
 from cairn.engine.graphs import StepGraphs, most_decode_rows, recorded_sizes
-from cairn.engine.inputs import Draws, StepInputs, StepRows, build_rows
+from cairn.engine.inputs import Draws, StepInputs
 from cairn.engine.logprobs import TokenLogprob, token_logprobs
 from cairn.engine.memory_plan import MemoryPlan
 from cairn.engine.plan import Advance, StepPlan
@@ -212,7 +212,7 @@ class Runner:
         for resident in (False,) if self.tier is None else (False, True):
             host = step.inputs(len(self._tables), self._geometry.page_size, resident=resident)
             inputs = host.send(self._device, self._reads_generations)
-            wanted = to_device(host.rows.last_token_rows, self._device)
+            wanted = to_device(host.last_token_rows, self._device)
             logits = self._forward(inputs, self.backend.prepare(inputs.batch), wanted)
             draws = Draws.none(len(wanted), spare_slot=0)
             temperatures, seeds = (
@@ -261,19 +261,18 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
         self._apply(plan)
-        rows = build_rows(plan, self._geometry, self._landmark_id)
-        host = self._inputs(plan, rows)
+        host = self._inputs(plan)
         sampling = [s for s, advance in enumerate(plan.advances) if advance.samples]
         result = StepResult()
-        scored = self._scored_rows(plan, rows)
+        scored = self._scored_rows(plan, host)
         replayed = None if scored else self._replay(plan, host, sampling)
         if replayed is not None:
             logits, tokens = replayed
             if tokens is not None:
                 return self._in_flight(plan, sampling, tokens, result)
         else:
-            logit_rows = np.concatenate([rows.last_token_rows[sampling], *scored.values()])
-            logits = self._eager(plan, rows, host, logit_rows, sampling, result)
+            logit_rows = np.concatenate([host.last_token_rows[sampling], *scored.values()])
+            logits = self._eager(plan, host, logit_rows, sampling, result)
         begin = len(sampling)
         tokens = self._sample(plan, sampling, logits[:begin], result)
         for s, wanted in scored.items() if self._samples else ():
@@ -292,9 +291,9 @@ class Runner:
         if self.graphs is None:
             return None
         batch = host.batch
-        for mixed in (False, True) if host.rows.only_decodes else (True,):
+        for mixed in (False, True) if host.only_decodes else (True,):
             graph = self.backend.graph_for(batch, mixed=mixed)
-            size = None if graph is None else self.graphs.size_for(graph, host.rows)
+            size = None if graph is None else self.graphs.size_for(graph, batch)
             if graph is None or size is None:
                 continue
             draws = self._sampler.plain_draws([plan.advances[s] for s in sampling])
@@ -352,7 +351,6 @@ class Runner:
     def _eager(
         self,
         plan: StepPlan,
-        rows: StepRows,
         host: StepInputs,
         logit_rows: np.ndarray,
         sampling: list[int],
@@ -365,7 +363,7 @@ class Runner:
             logits = self._forward(inputs, metadata, wanted)
         for s in sampling:
             if plan.advances[s].traced and self._sparse is not None:
-                read = self._sparse.selections(metadata, int(rows.last_token_rows[s]))
+                read = self._sparse.selections(metadata, int(host.last_token_rows[s]))
                 whole = {layer: self._of_all_heads(own) for layer, own in read.items()}
                 result.selections[plan.advances[s].request_id] = whole
         return logits
@@ -382,10 +380,11 @@ class Runner:
     ) -> torch.Tensor:
         """The device work of a step; all of it can be recorded."""
         self.backend.begin(metadata)
-        newest = self._newest[inputs.sources.clamp(min=0)]
-        token_ids = torch.where(inputs.sources >= 0, newest, inputs.token_ids)
+        token_ids, sources, positions, lengths = inputs.sent
+        newest = self._newest[sources.clamp(min=0)]
+        token_ids = torch.where(sources >= 0, newest, token_ids)
         attend = Attend(self._pool, self.backend, inputs.batch, metadata)
-        return self._model(token_ids, inputs.positions, inputs.lengths, attend, logit_rows)
+        return self._model(token_ids, positions, lengths, attend, logit_rows)
 
     def _apply(self, plan: StepPlan) -> None:
         if self.tier is not None:
@@ -403,25 +402,17 @@ class Runner:
             if self._residency is not None and edit.group == self._residency.group:
                 self._residency.edit(edit.slot, edit.first)
 
-    def _inputs(self, plan: StepPlan, rows: StepRows) -> StepInputs:
+    def _inputs(self, plan: StepPlan) -> StepInputs:
+        geometry, residency = self._geometry, self._residency
         slots = np.array([advance.slot for advance in plan.advances])
-        width = table_width(int(-(-rows.kv_lens.max() // self._geometry.page_size)))
-        prompts = [self._geometry.rows(advance.prompt_len) for advance in plan.advances]
-        traced = [s for s, advance in enumerate(plan.advances) if advance.traced]
-        tables = self._tables[:, slots, :width]
-        resident = False
-        if self._residency is not None:
-            counts = -(-rows.kv_lens // self._geometry.page_size)
-            resident = self._residency.all_here(slots, tables[self._residency.group], counts)
-        return StepInputs.of(
-            rows,
-            self._geometry.page_size,
-            tables=tables,
-            generations=self._generations[:, slots, :width],
-            prompt_rows=np.array(prompts),
-            traced_rows=rows.last_token_rows[traced],
-            resident=resident,
-        )
+        width = table_width(geometry.pages(max(advance.stop for advance in plan.advances)))
+        tables, lives = self._tables[:, slots, :width], self._generations[:, slots, :width]
+        host = StepInputs.of(plan, geometry, tables, lives, self._landmark_id)
+        if residency is None:
+            return host
+        counts = -(-host.batch.kv_lens // geometry.page_size)
+        resident = residency.all_here(slots, tables[residency.group], counts)
+        return replace(host, batch=replace(host.batch, resident=resident))
 
     # -- tokens and scores --------------------------------------------------------------------
 
@@ -451,13 +442,12 @@ class Runner:
                 result.logprobs[advance.request_id] = score
         return tokens
 
-    def _scored_rows(self, plan: StepPlan, rows: StepRows) -> dict[int, np.ndarray]:
+    def _scored_rows(self, plan: StepPlan, host: StepInputs) -> dict[int, np.ndarray]:
         """Rows whose logits are needed to score prompts, by sequence."""
         wanted = {}
         for s, advance in enumerate(plan.advances):
             if advance.prompt_scores != "none":
-                begin, end = int(rows.cu_query[s]), int(rows.cu_query[s + 1])
-                token_rows = begin + np.flatnonzero(rows.is_token[begin:end])
+                token_rows = np.flatnonzero(host.is_token & (host.seq == s))
                 if advance.prompt_scores == "top":
                     token_rows = token_rows[: len(advance.next_ids)]
                 wanted[s] = token_rows

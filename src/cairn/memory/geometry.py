@@ -8,8 +8,13 @@ KV cache stores rows, and only this module converts between them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
 
 from cairn.errors import ConfigError
+
+Numbers = TypeVar("Numbers", int, np.ndarray)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +35,12 @@ class PageGeometry:
     def has_landmark_row(self) -> bool:
         return self.tokens_per_page < self.page_size
 
-    def rows(self, tokens: int) -> int:
+    def rows(self, tokens: Numbers) -> Numbers:
         """Rows that `tokens` tokens occupy, including the landmark rows of complete pages. Also the
         row of token number `tokens`, counted from 0."""
-        pages, rest = divmod(tokens, self.tokens_per_page)
-        return pages * self.page_size + rest
+        per_page = self.tokens_per_page
+        rows: Numbers = tokens + tokens // per_page * (self.page_size - per_page)
+        return rows
 
     def pages(self, tokens: int) -> int:
         """Number of pages needed for `tokens` tokens."""
