@@ -169,7 +169,7 @@ class EngineConfig:
     hsa_prefill: str | None = option(
         None,
         "hsa: how ordinary models read prompts. dense (the default) reads all of the past; sparse "
-        "reads selected pages, on CUDA from row 65,536 on.",
+        "reads selected pages, on CUDA from row 24,576 on.",
         "dense",
         "sparse",
     )
