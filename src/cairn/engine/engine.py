@@ -20,7 +20,7 @@ from cairn.engine.request import Request
 from cairn.engine.runner import InFlight, Runner, StepResult
 from cairn.engine.sampler import derived_seed
 from cairn.engine.sampling_params import MAX_SEED, SamplingParams
-from cairn.engine.scheduler import Scheduler, attention_pairs
+from cairn.engine.scheduler import Scheduler
 from cairn.errors import QueueFullError, RequestError
 from cairn.kernels.compilations import CompilationCounts
 from cairn.memory.cache import GroupUsage
@@ -242,8 +242,10 @@ class Engine:
             return []
         result = self._finish(finished)
         ran = time.perf_counter()
-        if self.scheduler.limits.max_step_seconds is not None:
-            self._observe(finished.plan, ran - max(planned, self._last_finish))
+        if self.scheduler.limits.max_step_seconds is not None and not finished.plan.only_decodes:
+            # Steps that only decode may run from graphs, at a different cost.
+            seconds = ran - max(planned, self._last_finish)
+            self.scheduler.step_time.observe(finished.plan.rows, finished.plan.pairs, seconds)
         self._last_finish = ran
         self._take_scores(finished.plan, result)
         progress = [
@@ -288,21 +290,6 @@ class Engine:
                 self.scheduler.undo(self._in_flight.plan, launched=True)
                 self._in_flight = None
             raise
-
-    def _observe(self, plan: StepPlan, seconds: float) -> None:
-        """Give the step-time model a measurement. Only needed for prefill with a time limit.
-
-        Steps that only decode are left out: they may run from graphs, at a different cost.
-        """
-        if all(advance.stop - advance.start == 1 for advance in plan.advances):
-            return
-        geometry = self.scheduler.cache.geometry
-        rows = pairs = 0
-        for advance in plan.advances:
-            context = geometry.rows(advance.start)
-            new = geometry.rows(advance.stop) - context
-            rows, pairs = rows + new, pairs + attention_pairs(new, context)
-        self.scheduler.step_time.observe(rows, pairs, seconds)
 
     def _take_scores(self, plan: StepPlan, result: StepResult) -> None:
         for advance in plan.advances if result.prompt_logprobs or result.distributions else ():

@@ -134,12 +134,12 @@ def split_group(groups: Sequence[LayerGroup], sparse: SparseConfig) -> tuple[Lay
 
     The old group keeps the page ids.
     """
-    (ids,) = (g for g, group in enumerate(groups) if sparse.layers[0] in group.layers)
-    dense = tuple(layer for layer in groups[ids].layers if layer not in sparse.layers)
-    kept = [replace(group, layers=dense) if g == ids else group for g, group in enumerate(groups)]
+    (old,) = (g for g, group in enumerate(groups) if sparse.layers[0] in group.layers)
+    dense = tuple(layer for layer in groups[old].layers if layer not in sparse.layers)
+    kept = [replace(group, layers=dense) if g == old else group for g, group in enumerate(groups)]
     # Rows below `dense_below` read everything before them, so that must be on the device.
     window = max(sparse.window, sparse.dense_below)
-    return (*kept, LayerGroup("resident", sparse.layers, window, ids, groups[ids].layout))
+    return (*kept, LayerGroup("resident", sparse.layers, window, old, groups[old].layout))
 
 
 def prompt_stages(sparse: SparseConfig) -> int:

@@ -219,7 +219,8 @@ class StepInputs:
         return replace(self, batch=batch, sent=sent)
 
     def as_sequences(self) -> StepInputs:
-        """The same step with each row as its own sequence, which sees the rows before it."""
+        """The same step with each row as its own sequence, which sees the rows before it.
+        `last_token_rows` stays that of the plan's sequences."""
         batch, seq = self.batch, self.seq
         count = len(seq)
         if count == batch.num_seqs:
@@ -237,7 +238,7 @@ class StepInputs:
                 for group in batch.groups
             ),
         )
-        return replace(self, batch=batch, seq=np.arange(count), last_token_rows=np.arange(count))
+        return replace(self, batch=batch, seq=np.arange(count))
 
     def padded_arrays(self, num_rows: int, num_seqs: int, *, mixed: bool) -> list[np.ndarray]:
         """All arrays to send for a recorded step of this size, padded with rows on the null page.

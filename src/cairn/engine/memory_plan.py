@@ -154,8 +154,8 @@ def size_tier(choices: EngineChoices) -> TierSizes:
     config, options, sparse = choices.config, choices.hisparse, choices.sparse
     groups, geometry, device = choices.groups, choices.geometry, choices.device
     context, max_running = choices.context, choices.limits.max_running_requests
-    frames, ids = len(groups) - 1, groups[-1].copy_of
-    assert options is not None and sparse is not None and ids is not None
+    frames, page_group = len(groups) - 1, groups[-1].copy_of
+    assert options is not None and sparse is not None and page_group is not None
     page_bytes = [group.page_bytes(geometry.page_size) for group in groups]
     frame_bytes, num_layers = page_bytes[frames], len(groups[frames].layers)
     budget = kv_budget(config, device)
@@ -171,7 +171,8 @@ def size_tier(choices: EngineChoices) -> TierSizes:
     free = free_memory(device) // config.tp - (budget if device.type == "cpu" else 0)
     host_bytes = _host_bytes(options, config.tp, budget, free)
     host_pages = min(host_bytes // frame_bytes, 2**31 - 1)
-    kept_bytes = groups[frames].staying_bytes(geometry.page_size) + swap.per_page + page_bytes[ids]
+    kept_bytes = page_bytes[page_group] + swap.per_page
+    kept_bytes += groups[frames].staying_bytes(geometry.page_size)
     if choices.landmarks is not None:
         kept_bytes += choices.landmarks.page_bytes
     fixed = host_pages * kept_bytes
@@ -183,9 +184,9 @@ def size_tier(choices: EngineChoices) -> TierSizes:
     def spent(running: int, chunk_tokens: int) -> tuple[int, list[int]]:
         needed = [needed_pages(group, running, context, chunk_tokens, geometry) for group in groups]
         needed[frames] = min(needed[frames], host_pages)
-        needed[ids] = 0  # paid for every page of the host
+        needed[page_group] = 0  # paid for every page of the host
         paid = sum(count * size for count, size in zip(needed, page_bytes, strict=True))
-        needed[ids] = host_pages
+        needed[page_group] = host_pages
         return fixed + staged + paid + running * hot * (frame_bytes + swap.per_slot), needed
 
     # If a whole chunk does not fit, plan with the smallest one: prefill then takes smaller steps.

@@ -72,10 +72,19 @@ class StepPlan:
     retracted: tuple[str, ...] = ()
     copies: CopyEdits = field(default_factory=CopyEdits)
     """Changes of the pages' frames that take effect when this step begins."""
+    rows: int = 0
+    """Rows of the step. Like `pairs`, complete only if there is a limit on a step's time."""
+    pairs: int = 0
+    """(row, key) pairs that attention scores."""
 
     @property
     def num_tokens(self) -> int:
         return sum(advance.stop - advance.start for advance in self.advances)
+
+    @property
+    def only_decodes(self) -> bool:
+        """Every request computes one token."""
+        return all(advance.stop - advance.start == 1 for advance in self.advances)
 
     def __bool__(self) -> bool:
         return bool(self.advances)

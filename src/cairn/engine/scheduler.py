@@ -159,6 +159,8 @@ class Scheduler:
             tuple(step.edits),
             tuple(step.retracted),
             self.cache.take_edits() if step.advances else CopyEdits(),
+            step.rows,
+            step.pairs,
         )
 
     def undo(self, plan: StepPlan, *, launched: bool = False) -> None:
@@ -380,9 +382,8 @@ class Scheduler:
             request.planned_live[g] = now
             if len(table) > request.planned_pages:
                 first = request.planned_pages
-                lives = tuple(pages.generations[g][first:])
-                edit = TableEdit(g, request.slot, first, tuple(table[first:]), lives)
-                step.edits.append(edit)
+                own, generations = tuple(table[first:]), tuple(pages.generations[g][first:])
+                step.edits.append(TableEdit(g, request.slot, first, own, generations))
         request.planned_pages = pages.num_pages
 
     # -- committing ---------------------------------------------------------------------------

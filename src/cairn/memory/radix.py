@@ -179,8 +179,7 @@ class RadixTree:
             node.pins -= 1
             if node.pins == 0:
                 self._unpinned += 1
-                if not node.children:
-                    self._offer(node)
+                self._offer(node)
             node = parent
         node.pins -= 1
         self._forget_if_empty(node)
@@ -193,12 +192,16 @@ class RadixTree:
         node.pins += 1
 
     def _offer(self, node: Node) -> None:
-        """Make an unpinned leaf evictable, or remove it at once if it has no pages."""
-        if any(node.pages):
-            for g in self._full:
-                self._idle[g].push(node)
-        else:
-            self._remove(node)
+        """Make an unpinned leaf evictable; without pages remove it, then its parents likewise."""
+        while node.parent is not None:
+            if node.children or node.pins:
+                return
+            if any(node.pages):
+                for g in self._full:
+                    self._idle[g].push(node)
+                return
+            node = self._remove(node)
+        self._forget_if_empty(node)
 
     # -- growing ------------------------------------------------------------------------------
 
@@ -264,11 +267,11 @@ class RadixTree:
         """Free one page of the group. The caller has checked that one is evictable."""
         node = self._idle[group].pop()
         if group in self._full:
-            self._remove(node)
+            self._offer(self._remove(node))
         else:
             self._drop_page(node, group)
-            if node.pins == 0 and not node.children and not any(node.pages):
-                self._remove(node)
+            if not any(node.pages):
+                self._offer(node)
 
     def clear(self) -> None:
         """Evict everything that no request uses."""
@@ -285,27 +288,17 @@ class RadixTree:
         self._idle[group].discard(node)
         self._allocators[group].release(page)
 
-    def _remove(self, node: Node) -> None:
-        """Remove an unpinned leaf, and parents that are left without children and pages."""
-        while True:
-            parent = node.parent
-            assert parent is not None and not node.children and node.pins == 0
-            for g in range(len(self._groups)):
-                self._drop_page(node, g)
-            del parent.children[node.key]
-            node.parent = None
-            self.num_nodes -= 1
-            self._unpinned -= 1
-            if parent.parent is None:
-                self._forget_if_empty(parent)
-                return
-            if parent.children or parent.pins:
-                return
-            if any(parent.pages):
-                for g in self._full:
-                    self._idle[g].push(parent)
-                return
-            node = parent
+    def _remove(self, node: Node) -> Node:
+        """Remove an unpinned leaf and return its parent."""
+        parent = node.parent
+        assert parent is not None and not node.children and node.pins == 0
+        for g in range(len(self._groups)):
+            self._drop_page(node, g)
+        del parent.children[node.key]
+        node.parent = None
+        self.num_nodes -= 1
+        self._unpinned -= 1
+        return parent
 
     def _forget_if_empty(self, root: Node) -> None:
         """Remove an empty namespace, because users can create any number of them."""
