@@ -5,11 +5,17 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cairn.errors import CairnError, ConfigError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Options = TypeVar("Options", bound="DataclassInstance")
 
 MODEL_IMPLS = ("cairn", "transformers")
 
@@ -28,8 +34,20 @@ def option(
     return field(default=default, metadata={"help": text, **rule})
 
 
-def check_options(given: Any, error: type[CairnError], prefix: str = "") -> None:
-    """Raise `error` if a field of the dataclass object `given` does not hold what its `option`
+def from_names(
+    kind: type[Options], values: Mapping[str, Any], error: type[CairnError], unknown: str
+) -> Options:
+    """An object of the dataclass `kind`. Raises `error` with the words `unknown` for names that it
+    does not have."""
+    known = [own.name for own in fields(kind)]
+    others = sorted(set(values) - set(known))
+    if others:
+        raise error(f"{unknown} {', '.join(others)}; known: {', '.join(known)}")
+    return kind(**values)
+
+
+def check_options(given: DataclassInstance, error: type[CairnError], prefix: str = "") -> None:
+    """Raise `error` if a field of `given` does not hold what its `option`
     takes. Fields whose default is None may be None."""
     for known in fields(given):
         value = getattr(given, known.name)
@@ -218,13 +236,7 @@ class EngineConfig:
 
     @classmethod
     def from_kwargs(cls, values: dict[str, Any]) -> EngineConfig:
-        known = {option.name for option in fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ConfigError(
-                f"unknown option {', '.join(unknown)}; known: {', '.join(sorted(known))}"
-            )
-        return cls(**values)
+        return from_names(cls, values, ConfigError, "unknown option")
 
 
 def cache_folder() -> Path:

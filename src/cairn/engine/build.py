@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -35,9 +35,6 @@ from cairn.models.parallel import Alone, Parallel
 from cairn.models.registry import read_spec
 from cairn.models.source import ModelSource
 
-if TYPE_CHECKING:
-    from cairn.engine.parallel.ranks import Ranks
-
 
 def build_engine(
     config: EngineConfig,
@@ -58,67 +55,56 @@ def build_engine(
             "quantization=int8 is for Cairn's own models on a CPU in float32; the device is "
             f"{device.type}, dtype {dtype}, model_impl {config.model_impl}"
         )
-    if config.tp == 1:
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        return _build(config, source, dtype, device, progress, compiling, None)
-    check_tp(config, source, device)
-    # Imported here because an engine on one rank does not need it.
-    from cairn.engine.parallel.ranks import Ranks
+    ranks: Ranks | None = None
+    if config.tp > 1:
+        check_tp(config, source, device)
+        # Imported here because an engine on one rank does not need it.
+        from cairn.engine.parallel.ranks import Ranks
 
-    ranks = Ranks(config, source, dtype, device.type)
-    with ranks.ended_by_failure():
-        return _build(config, source, dtype, ranks.device, progress, compiling, ranks)
-
-
-def _build(
-    config: EngineConfig,
-    source: ModelSource,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Progress | None,
-    compiling: Progress | None,
-    ranks: Ranks | None,
-) -> Engine:
-    sampling_defaults(source)  # fail before the weights are read
-    model, notes = load_model(config, source, dtype, device, progress, ranks or Alone())
-    choices = resolve(config, model.spec, dtype, device)
-    if ranks is not None:
-        choices = replace(choices, config=ranks.agree_on_budget(choices.config))
-    memory = plan_memory(choices)
-    if ranks is None:
-        runner, more_notes = build_runner(choices, memory, model, Alone(), progress=compiling)
-    else:
-        runner, more_notes = ranks.build_runner(choices, memory, model, compiling)
-        more_notes.append(ranks.note)
-    attention = choices.attention
-    for warning in attention.warnings:
-        logging.getLogger("cairn").warning(warning)
-    copies = None
-    if runner.mover is not None:
-        copies = PageCopies(
-            memory.num_pages[choices.page_group], memory.num_pages[-1], runner.mover
+        ranks = Ranks(config, source, dtype, device.type)
+        device = ranks.device
+    elif config.threads is not None:
+        torch.set_num_threads(config.threads)
+    with nullcontext() if ranks is None else ranks.ended_by_failure():
+        sampling_defaults(source)  # fail before the weights are read
+        model, notes = load_model(config, source, dtype, device, progress, ranks or Alone())
+        choices = resolve(config, model.spec, dtype, device)
+        if ranks is not None:
+            choices = replace(choices, config=ranks.agree_on_budget(choices.config))
+        memory = plan_memory(choices)
+        if ranks is None:
+            runner, more_notes = build_runner(choices, memory, model, Alone(), progress=compiling)
+        else:
+            runner, more_notes = ranks.build_runner(choices, memory, model, compiling)
+            more_notes.append(ranks.note)
+        attention = choices.attention
+        for warning in attention.warnings:
+            logging.getLogger("cairn").warning(warning)
+        copies = None
+        if runner.mover is not None:
+            copies = PageCopies(
+                memory.num_pages[choices.page_group], memory.num_pages[-1], runner.mover
+            )
+        cache = PagedCache(
+            choices.geometry,
+            choices.groups,
+            memory.num_pages,
+            eviction="lfu" if config.eviction == "lfu" else "lru",
+            prefix_caching=not config.disable_radix_cache,
+            copies=copies,
         )
-    cache = PagedCache(
-        choices.geometry,
-        choices.groups,
-        memory.num_pages,
-        eviction="lfu" if config.eviction == "lfu" else "lru",
-        prefix_caching=not config.disable_radix_cache,
-        copies=copies,
-    )
-    runner.mark_ready()
-    return Engine(
-        model.spec,
-        Scheduler(cache, memory.limits, time.perf_counter),
-        runner,
-        context_length=choices.context,
-        eos_token_ids=source.eos_token_ids(),
-        seed=config.seed,
-        sparse=choices.sparse,
-        overlap=device.type == "cuda" and not config.disable_overlap_schedule,
-        notes=(*notes, *more_notes, *attention.notes, *memory.notes, *attention.warnings),
-    )
+        runner.mark_ready()
+        return Engine(
+            model.spec,
+            Scheduler(cache, memory.limits, time.perf_counter),
+            runner,
+            context_length=choices.context,
+            eos_token_ids=source.eos_token_ids(),
+            seed=config.seed,
+            sparse=choices.sparse,
+            overlap=device.type == "cuda" and not config.disable_overlap_schedule,
+            notes=(*notes, *more_notes, *attention.notes, *memory.notes, *attention.warnings),
+        )
 
 
 def check_tp(config: EngineConfig, source: ModelSource, device: torch.device) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from cairn.attention.backend import AUTO_SPARSE, sparse_class
-from cairn.config import EngineConfig, check_options, option
+from cairn.config import EngineConfig, check_options, from_names, option
 from cairn.engine.attention_options import DEFAULT_PAGE_SIZE, AttentionPlan
 from cairn.errors import ConfigError
 from cairn.memory.groups import LayerGroup
@@ -58,15 +58,9 @@ def hisparse_options(config: EngineConfig) -> HiSparseOptions | None:
         raise ConfigError(
             f"hisparse_config is not JSON: {error}; write an object such as '{{\"host_gib\": 64}}'"
         ) from error
-    known = [known.name for known in fields(HiSparseOptions)]
     if not isinstance(values, dict):
         raise ConfigError(f"hisparse_config is {values!r}; it must be an object with fields")
-    unknown = sorted(set(values) - set(known))
-    if unknown:
-        raise ConfigError(
-            f"hisparse_config has unknown keys {', '.join(unknown)}; known: {', '.join(known)}"
-        )
-    return HiSparseOptions(**values)
+    return from_names(HiSparseOptions, values, ConfigError, "hisparse_config has unknown keys")
 
 
 def imply(config: EngineConfig, options: HiSparseOptions, spec: ModelSpec) -> EngineConfig:

@@ -214,10 +214,8 @@ class Runner:
             inputs = host.send(self._device, self._reads_generations)
             wanted = to_device(host.last_token_rows, self._device)
             logits = self._forward(inputs, self.backend.prepare(inputs.batch), wanted)
-            draws = Draws.none(len(wanted), spare_slot=0)
-            temperatures, seeds = (
-                to_device(own, self._device) for own in (draws.temperatures, draws.seeds)
-            )
+            temperatures = torch.zeros(len(wanted), device=self._device)
+            seeds = torch.zeros(len(wanted), dtype=torch.int64, device=self._device)
             # The forms that `sample` gets: logits as computed, contiguous after rows were picked,
             # float32 after penalties.
             for some in (logits, logits.contiguous(), logits.float()):

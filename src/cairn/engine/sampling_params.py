@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from cairn.config import check_options, option
+from cairn.config import check_options, from_names, option
 from cairn.errors import RequestError
 
 MAX_SEED = 2**63 - 1
@@ -118,13 +118,7 @@ class SamplingParams:
 
     @classmethod
     def from_kwargs(cls, values: dict[str, Any]) -> SamplingParams:
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise RequestError(
-                f"unknown sampling field {', '.join(unknown)}; known: {', '.join(sorted(known))}"
-            )
-        return cls(**values)
+        return from_names(cls, values, RequestError, "unknown sampling field")
 
 
 def _refuse(name: str, value: object, allowed: str) -> NoReturn:
