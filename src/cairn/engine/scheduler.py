@@ -359,7 +359,7 @@ class Scheduler:
                 next_ids,
                 request.traced,
                 allowed,
-                request.retractions,
+                attempt=request.retractions,
             )
         )
 
