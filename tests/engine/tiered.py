@@ -85,7 +85,7 @@ def check(engine: Engine) -> None:
     memory = engine.scheduler.cache
     (ids,) = (allocator for g, allocator in enumerate(memory.allocators) if g == memory._page_group)
     lives = [
-        ids.generation(page) if ids.refcount(page) else -1 for page in range(ids.num_pages + 1)
+        ids.generation(page) if ids.refcounts[page] else -1 for page in range(ids.num_pages + 1)
     ]
     assert stale_slices(tier_of(engine), lives) == []
 

@@ -81,7 +81,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert self.pages.free_pages + len(self.held) == self.pages.num_pages
         assert self.pages.used_pages == len(self.held)
         for page in range(1, 6):
-            assert self.pages.refcount(page) == self.held.get(page, 0)
+            assert self.pages.refcounts[page] == self.held.get(page, 0)
         assert self.freed == self.expected_freed
 
 

@@ -352,10 +352,8 @@ class PagedCache:
         """Queue newly completed pages to be copied to the host."""
         assert self.copies is not None
         for index in range(pages.completed, self.geometry.complete_pages(computed)):
-            page, frame = (
-                pages.tables[self._page_group][index],
-                pages.tables[self._frame_group][index],
-            )
+            page = pages.tables[self._page_group][index]
+            frame = pages.tables[self._frame_group][index]
             self.allocators[self._page_group].retain(page)
             self.allocators[self._frame_group].retain(frame)
             self.copies.complete(page, frame)
@@ -425,10 +423,10 @@ class PagedCache:
                 for transfer in backing:
                     expected[transfer.page if g == self._page_group else transfer.frame] += 1
             problems.extend(
-                f"page {page} of group {self.groups[g].name} has {allocator.refcount(page)} "
+                f"page {page} of group {self.groups[g].name} has {allocator.refcounts[page]} "
                 f"references and {expected[page]} holders"
                 for page in range(1, allocator.num_pages + 1)
-                if expected[page] != allocator.refcount(page)
+                if expected[page] != allocator.refcounts[page]
             )
             if sum(count > 0 for count in expected[1:]) != allocator.used_pages:
                 problems.append("free and used pages do not add up")
@@ -437,18 +435,13 @@ class PagedCache:
                 for node in self.tree.nodes()
                 if node.pages[g] != NULL_PAGE
                 and (node.pins == 0 or self.groups[g].window is not None)
-                and allocator.refcount(node.pages[g]) == 1
+                and allocator.refcounts[node.pages[g]] == 1
             )
             if cached != self.tree.evictable_pages(g):
                 problems.append("evictable pages are miscounted")
         if self.copies is not None:
-            of_pages, of_frames = (
-                [allocator.refcount(page) for page in range(allocator.num_pages + 1)]
-                for allocator in (
-                    self.allocators[self._page_group],
-                    self.allocators[self._frame_group],
-                )
-            )
+            of_pages = self.allocators[self._page_group].refcounts
+            of_frames = self.allocators[self._frame_group].refcounts
             self.copies.check(of_pages, of_frames, problems.append)
             problems.extend(
                 f"page {node.pages[self._page_group]} is cached but the host does not have it"

@@ -23,7 +23,7 @@ class PageAllocator:
             raise PageError(f"a pool needs at least one page, got {num_pages}")
         self.num_pages = num_pages
         self._on_free = on_free
-        self._refcounts = [0] * (num_pages + 1)
+        self.refcounts = [0] * (num_pages + 1)  # by page id
         self._generations = [0] * (num_pages + 1)
         # A stack with the lowest id on top. New pools allocate ascending ids, and a page that was
         # just freed, and is still in the CPU's cache, is used next.
@@ -37,9 +37,6 @@ class PageAllocator:
     def used_pages(self) -> int:
         return self.num_pages - len(self._free)
 
-    def refcount(self, page: int) -> int:
-        return self._refcounts[page]
-
     def generation(self, page: int) -> int:
         return self._generations[page]
 
@@ -47,21 +44,21 @@ class PageAllocator:
         if not self._free:
             raise PageError("no free page; callers must make room before they allocate")
         page = self._free.pop()
-        self._refcounts[page] = 1
+        self.refcounts[page] = 1
         self._generations[page] += 1
         return page
 
     def retain(self, page: int) -> None:
-        if self._refcounts[page] == 0:
+        if self.refcounts[page] == 0:
             raise PageError(f"page {page} is not allocated and cannot be retained")
-        self._refcounts[page] += 1
+        self.refcounts[page] += 1
 
     def release(self, page: int) -> int:
         """Drop one reference and return the number of references left."""
-        left = self._refcounts[page] - 1
+        left = self.refcounts[page] - 1
         if left < 0:
             raise PageError(f"page {page} is not allocated and cannot be released")
-        self._refcounts[page] = left
+        self.refcounts[page] = left
         if left == 0:
             self._free.append(page)
             if self._on_free is not None:

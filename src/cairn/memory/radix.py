@@ -337,7 +337,7 @@ class RadixTree:
                     fail("eviction queue of a full group is not the set of unpinned leaves")
             for g in self._windowed:
                 page = node.pages[g]
-                idle = page != NULL_PAGE and self._allocators[g].refcount(page) == 1
+                idle = page != NULL_PAGE and self._allocators[g].refcounts[page] == 1
                 if (node in self._idle[g]) != idle:
                     fail("eviction queue of a window group is not the set of idle pages")
             for g, page in enumerate(node.pages):
