@@ -47,8 +47,8 @@ def from_names(
 
 
 def check_options(given: DataclassInstance, error: type[CairnError], prefix: str = "") -> None:
-    """Raise `error` if a field of `given` does not hold what its `option`
-    takes. Fields whose default is None may be None."""
+    """Raise `error` if a field of `given` does not hold what its `option` takes. Fields whose
+    default is None may be None."""
     for known in fields(given):
         value = getattr(given, known.name)
         if value is None and known.default is None:

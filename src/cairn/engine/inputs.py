@@ -1,8 +1,8 @@
 """The inputs of a step: the flat rows of a plan, one request after the other, and page tables.
 
-Host arrays are packed and sent to the device in one copy.
-All values are int32. Per-row arrays come first, then per-sequence arrays. Page tables are sent
-separately. A recorded step keeps one buffer of the same layout, which each replay overwrites.
+Host arrays are packed and sent to the device in one copy. All values are int32. Per-row arrays come
+first, then per-sequence arrays. Page tables are sent separately. A recorded step keeps one buffer
+of the same layout, which each replay overwrites.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A rank other than 0: a process that carries out rank 0's plans over its own part of the model.
 
-Also the messages between it and rank 0."""
+Also the messages between it and rank 0.
+"""
 
 from __future__ import annotations
 
