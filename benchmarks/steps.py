@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from cairn import LLM, SamplingParams
-from cairn.bench.collector import release, settled
+from cairn.bench.engines import measured
 from cairn.bench.profile import profile_call
 from cairn.cli_flags import add_flags, collect
 from cairn.config import EngineConfig
@@ -39,7 +39,6 @@ def main() -> None:
         label, _, flags = engine.partition("=")
         for row in _measure(arguments, shlex.split(flags)):
             print(json.dumps({"engine": label, **row}), flush=True)
-        release()
 
 
 def _measure(arguments: argparse.Namespace, flags: list[str]) -> Iterator[dict[str, Any]]:
@@ -53,7 +52,7 @@ def _measure(arguments: argparse.Namespace, flags: list[str]) -> Iterator[dict[s
     own = ["--model", arguments.model, "--load-format", "dummy", "--context-length", str(longest)]
     options = collect(parser.parse_args([*own, *flags]), EngineConfig)
     begin = time.perf_counter()
-    with LLM(**options) as llm, settled():
+    with measured(**options) as llm:
         yield {"ready_s": round(time.perf_counter() - begin, 2)}
         for length in prompts:
             repeat = arguments.repeat if length <= 40_000 else 3

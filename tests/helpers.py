@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
+from cairn.cli.main import main
 from cairn.engine.engine import Engine
 from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.memory.hot_cache import HotCache
@@ -172,3 +173,11 @@ def byte_tokenizer() -> FastTokenizer:
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = decoders.ByteLevel()
     return fast
+
+
+def exit_code(arguments: list[str]) -> int | str | None:
+    """The exit code of `cairn` with these arguments. argparse ends the process by itself."""
+    try:
+        return main(arguments)
+    except SystemExit as ended:
+        return ended.code

@@ -16,19 +16,21 @@ import pytest
 import torch
 
 from cairn import LLM
+from cairn.bench import hsa
 from cairn.bench.client_speed import client_speed
-from cairn.bench.collector import settled
+from cairn.bench.engines import settled
 from cairn.bench.hsa import LocalSelection
 from cairn.bench.http_stream import HttpError, Reply
 from cairn.bench.load import draw_requests, due_times, parse_load, redraw
 from cairn.bench.profile import per_step, share_out
 from cairn.bench.replay import Prompts, read_trace, run
-from cairn.bench.tier_engines import SMALL_BATCHES, TierBench
+from cairn.bench.tier_engines import SMALL_BATCHES, full_length
+from cairn.bench.tier_options import TierBench
 from cairn.bench.workloads import seeded
 from cairn.cli.main import main
 from cairn.engine.inputs import StepInputs
 from cairn.errors import ConfigError
-from tests.helpers import TINY_LLAMA, byte_tokenizer, write_model
+from tests.helpers import TINY_LLAMA, byte_tokenizer, exit_code, write_model
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +130,31 @@ def test_made_up_selections_have_the_published_locality() -> None:
         unions = selected.view(-1, together, 2, topk).transpose(1, 2).flatten(2)
         read = sum(len(own.unique()) for own in unions.flatten(0, 1))
         assert selected.numel() / read == pytest.approx(published, rel=0.04)
+
+
+def test_sparse_and_dense_engines_are_timed_alike(folder: Path) -> None:
+    """What `bench hsa` does with each engine; there is no GPU here, so kernels are not watched."""
+    options = {"device": "cpu", "page_size": 16, "kv_cache_gib": 0.05}
+    with LLM(folder, attention_backend="hsa", **options) as llm:
+        rows = list(hsa._decode(llm, "tiny", [90], [1, 2], profile=False))
+        rows += hsa._prefill(llm, "tiny", [40], profile=False)
+        assert not llm.engine.usage()[0].owned
+    assert [(row["what"], row["context"], row["batch"]) for row in rows] == [
+        ("decode", 90, 1),
+        ("decode", 90, 2),
+        ("prefill", 40, 1),
+    ]
+    assert all(0 < row["ms"] <= row.get("max_ms", row["ms"]) for row in rows)
+
+
+def test_a_long_prompt_beside_streams(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--long-tokens", "600", "--streams", "3", "--stream-tokens", "20"]
+    engine = ["--model", str(folder), "--device", "cpu", "--chunked-prefill-size", "100"]
+    assert main(["bench", "mix", *sizes, *engine]) == 0
+    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert row["streams"] == 3 and row["ttft_beside_s"] > 0 and row["ttft_alone_s"] > 0
+    gaps = row["between_tokens_ms"]
+    assert 0 < gaps["p50"] <= gaps["p99"] <= gaps["max"] and gaps["before_p50"] > 0
 
 
 def test_kernels_that_overlap_are_not_counted_twice() -> None:
@@ -260,7 +287,7 @@ def test_tier_small_batches_are_resident(folder: Path, capsys: pytest.CaptureFix
 def test_tier_requests_outlive_what_is_measured() -> None:
     bench = TierBench(concurrency=(1,), warm_steps=10, steps=5)
     for batches in (1, 4):
-        assert bench.length(1000, batches) >= 1000 + len(SMALL_BATCHES) * (10 + 2 * 5)
+        assert full_length(bench, 1000, batches) >= 1000 + len(SMALL_BATCHES) * (10 + 2 * 5)
 
 
 def test_tier_hits_grow_with_the_hot_cache(
@@ -316,9 +343,10 @@ def test_tier_bandwidth(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--parts", "speed"], "--parts has 'speed'; choose among throughput"),
-        (["--contexts", "many"], "--contexts is 'many'; write numbers and commas"),
-        (["--chunk", "0"], "--chunk must be above 0"),
+        (["--parts", "speed"], "--parts: has 'speed'; choose among throughput"),
+        (["--contexts", "many"], "--contexts: has 'many'; write whole numbers from 1, with commas"),
+        (["--hot-sizes", "2,0"], "--hot-sizes: has '0'; write numbers from 1, with commas"),
+        (["--chunk", "0"], "--chunk is 0; it must be above 0"),
         (["--parts", "bandwidth", "--bandwidth-gib", "0.01"], "raise --bandwidth-gib"),
         (["--profile"], "--profile shows kernels of a GPU; leave it out with --device cpu"),
     ],
@@ -326,7 +354,7 @@ def test_tier_bandwidth(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_bad_tier_benches_are_named(
     arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "tier", "--device", "cpu", *arguments]) == 2
+    assert exit_code(["bench", "tier", "--device", "cpu", *arguments]) == 2
     assert named in capsys.readouterr().err
 
 

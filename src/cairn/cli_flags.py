@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import partial
 from importlib import import_module
@@ -30,7 +31,42 @@ def flag(name: str, default: Any = None, text: str = "", **options: Any) -> Flag
     return Flag(f"--{name}", {"default": default, "help": text, **options})
 
 
+def list_flag(
+    name: str,
+    default: Iterable[Any],
+    text: str,
+    kind: type = int,
+    *,
+    choices: Collection[str] = (),
+    low: float = 1,
+    high: float = math.inf,
+) -> Flag:
+    """A flag that takes values with commas between them: some of `choices`, or numbers from `low`
+    to `high`."""
+    rule = f"choose among {', '.join(choices)}"
+    if not choices:
+        numbers = "whole numbers" if kind is int else "numbers"
+        rule = f"write {numbers} from {low}{f' to {high}' if high < math.inf else ''}, with commas"
+
+    def parse(item: str) -> Any:
+        try:
+            value = kind(item)
+            right = value in choices if choices else kind is str or low <= value <= high
+        except ValueError:
+            right = False
+        if not right:
+            raise argparse.ArgumentTypeError(f"has {item!r}; {rule}")
+        return value
+
+    def parse_all(given: str) -> list[Any]:
+        return [parse(item) for item in given.split(",")]
+
+    shown = ",".join(f"{value:g}" if kind is float else str(value) for value in default)
+    return flag(name, shown, text, type=parse_all, metavar="A,B")
+
+
 OUTPUT = flag("output", None, "Write the JSON line to a file too.", metavar="FILE")
+TEXT = flag("text", None, "Text to use; public-domain prose otherwise.", metavar="FILE")
 PLOT = flag("plot", None, "Draw a PNG.", metavar="FILE")
 
 
@@ -43,9 +79,14 @@ def flags_of(config: type[Any], *, skip: Collection[str] = ()) -> list[Flag]:
             continue
         default = None if option.default is MISSING else option.default
         text = option.metadata["help"].replace("%", "%%")
+        kind, many = _scalar(hints[option.name])
+        name = option.name.replace("_", "-")
+        if option.metadata.get("commas"):
+            choices = option.metadata.get("choices", ())
+            found.append(list_flag(name, default or (), text, kind, choices=choices))
+            continue
         if default not in (None, "", (), False):
             text += f" Default: {default}."
-        kind, many = _scalar(hints[option.name])
         options: dict[str, Any] = {"help": text, "default": argparse.SUPPRESS, "dest": option.name}
         if kind is bool:
             options["action"] = "store_true"
@@ -57,7 +98,7 @@ def flags_of(config: type[Any], *, skip: Collection[str] = ()) -> list[Flag]:
                 options["metavar"] = option.name.rpartition("_")[2].upper()
             if many:
                 options["action"] = "append"
-        found.append(Flag("--" + option.name.replace("_", "-"), options))
+        found.append(Flag(f"--{name}", options))
     return found
 
 

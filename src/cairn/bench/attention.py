@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 
 from cairn.attention.backend import AttentionShape, backend_names, dense_class, refusal
-from cairn.bench.report import show_rows
+from cairn.bench.engines import need_cuda
+from cairn.bench.report import show_rows, tell
 from cairn.engine.inputs import StepInputs
-from cairn.errors import ConfigError
 from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import CacheLayout
@@ -57,18 +59,10 @@ CASES = (
 
 
 def command(arguments: argparse.Namespace) -> int:
-    if not torch.cuda.is_available():
-        raise ConfigError("bench attention compares CUDA kernels, and torch finds no CUDA device")
-    names = None if arguments.backends is None else arguments.backends.split(",")
-    show_rows("attention", run(torch.device("cuda"), names), arguments.output)
+    need_cuda("attention")
+    names = backend_names() if arguments.backends is None else arguments.backends.split(",")
+    show_rows("attention", tell(_run(torch.device("cuda"), names)), arguments.output)
     return 0
-
-
-def read_bandwidth(device: torch.device) -> float:
-    """Bytes per second of a plain sum over 2 GiB."""
-    data = torch.zeros(2**29, dtype=torch.float32, device=device)
-    seconds = time_cuda(lambda: data.sum())
-    return data.nbytes / seconds
 
 
 def time_cuda(call: Callable[[], Any], repeat: int = 20) -> float:
@@ -84,7 +78,7 @@ def time_cuda(call: Callable[[], Any], repeat: int = 20) -> float:
     except RuntimeError:
         torch.cuda.synchronize()
         run = call
-    times = []
+    times: list[float] = []
     for _ in range(repeat):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
@@ -92,24 +86,15 @@ def time_cuda(call: Callable[[], Any], repeat: int = 20) -> float:
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3)
-    return float(np.median(times))
+    return median(times)
 
 
 def measure(case: Case, backend: str, device: torch.device) -> float | str:
     """Seconds of one layer's attention, or the reason why the backend cannot run it."""
     groups = group_layers([None], [case.layout])
     dtype = torch.bfloat16
-    shape = AttentionShape(
-        case.num_heads,
-        case.kv_heads,
-        case.head_dim,
-        case.head_dim**-0.5,
-        PAGE_SIZE,
-        dtype,
-        device,
-        groups,
-        case.seqs,
-    )
+    heads = case.num_heads, case.kv_heads, case.head_dim, case.head_dim**-0.5
+    shape = AttentionShape(*heads, PAGE_SIZE, dtype, device, groups, case.seqs)
     reason = refusal(backend, shape)
     if reason is not None:
         return reason
@@ -129,24 +114,22 @@ def measure(case: Case, backend: str, device: torch.device) -> float | str:
     return time_cuda(lambda: attention.forward(0, query, metadata))
 
 
-def run(device: torch.device, backends: list[str] | None) -> list[dict[str, Any]]:
-    bandwidth = read_bandwidth(device)
-    results = []
-    for case in CASES:
-        for backend in backends or backend_names():
-            if backend == "torch" and case.new_rows > 1 and case.length > 8192:
-                continue  # minutes
-            seconds = measure(case, backend, device)
-            entry: dict[str, Any] = {"case": case.name, "backend": backend}
-            if isinstance(seconds, str):
-                entry["skipped"] = seconds
+def _run(device: torch.device, backends: Sequence[str]) -> Iterator[dict[str, Any]]:
+    data = torch.zeros(2**29, dtype=torch.float32, device=device)
+    bandwidth = data.nbytes / time_cuda(lambda: data.sum())
+    for case, backend in itertools.product(CASES, backends):
+        if backend == "torch" and case.new_rows > 1 and case.length > 8192:
+            continue  # minutes
+        row: dict[str, Any] = {"case": case.name, "backend": backend}
+        seconds = measure(case, backend, device)
+        if isinstance(seconds, str):
+            row["skipped"] = seconds
+        else:
+            row["us"] = round(seconds * 1e6, 1)
+            if case.new_rows == 1:
+                row["TB/s"] = round(case.kv_bytes / seconds / 1e12, 2)
+                row["share_of_read"] = round(case.kv_bytes / seconds / bandwidth, 3)
             else:
-                entry["us"] = round(seconds * 1e6, 1)
-                if case.new_rows == 1:
-                    entry["TB/s"] = round(case.kv_bytes / seconds / 1e12, 2)
-                    entry["share_of_read"] = round(case.kv_bytes / seconds / bandwidth, 3)
-                else:
-                    entry["TFLOP/s"] = round(case.flops / seconds / 1e12, 1)
-            results.append(entry)
-    results.append({"case": "plain read of 2 GiB", "TB/s": round(bandwidth / 1e12, 2)})
-    return results
+                row["TFLOP/s"] = round(case.flops / seconds / 1e12, 1)
+        yield row
+    yield {"case": "plain read of 2 GiB", "TB/s": round(bandwidth / 1e12, 2)}

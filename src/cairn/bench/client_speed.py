@@ -12,7 +12,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from cairn.bench.collector import settled
+from cairn.bench.engines import settled
 from cairn.bench.http_stream import Target
 
 _STREAMS, _EVENTS = 256, 500

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from cairn.bench.load import SYNTAX
-from cairn.bench.tier_command import add_tier_bench
-from cairn.cli_flags import OUTPUT, PLOT, Flag, add_command, flag, flags_of
+from cairn.bench.tier_options import TierBench
+from cairn.cli_flags import OUTPUT, PLOT, TEXT, Flag, add_command, flag, flags_of, list_flag
 from cairn.config import EngineConfig
-from cairn.errors import ConfigError
 
 # What it measures; requests, input length and output length by default.
 _KINDS = {
@@ -28,25 +26,27 @@ _REPLAY = (
     flag("trace", None, "In Mooncake's format.", required=True, metavar="FILE"),
     flag("requests", 1000, "The first N."),
     flag("time-scale", 1.0, "2 takes twice as long as the recording, 0 sends all at once."),
-    OUTPUT,
 )
-_MIX = (flag("long-tokens", 131072), flag("streams", 32), flag("stream-tokens", 1024), OUTPUT)
-_PROFILE = (flag("requests", 256), flag("steps", 30), OUTPUT)
-_ATTENTION = (flag("backends", None, "Only these.", metavar="A,B"), OUTPUT)
-# What it measures, its flags, and whether it takes those of the engine.
-_OTHERS: dict[str, tuple[str, Sequence[Flag], bool]] = {
-    "attention": ("every attention backend side by side, on CUDA", _ATTENTION, False),
-    "mix": ("a long prompt beside streams that are being answered", _MIX, True),
-    "profile": ("where the time of a decode step goes, on CUDA", _PROFILE, True),
-    "replay": ("requests of a recorded trace, at their times", _REPLAY, True),
-}
+_HSA_PARTS = ("decode", "batch", "prefill", "together", "7b")
 _HSA = (
-    flag("parts", "decode,batch,prefill,together,7b", "What to measure.", metavar="A,B"),
-    flag("lengths", "8192,65536,131072,524288", "Contexts.", metavar="N,M"),
+    list_flag("parts", _HSA_PARTS, "What to measure.", str, choices=_HSA_PARTS),
+    list_flag("lengths", (8192, 65536, 131072, 524288), "Contexts."),
     flag("longest-dense-prefill", 131072, "Longest prompt of the dense twin: quadratic time."),
     flag("profile", False, "Show the kernels of each step.", action="store_true"),
-    OUTPUT,
 )
+_MIX = (flag("long-tokens", 131072), flag("streams", 32), flag("stream-tokens", 1024))
+_PROFILE = (flag("requests", 256), flag("steps", 30))
+_ATTENTION = (flag("backends", None, "Only these.", metavar="A,B"),)
+_ENGINE = flags_of(EngineConfig)
+# What it measures, its flags, and those of the engine if it takes them.
+_OTHERS: dict[str, tuple[str, Sequence[Flag], Sequence[Flag]]] = {
+    "attention": ("every attention backend side by side, on CUDA", _ATTENTION, ()),
+    "hsa": ("sparse against dense attention at long contexts, on CUDA", _HSA, ()),
+    "mix": ("a long prompt beside streams that are being answered", _MIX, _ENGINE),
+    "profile": ("where the time of a decode step goes, on CUDA", _PROFILE, _ENGINE),
+    "replay": ("requests of a recorded trace, at their times", _REPLAY, _ENGINE),
+    "tier": ("what KV in host memory buys, and what it costs", flags_of(TierBench), ()),
+}
 _SERVE_HELP = (
     f"Send workloads to servers, and show how they fare. {SYNTAX} A preset that is started gets a "
     "tokenizer of made-up words, since servers stream text. A server at a URL is cold only if "
@@ -82,16 +82,13 @@ _SERVE = (
 def add_bench(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measure speed", allow_abbrev=False)
     kinds = bench.add_subparsers(required=True, metavar="WORKLOAD")
-    engine: dict[str, Sequence[Flag]] = {"engine": flags_of(EngineConfig)}
     for kind, (text, *defaults) in _KINDS.items():
-        groups = {"workload": _workload_flags(kind, *defaults), **engine}
+        groups = {"workload": _workload_flags(kind, *defaults), "engine": _ENGINE}
         parser = add_command(kinds, kind, text, "cairn.bench.measure:command", groups)
         parser.set_defaults(kind=kind, default_lens=defaults[1:])
-    for kind, (text, flags, takes_engine) in _OTHERS.items():
-        groups = {"workload": flags, **(engine if takes_engine else {})}
+    for kind, (text, flags, engine) in _OTHERS.items():
+        groups = {"workload": [*flags, OUTPUT], "engine": [*engine]}
         add_command(kinds, kind, text, f"cairn.bench.{kind}:command", groups)
-    text = "sparse against dense attention at long contexts, on CUDA"
-    add_command(kinds, "hsa", text, _hsa, {"workload": _HSA})
     add_command(
         kinds,
         "serve",
@@ -101,7 +98,6 @@ def add_bench(commands: Any) -> None:
         description=_SERVE_HELP,
         epilog=_SERVE_EXAMPLE,
     )
-    add_tier_bench(kinds)
 
 
 def _workload_flags(kind: str, requests: int, input_len: int, output_len: int) -> list[Flag]:
@@ -119,29 +115,5 @@ def _workload_flags(kind: str, requests: int, input_len: int, output_len: int) -
     if kind == "offline":
         flags.append(flag("lengths", "seeded", _LENGTHS, choices=("seeded", "equal", "mixed")))
     if kind in ("rag", "summarize"):
-        flags.append(flag("text", None, "Text to use; Python's own otherwise.", metavar="FILE"))
+        flags.append(TEXT)
     return flags
-
-
-def _hsa(arguments: argparse.Namespace) -> int:
-    import torch
-
-    from cairn.bench.hsa import PARTS, run
-    from cairn.bench.report import show_rows
-
-    if not torch.cuda.is_available():
-        raise ConfigError("bench hsa measures CUDA kernels, and torch finds no CUDA device")
-    parts = arguments.parts.split(",")
-    unknown = sorted(set(parts) - set(PARTS))
-    if unknown:
-        raise ConfigError(f"--parts has {unknown[0]!r}; choose among {', '.join(PARTS)}")
-    try:
-        lengths = [int(length) for length in arguments.lengths.split(",")]
-    except ValueError:
-        raise ConfigError(f"--lengths is {arguments.lengths!r}; write numbers and commas") from None
-    rows = []
-    for row in run(parts, lengths, arguments.longest_dense_prefill, profile=arguments.profile):
-        print(", ".join(f"{name} {value}" for name, value in row.items()), file=sys.stderr)
-        rows.append(row)
-    show_rows("hsa", rows, arguments.output)
-    return 0

@@ -9,9 +9,12 @@ for 8).
 
 from __future__ import annotations
 
-import time
+import argparse
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -20,64 +23,61 @@ import torch
 from cairn.attention.batch import AttentionBatch
 from cairn.attention.hsa.backend import HSABackend
 from cairn.attention.hsa.kernel_sparse import ChunkRows, KernelSparse, LayerRows
-from cairn.bench.collector import release, settled
+from cairn.bench.engines import (
+    Running,
+    as_subclass,
+    first_token,
+    measured,
+    need_cuda,
+    random_prompt,
+)
 from cairn.bench.profile import profile_call, profile_steps
-from cairn.bench.subclass import as_subclass
-from cairn.bench.tier_engines import prompt as random_prompt
-from cairn.engine.sampling_params import SamplingParams
+from cairn.bench.report import show_rows, tell
 from cairn.llm import LLM
 
-PARTS = ("decode", "batch", "prefill", "together", "7b")
+Rows = Iterator[dict[str, Any]]
 
 _CHUNK = 16704  # 261 pages: 16K tokens and their landmark rows in one step
 _SHORT = 16384  # tokens; for shorter prompts host time matters as much, and it varies
-_WARM_STEPS = 80  # more than a page, so that every kind of step has run
+_WARM_STEPS = 81  # more than a page, so that every kind of step has run
+_STEPS = 126  # whole pages: every 63rd token brings a landmark row
 _CHANGE = 0.195  # share of a row's pages that the previous row does not read
 
 
-def run(
-    parts: Sequence[str], lengths: Sequence[int], longest_dense_prefill: int, *, profile: bool
-) -> Iterator[dict[str, Any]]:
-    short = [length for length in lengths if length <= 65536]
-    dense = [length for length in lengths if length <= longest_dense_prefill]
-    for kind, own in (("hils", lengths), ("dense", dense)):
+def command(arguments: argparse.Namespace) -> int:
+    need_cuda("hsa")
+    show_rows("hsa", tell(_run(arguments)), arguments.output)
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> Rows:
+    parts, profile = arguments.parts, arguments.profile
+    lengths = {"hils": arguments.lengths}
+    lengths["dense"] = [n for n in arguments.lengths if n <= arguments.longest_dense_prefill]
+    short = [length for length in arguments.lengths if length <= 65536]
+    for kind, own in lengths.items():
         if own and ("decode" in parts or "batch" in parts):
-            yield from _decode_part(f"{kind}-345m-hd128", parts, own, short, profile)
-    for kind, own in (("hils", lengths), ("dense", dense)):
+            with _engine(model := f"{kind}-345m-hd128", max(own), 16) as llm:
+                if "decode" in parts:
+                    yield from _decode(llm, model, own, [1], profile)
+                if "batch" in parts:
+                    yield from _decode(llm, model, short, [16], profile)
+    for kind, own in lengths.items():
         if own and ("prefill" in parts or "together" in parts):
-            yield from _prefill_part(f"{kind}-345m", parts, own, profile)
-    for kind in ("hils", "dense"):
+            with _engine(model := f"{kind}-345m", max(own), 16) as llm:
+                if "prefill" in parts:
+                    yield from _prefill(llm, model, own, profile)
+                if "together" in parts:
+                    yield from _together(llm, model)
+    for kind in lengths:
         if "7b" in parts:
-            with _llm(f"{kind}-7b", max(short, default=8192), 8) as llm, settled():
-                yield from _decode(llm, f"{kind}-7b", short, [1, 8], profile)
-            release()
+            with _engine(model := f"{kind}-7b", max(short, default=8192), 8) as llm:
+                yield from _decode(llm, model, short, [1, 8], profile)
 
 
-def _decode_part(
-    model: str, parts: Sequence[str], lengths: Sequence[int], short: Sequence[int], profile: bool
-) -> Iterator[dict[str, Any]]:
-    with _llm(model, max(lengths), 16) as llm, settled():
-        if "decode" in parts:
-            yield from _decode(llm, model, lengths, [1], profile)
-        if "batch" in parts:
-            yield from _decode(llm, model, short, [16], profile)
-    release()
-
-
-def _prefill_part(
-    model: str, parts: Sequence[str], lengths: Sequence[int], profile: bool
-) -> Iterator[dict[str, Any]]:
-    with _llm(model, max(lengths), 16) as llm, settled():
-        if "prefill" in parts:
-            yield from _prefill(llm, model, lengths, profile)
-        if "together" in parts:
-            yield from _together(llm, model)
-    release()
-
-
-def _llm(model: str, longest: int, requests: int) -> LLM:
-    return LLM(
-        model,
+def _engine(model: str, longest: int, requests: int) -> AbstractContextManager[LLM]:
+    return measured(
+        model=model,
         load_format="dummy",
         dtype="bfloat16",
         device="cuda",
@@ -88,93 +88,65 @@ def _llm(model: str, longest: int, requests: int) -> LLM:
 
 
 def _decode(
-    llm: LLM,
-    model: str,
-    lengths: Sequence[int],
-    batches: Sequence[int],
-    profile: bool,
-    steps: int = 127,
-) -> Iterator[dict[str, Any]]:
+    llm: LLM, model: str, lengths: Sequence[int], batches: Sequence[int], profile: bool
+) -> Rows:
     """Milliseconds of a decode step."""
-    frontend = llm.frontend
-    endless = SamplingParams(max_tokens=512, ignore_eos=True)
-    for length in lengths:
-        for batch in batches:
-            llm.engine.scheduler.cache.tree.clear()
-            requests = []
-            for seed in range(batch):
-                prompt = random_prompt(length, seed, llm.engine.spec.vocab_size)
-                requests += frontend.prepare(prompt, endless)
-            frontend.submit(requests)
-            while not all(request.num_output for request in requests):
-                frontend.step()
-            for _ in range(_WARM_STEPS):
-                frontend.step()
-            # Steps overlap, so measure the time from one step to the next. Every 63rd token brings
-            # a landmark row, so take the mean over whole pages.
-            moments = []
-            for _ in range(steps):
-                frontend.step()
-                moments.append(time.perf_counter())
-            gaps = np.diff(moments)
-            row = {"what": "decode", "model": model, "context": length, "batch": batch}
-            row["ms"] = round(1e3 * float(np.mean(gaps)), 3)
-            row["median_ms"] = round(1e3 * float(np.median(gaps)), 3)
-            row["max_ms"] = round(1e3 * float(np.max(gaps)), 3)
-            if profile:
-                row |= {"profile": profile_steps(llm, 16)}
-            frontend.abort_all()
-            yield row
+    for length, batch in itertools.product(lengths, batches):
+        llm.engine.scheduler.cache.tree.clear()
+        running = Running(llm, length, max_tokens=512)
+        running.grow_to(batch)
+        gaps = running.step_gaps(_WARM_STEPS, _STEPS)
+        row = {"what": "decode", "model": model, "context": length, "batch": batch}
+        row["ms"] = round(1e3 * float(gaps.mean()), 3)
+        row["median_ms"] = round(1e3 * float(np.median(gaps)), 3)
+        row["max_ms"] = round(1e3 * float(gaps.max()), 3)
+        if profile:
+            row |= {"profile": profile_steps(llm, 16)}
+        running.end()
+        yield row
 
 
-def _prefill(
-    llm: LLM, model: str, lengths: Sequence[int], profile: bool
-) -> Iterator[dict[str, Any]]:
+def _prefill(llm: LLM, model: str, lengths: Sequence[int], profile: bool) -> Rows:
     """Milliseconds to the first token of one prompt: the median, after one run that compiles."""
     kernels = _watched(llm)
     selections: dict[str, LocalSelection | None] = {"random weights": None}
     if kernels is not None:
         selections["trained locality"] = LocalSelection(kernels)
-    for length in lengths:
-        for name, revise in selections.items():
-            if kernels is not None:
-                kernels.revise = revise
-            times = []
-            for attempt in range(16 if length <= _SHORT else 4):
-                prompt = random_prompt(length, attempt, llm.engine.spec.vocab_size)
-                times.append(_first_token(llm, [prompt]))
-            row = {"what": "prefill", "model": model, "context": length, "batch": 1}
-            row["ms"] = round(1e3 * float(np.median(times[1:])), 2)
-            if kernels is not None:
-                row |= {"selection": name, "reuse": kernels.reuse}
-            if profile:
-                again = partial(_first_token, llm, [prompt])
-                row |= {"profile": profile_call(again)}
-            if kernels is not None:
-                kernels.revise = None
-            yield row
+    for length, (name, revise) in itertools.product(lengths, selections.items()):
+        if kernels is not None:
+            kernels.revise = revise
+        times = []
+        for attempt in range(16 if length <= _SHORT else 4):
+            prompt = random_prompt(llm, length, attempt)
+            times.append(_cold(llm, [prompt]))
+        row = {"what": "prefill", "model": model, "context": length, "batch": 1}
+        row["ms"] = round(1e3 * median(times[1:]), 2)
+        if kernels is not None:
+            row |= {"selection": name, "reuse": kernels.reuse}
+        if profile:
+            row |= {"profile": profile_call(partial(_cold, llm, [prompt]))}
+        if kernels is not None:
+            kernels.revise = None
+        yield row
 
 
-def _together(llm: LLM, model: str) -> Iterator[dict[str, Any]]:
+def _together(llm: LLM, model: str) -> Rows:
     """16 prompts in one step, compared with one at a time."""
     for length in (128, 2048):
-        times: dict[str, list[float]] = {"together": [], "alone": []}
+        together, alone = [], []
         for attempt in range(3):
-            vocab = llm.engine.spec.vocab_size
-            prompts = [random_prompt(length, 100 * attempt + seed, vocab) for seed in range(16)]
-            times["together"].append(_first_token(llm, prompts))
-            times["alone"].append(sum(_first_token(llm, [prompt]) for prompt in prompts))
-        together, alone = (float(np.median(values[1:])) for values in times.values())
-        row: dict[str, Any] = {"what": "together", "model": model, "context": length, "batch": 16}
-        yield row | {"ms": round(1e3 * together, 2), "ratio": round(alone / together, 2)}
+            prompts = [random_prompt(llm, length, 100 * attempt + seed) for seed in range(16)]
+            together.append(_cold(llm, prompts))
+            alone.append(sum(_cold(llm, [prompt]) for prompt in prompts))
+        ms, ratio = 1e3 * median(together[1:]), median(alone[1:]) / median(together[1:])
+        row = {"what": "together", "model": model, "context": length, "batch": 16}
+        yield {**row, "ms": round(ms, 2), "ratio": round(ratio, 2)}
 
 
-def _first_token(llm: LLM, prompts: list[list[int]]) -> float:
+def _cold(llm: LLM, prompts: Sequence[Sequence[int]]) -> float:
+    """Seconds to the first tokens of prompts of which nothing is cached."""
     llm.engine.scheduler.cache.tree.clear()
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    llm.generate(prompts, SamplingParams(max_tokens=1, ignore_eos=True))
-    return time.perf_counter() - begin
+    return first_token(llm, prompts)
 
 
 def _watched(llm: LLM) -> WatchedSparse | None:

@@ -69,10 +69,10 @@ def draw_requests(load: Load, seed: int, vocab_size: int) -> list[list[Asked]]:
     draw = random.Random(seed)
     parts = []
     for part in load.parts:
-        prefix = _draw_tokens(draw, vocab_size, part.prefix)
+        prefix = draw_tokens(draw, vocab_size, part.prefix)
         # In this order the requests of 256x100-1024:100-1024 are those that small engines publish.
         prompts = [
-            prefix + _draw_tokens(draw, vocab_size, draw.randint(low, high))
+            prefix + draw_tokens(draw, vocab_size, draw.randint(low, high))
             for low, high in part.inputs
         ]
         parts.append([Asked(prompt, draw.randint(*part.output)) for prompt in prompts])
@@ -84,15 +84,15 @@ def redraw(load: Load, parts: list[list[Asked]], seed: int, vocab_size: int) -> 
     draw = random.Random(seed)
     again = []
     for part, asked in zip(load.parts, parts, strict=True):
-        prefix = _draw_tokens(draw, vocab_size, part.prefix)
+        prefix = draw_tokens(draw, vocab_size, part.prefix)
         lengths = (len(one.prompt) - part.prefix for one in asked)
-        prompts = [prefix + _draw_tokens(draw, vocab_size, length) for length in lengths]
+        prompts = [prefix + draw_tokens(draw, vocab_size, length) for length in lengths]
         pairs = zip(prompts, asked, strict=True)
         again.append([Asked(prompt, one.output_len) for prompt, one in pairs])
     return again
 
 
-def _draw_tokens(draw: random.Random, vocab_size: int, count: int) -> list[int]:
+def draw_tokens(draw: random.Random, vocab_size: int, count: int) -> list[int]:
     return [draw.randrange(vocab_size) for _ in range(count)]
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 
 from cairn.bench import report
-from cairn.bench.collector import settled
+from cairn.bench.engines import Arrivals, settled
 from cairn.bench.workloads import Workload, make_workload, settle_lengths
 from cairn.cli_flags import check_at_least, collect
 from cairn.config import EngineConfig
@@ -20,21 +21,20 @@ from cairn.engine.locate import locate
 from cairn.engine.resolve import resolve_device, resolve_dtype
 from cairn.engine.sampling_params import SamplingParams
 from cairn.errors import ConfigError
-from cairn.llm import LLM, Stream
+from cairn.llm import LLM
 from cairn.models.source import ModelSource
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Measurement:
     """Seconds and tokens of one engine on one workload."""
 
     engine: str
-    seconds: float = 0.0
-    output_tokens: int = 0
-    first_token: list[float] = field(default_factory=list)  # per request
-    between_tokens: list[float] = field(default_factory=list)  # all gaps of all requests
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
+    seconds: float
+    output_tokens: int
+    first_token: Sequence[float]  # per request
+    between_tokens: Sequence[float]  # all gaps of all requests
+    hit_rate: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -55,7 +55,7 @@ def command(arguments: argparse.Namespace) -> int:
             source = locate(llm.config)
             dtype = resolve_dtype(llm.config.dtype, source.config, device)
             baseline = TransformersBaseline(source, dtype, device)
-            baseline.warm_up()
+            baseline.generate([[1, 2, 3]], 8)  # warm up
         runs: list[list[Measurement]] = [[], []]
         with settled():
             for _ in range(arguments.repeat):  # in turn: both meet the same state of the machine
@@ -83,48 +83,29 @@ def command(arguments: argparse.Namespace) -> int:
 
 def measure_cairn(llm: LLM, workload: Workload) -> Measurement:
     """Times are taken where a user would: when the text arrives."""
-    result = Measurement("cairn")
+    arrivals = Arrivals(llm)
     begin = time.perf_counter()
-
-    def send(index: int) -> tuple[Stream, float]:
+    requests = zip(workload.prompts, workload.output_lens, strict=True)
+    for index, (prompt, most) in enumerate(requests):
         params = SamplingParams(
-            max_tokens=workload.output_lens[index],
+            max_tokens=most,
             temperature=workload.temperature,
             seed=0 if workload.one_by_one else index,
             ignore_eos=True,
         )
-        sent = time.perf_counter() if workload.one_by_one else begin
-        return llm.stream(workload.prompts[index], params), sent
-
-    indices = range(len(workload.prompts))
-    if workload.one_by_one:
-        for index in indices:
-            _follow([send(index)], result)
-    else:
-        _follow([send(index) for index in indices], result)
-    result.seconds = time.perf_counter() - begin
-    return result
-
-
-def _follow(streams: list[tuple[Stream, float]], result: Measurement) -> None:
-    """Read all streams to their ends, round by round, one chunk each."""
-    last: dict[int, float] = {}
-    live = dict(enumerate(streams))
-    while live:
-        for index, (stream, sent) in list(live.items()):
-            chunk = next(stream)
-            now = time.perf_counter()
-            if index in last:
-                result.between_tokens.append(now - last[index])
-            else:
-                result.first_token.append(now - sent)
-            last[index] = now
-            if chunk.result is not None:
-                usage = chunk.result.usage
-                result.output_tokens += usage.completion_tokens
-                result.prompt_tokens += usage.prompt_tokens
-                result.cached_tokens += usage.cached_tokens
-                del live[index]
+        arrivals.send(prompt, params, None if workload.one_by_one else begin)
+        if workload.one_by_one:
+            arrivals.finish()
+    arrivals.finish()
+    return Measurement(
+        "cairn",
+        time.perf_counter() - begin,
+        sum(result.usage.completion_tokens for result in arrivals.results),
+        arrivals.first_tokens(),
+        arrivals.gaps().tolist(),
+        sum(result.usage.cached_tokens for result in arrivals.results)
+        / sum(result.usage.prompt_tokens for result in arrivals.results),
+    )
 
 
 class TransformersBaseline:
@@ -151,47 +132,32 @@ class TransformersBaseline:
         self.model: Any = model.eval().to(device)
         self._device = device
 
-    def warm_up(self) -> None:
-        self._generate([[1, 2, 3]], 8)
-
     def measure(self, workload: Workload) -> Measurement:
-        result = Measurement("transformers", output_tokens=sum(workload.output_lens))
-        result.prompt_tokens = sum(map(len, workload.prompts))
+        first_token: list[float] = []
+        between_tokens: list[float] = []
         begin = time.perf_counter()
         if workload.one_by_one:
             for prompt, most in zip(workload.prompts, workload.output_lens, strict=True):
-                self._stream(prompt, most, result)
+                sent, clock = time.perf_counter(), _Clock()
+                self.generate([prompt], most, streamer=clock)
+                first, *others = np.diff([sent, *clock.moments[1:]]).tolist()
+                first_token.append(first)
+                between_tokens += others
         else:  # padded on the left; everybody waits for the longest answer
             longest = max(map(len, workload.prompts))
-            padding = [longest - len(prompt) for prompt in workload.prompts]
+            padding = [[0] * (longest - len(prompt)) for prompt in workload.prompts]
             pairs = list(zip(padding, workload.prompts, strict=True))
-            mask = [[0] * pad + [1] * len(prompt) for pad, prompt in pairs]
-            self._generate(
-                [[0] * pad + prompt for pad, prompt in pairs],
+            mask = [pad + [1] * len(prompt) for pad, prompt in pairs]
+            self.generate(
+                [pad + prompt for pad, prompt in pairs],
                 max(workload.output_lens),
                 attention_mask=torch.tensor(mask, device=self._device),
             )
-        result.seconds = time.perf_counter() - begin
-        return result
+        seconds = time.perf_counter() - begin
+        tokens = sum(workload.output_lens)
+        return Measurement("transformers", seconds, tokens, first_token, between_tokens)
 
-    def _stream(self, prompt: list[int], most: int, result: Measurement) -> None:
-        """One request through a streamer, as its users do it: generate runs in a thread."""
-        from transformers import TextIteratorStreamer
-
-        streamer = TextIteratorStreamer(_Echo(), skip_prompt=True)
-        last = time.perf_counter()
-        kwargs = {"streamer": streamer}
-        thread = threading.Thread(target=self._generate, args=([prompt], most), kwargs=kwargs)
-        thread.start()
-        times = result.first_token
-        for piece in streamer:
-            if piece:
-                now = time.perf_counter()
-                times.append(now - last)
-                last, times = now, result.between_tokens
-        thread.join()
-
-    def _generate(self, prompts: list[list[int]], most: int, **options: Any) -> None:
+    def generate(self, prompts: list[list[int]], most: int, **options: Any) -> None:
         self.model.generate(
             torch.tensor(prompts, device=self._device),
             max_new_tokens=most,
@@ -202,11 +168,17 @@ class TransformersBaseline:
         )
 
 
-class _Echo:
-    """A tokenizer that makes a line of every token, so that the streamer holds none back."""
+class _Clock:
+    """A streamer for `generate`: it keeps when it got the prompt, and then each token."""
 
-    def decode(self, ids: Any, **_: Any) -> str:
-        return "".join(f"{int(token)}\n" for token in ids)
+    def __init__(self) -> None:
+        self.moments: list[float] = []
+
+    def put(self, ids: torch.Tensor) -> None:  # on the CPU, so the step has ended
+        self.moments.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
 
 
 # -- reporting --------------------------------------------------------------------------------
@@ -225,11 +197,11 @@ def _summary(runs: list[Measurement]) -> dict[str, Any]:
         "first_request_ttft_ms": round(run.first_token[0] * 1e3, 3) if run.first_token else None,
         "later_requests_ttft_ms": _spread(run.first_token[1:]),
         "between_tokens_ms": _spread(run.between_tokens),
-        "prefix_hit_rate": round(run.cached_tokens / max(1, run.prompt_tokens), 4),
+        "prefix_hit_rate": round(run.hit_rate, 4),
     }
 
 
-def _spread(seconds: list[float]) -> dict[str, float] | None:
+def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
     """Mean, median and P99 in ms."""
     if not seconds:
         return None

@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from cairn.bench.report import measure_engine
+from cairn.bench.engines import measure_engine, need_cuda
 from cairn.bench.workloads import seeded
-from cairn.engine.resolve import resolve_device
 from cairn.engine.sampling_params import SamplingParams
-from cairn.errors import ConfigError
 from cairn.llm import LLM
 
 _KINDS = {
@@ -36,8 +34,7 @@ _WIDTH = 48  # of their names
 
 
 def command(arguments: argparse.Namespace) -> int:
-    if resolve_device(getattr(arguments, "device", "auto")).type != "cuda":
-        raise ConfigError("bench profile shows CUDA kernels; it needs a CUDA device")
+    need_cuda("profile", getattr(arguments, "device", "auto"))
 
     def measure(llm: LLM) -> dict[str, Any]:
         frontend = llm.frontend

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from cairn.bench.report import measure_engine, percentiles
+from cairn.bench.engines import Arrivals, measure_engine
+from cairn.bench.report import percentiles
 from cairn.cli_flags import check_at_least
 from cairn.engine.sampling_params import SamplingParams
 from cairn.errors import ConfigError
 from cairn.llm import LLM
-from cairn.outputs import Chunk
 
 _BLOCK = 512  # tokens per id
 _FIRST_TOKEN = 3  # ids below are special tokens in most vocabularies
@@ -107,50 +107,33 @@ class Prompts:
 
 def run(llm: LLM, trace: Sequence[TracedRequest], *, time_scale: float) -> dict[str, Any]:
     """Replay; `time_scale` 2 takes twice as long as the recording, 0 sends all at once."""
-    frontend, engine = llm.frontend, llm.engine
+    engine, arrivals = llm.engine, Arrivals(llm)
     prompts = Prompts(engine.spec.vocab_size)
-    times: dict[str, list[float]] = {}
-    due: dict[str, float] = {}
-    too_long = 0
-
-    def sink(chunk: Chunk) -> None:
-        times[chunk.request_id].append(time.perf_counter())
-
-    waiting = sorted(trace, key=lambda request: request.arrival)
-    first = waiting[0].arrival
+    ordered = sorted(trace, key=lambda request: request.arrival)
+    fitting = [one for one in ordered if one.input_length + one.output_length <= engine.max_tokens]
     before = engine.stats.generated_tokens
     begin = time.perf_counter()
-    while waiting or engine.has_work:
-        while waiting:
-            arrival = begin + (waiting[0].arrival - first) * time_scale
-            if arrival > time.perf_counter():
-                break
-            request = waiting.pop(0)
-            if request.input_length + request.output_length > engine.max_tokens:
-                too_long += 1
-                continue
-            params = SamplingParams(max_tokens=request.output_length, ignore_eos=True)
-            (prepared,) = frontend.prepare(prompts.of(request), params)
-            times[prepared.id], due[prepared.id] = [], arrival
-            frontend.submit([prepared], sink)
-        if engine.has_work:
-            frontend.step()
-        elif waiting:
-            time.sleep(min(0.01, max(0.0, arrival - time.perf_counter())))
+    for request in fitting:
+        due = begin + (request.arrival - ordered[0].arrival) * time_scale
+        while (wait := due - time.perf_counter()) > 0:
+            if engine.has_work:
+                llm.frontend.step()
+            else:
+                time.sleep(min(0.01, wait))
+        params = SamplingParams(max_tokens=request.output_length, ignore_eos=True)
+        arrivals.send(prompts.of(request), params, due)
+    arrivals.finish()
     seconds = time.perf_counter() - begin
-    ttft = [moments[0] - due[name] for name, moments in times.items()]
-    pairs = (pair for moments in times.values() for pair in itertools.pairwise(moments))
-    tbt = [later - earlier for earlier, later in pairs]
     cache, tier = engine.scheduler.cache.stats, engine.tier()
     return {
-        "requests": len(times),
-        "too_long": too_long,
+        "requests": len(fitting),
+        "too_long": len(trace) - len(fitting),
         "time_scale": time_scale,
         "seconds": round(seconds, 2),
         "output_tokens_per_s": round((engine.stats.generated_tokens - before) / seconds, 1),
         "prefix_hit_rate": round(cache.hit_tokens / max(1, cache.lookup_tokens), 4),
         "retractions": engine.scheduler.stats.retractions,
-        "ttft_ms": percentiles(ttft, 50, 90, 99),
-        "tbt_ms": percentiles(tbt, 50, 90, 99),
+        "ttft_ms": percentiles(arrivals.first_tokens(), 50, 90, 99),
+        "tbt_ms": percentiles(arrivals.gaps(), 50, 90, 99),
         "tier": None if tier is None else str(tier),
     }

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from pathlib import Path
@@ -17,11 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cairn import __version__
-from cairn.bench.collector import settled
-from cairn.cli_flags import collect
-from cairn.config import EngineConfig
 from cairn.errors import ConfigError
-from cairn.llm import LLM
 
 
 def check_files(**paths: str | None) -> None:
@@ -96,6 +92,15 @@ def print_rows(
     Console().print(table)
 
 
+def tell(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All rows, after each was printed to standard error when it came."""
+    told = []
+    for row in rows:
+        print(", ".join(f"{name} {value}" for name, value in row.items()), file=sys.stderr)
+        told.append(row)
+    return told
+
+
 def show_rows(name: str, rows: list[dict[str, Any]], output: str | None) -> None:
     """A table with one column per field, and one JSON line."""
     record = {"workload": name, **stamp(), "results": rows}
@@ -104,20 +109,9 @@ def show_rows(name: str, rows: list[dict[str, Any]], output: str | None) -> None
     finish(record, output)
 
 
-def measure_engine(
-    name: str, arguments: argparse.Namespace, measure: Callable[[LLM], dict[str, Any]]
-) -> int:
-    """Build an engine with the given flags, measure it, and show the result beside the flags."""
-    options = collect(arguments, EngineConfig)
-    with LLM(**options) as llm, settled():
-        result = measure(llm)
-    show_rows(name, [{**result, **options}], arguments.output)
-    return 0
-
-
-def percentiles(seconds: Sequence[float], *percents: int) -> dict[str, float]:
+def percentiles(seconds: Sequence[float] | np.ndarray, *percents: int) -> dict[str, float]:
     """In ms, by names such as p50; empty if there is nothing."""
-    if not seconds:
+    if not len(seconds):
         return {}
     values = np.percentile(seconds, percents)
     return {f"p{p}": round(1e3 * float(v), 3) for p, v in zip(percents, values, strict=True)}

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from cairn import __version__
 from cairn.bench.client_speed import client_speed
-from cairn.bench.collector import settled
+from cairn.bench.engines import settled
 from cairn.bench.http_stream import HttpError, Reply, Target
 from cairn.bench.load import Asked, Load, draw_requests, due_times, parse_load, redraw
 from cairn.bench.report import check_files, percentiles

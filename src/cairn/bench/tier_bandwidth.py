@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from cairn.bench.collector import release
-from cairn.bench.tier_engines import TierBench
+from cairn.bench.tier_options import TierBench
 from cairn.engine.resolve import resolve_device
 from cairn.errors import ConfigError
 from cairn.memory.copies import CopyEdits, Transfer
@@ -20,6 +19,7 @@ from cairn.memory.kv_pool import HostPool, KVPool
 from cairn.memory.layout import CacheLayout
 
 _KV_HEADS, _HEAD_DIM = 8, 128  # of the 0.6B shape
+_BURST_ROWS = (1, 4, 16)
 _BURSTS = 6
 _REPLAYS = 4
 _WHOLE_PAGES = 128  # copied at once
@@ -27,11 +27,10 @@ _WHOLE_PAGES = 128  # copied at once
 
 def bandwidth(bench: TierBench) -> Iterator[dict[str, Any]]:
     device = resolve_device(bench.device)
-    dtype = getattr(torch, bench.dtype)
-    layout = CacheLayout.of_heads(_KV_HEADS, _HEAD_DIM, dtype)
+    layout = CacheLayout.of_heads(_KV_HEADS, _HEAD_DIM, getattr(torch, bench.weights))
     page_bytes = layout.page_bytes(bench.page_size)
     num_pages = int(bench.bandwidth_gib * 2**30) // page_bytes
-    most = max(bench.burst_rows)
+    most = max(_BURST_ROWS)
     slots = most * bench.topk
     frames = min(_WHOLE_PAGES, num_pages)
     groups = [LayerGroup("full", ()), LayerGroup("resident", (0,), 1, 0, layout)]
@@ -45,40 +44,27 @@ def bandwidth(bench: TierBench) -> Iterator[dict[str, Any]]:
         asynchronous=False,
         kernels=SwapShape(most, bench.topk, 1) if device.type == "cuda" else None,
     )
-    plain: dict[str, float] = {}
-    for name, rate in _plain(host.part(0), pool.part(0), device):
-        plain[name] = rate
-        yield {"part": "bandwidth", "what": f"plain copy, {name}", "gb_per_s": round(rate, 2)}
-
-    def row(what: str, rate: float, way: str) -> dict[str, Any]:
-        share = {"of_plain_copy": round(rate / plain[way], 3)}
-        return {"part": "bandwidth", "what": what, "gb_per_s": round(rate, 2)} | share
-
-    for rows in bench.burst_rows:
-        rate = _bursts(tier, rows, bench.topk, num_pages, device)
-        yield row(f"misses of {rows} rows", rate, "to the device")
-    transfers = [Transfer(page + 1, page + 1) for page in range(frames)]
-    edits = CopyEdits((), tuple(transfers))
-    nbytes = frames * page_bytes
-    rate = nbytes / _seconds(lambda: tier.begin_step(edits), device)
-    yield row(f"{frames} whole pages in", rate / 1e9, "to the device")
-    rate = nbytes / _seconds(lambda: tier.back_up(transfers), device)
-    yield row(f"{frames} whole pages out", rate / 1e9, "to the host")
-    tier.close()
-    release()
-
-
-def _plain(
-    there: torch.Tensor, here: torch.Tensor, device: torch.device
-) -> Iterator[tuple[str, float]]:
+    there, here = host.part(0), pool.part(0)
     count = min(len(there), len(here))
-    ways = {"to the device": (there, here), "to the host": (here, there)}
-    for name, (source, target) in ways.items():
-
-        def copy(source: torch.Tensor = source, target: torch.Tensor = target) -> None:
-            target[:count].copy_(source[:count], non_blocking=True)
-
-        yield name, here[:count].nbytes / _seconds(copy, device) / 1e9
+    there, here = there[:count], here[:count]
+    to_device = _rate(here.nbytes, lambda: here.copy_(there, non_blocking=True), device)
+    to_host = _rate(here.nbytes, lambda: there.copy_(here, non_blocking=True), device)
+    yield {"what": "plain copy, to the device", "gb_per_s": round(to_device, 2)}
+    yield {"what": "plain copy, to the host", "gb_per_s": round(to_host, 2)}
+    rates = [
+        (f"misses of {rows} rows", _bursts(tier, rows, bench.topk, num_pages, device), to_device)
+        for rows in _BURST_ROWS
+    ]
+    transfers = tuple(Transfer(page + 1, page + 1) for page in range(frames))
+    edits, nbytes = CopyEdits((), transfers), frames * page_bytes
+    pages_in = _rate(nbytes, lambda: tier.begin_step(edits), device)
+    pages_out = _rate(nbytes, lambda: tier.back_up(transfers), device)
+    rates.append((f"{frames} whole pages in", pages_in, to_device))
+    rates.append((f"{frames} whole pages out", pages_out, to_host))
+    for what, rate, plain in rates:
+        share = round(rate / plain, 3)
+        yield {"what": what, "gb_per_s": round(rate, 2), "of_plain_copy": share}
+    tier.close()
 
 
 def _bursts(
@@ -119,11 +105,7 @@ def _bursts(
     before = tier.stats
     for _ in range(_REPLAYS):
         lives += 1
-        _synchronize(device)
-        begin = time.perf_counter()
-        run()
-        _synchronize(device)
-        times.append(time.perf_counter() - begin)
+        times.append(_seconds(run, device))
     after = tier.stats
     assert after.hits == before.hits
     return (after.bytes_in - before.bytes_in) / _REPLAYS / min(times) / 1e9
@@ -138,16 +120,17 @@ def _recorded(work: Callable[[], object], device: torch.device) -> Callable[[], 
     return graph.replay
 
 
-def _seconds(work: Callable[[], object], device: torch.device, repeat: int = 4) -> float:
-    """Seconds of the fastest of several runs; the first run is not counted."""
-    times = []
-    for _ in range(repeat):
-        _synchronize(device)
-        begin = time.perf_counter()
-        work()
-        _synchronize(device)
-        times.append(time.perf_counter() - begin)
-    return min(times[1:])
+def _rate(nbytes: int, work: Callable[[], object], device: torch.device) -> float:
+    """GB/s of the fastest of several runs; the first run is not counted."""
+    return nbytes / min([_seconds(work, device) for _ in range(4)][1:]) / 1e9
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    _synchronize(device)
+    begin = time.perf_counter()
+    work()
+    _synchronize(device)
+    return time.perf_counter() - begin
 
 
 def _synchronize(device: torch.device) -> None:

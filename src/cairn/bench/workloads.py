@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import random
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-from cairn.bench.load import draw_requests, parse_load
+from cairn.bench.load import draw_requests, draw_tokens, parse_load
 from cairn.errors import ConfigError, RequestError
-from cairn.eval import haystack
+from cairn.eval.haystack import read_text
 from cairn.text.tokenizer import Tokenizer
 
 SEEDED_REQUESTS = 256
+_REPEATED = 20  # times that the bundled text is repeated: half a million tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +43,41 @@ def make_workload(
     arguments: argparse.Namespace, tokenizer: Tokenizer | None, vocab_size: int
 ) -> Workload:
     kind, length, output = arguments.kind, arguments.input_len, arguments.output_len
-    count = getattr(arguments, "requests", 1)
-    if kind == "offline" and arguments.lengths == "seeded":
+    if kind in ("rag", "summarize"):
+        return _over_a_text(arguments, tokenizer)
+    count, lengths = arguments.requests, getattr(arguments, "lengths", "equal")
+    if lengths == "seeded":
         return seeded(count, vocab_size)
-    if kind == "offline" and arguments.lengths == "mixed":
-        return _mixed(count, length, output, vocab_size)
-    if kind in ("latency", "offline"):
-        how = "one by one" if kind == "latency" else "at once"
+    one_by_one = kind == "latency"
+    how = "one by one" if one_by_one else "at once"
+    if lengths == "equal":
+        draw = random.Random(1)
+        inputs, outputs = [length] * count, [output] * count
         text = f"{count} requests {how}, in {length}, out {output}"
-        prompts = _random_prompts([length] * count, vocab_size, random.Random(1))
-        return Workload(kind, text, prompts, [output] * count, one_by_one=kind == "latency")
+    else:  # from an eighth of the given lengths up to them, like requests of different users
+        draw = random.Random(2)
+        inputs, outputs = (
+            [draw.randint(max(1, most // 8), most) for _ in range(count)]
+            for most in (length, output)
+        )
+        text = f"{count} requests {how}, in up to {length}, out up to {output}, mixed"
+    prompts = [draw_tokens(draw, vocab_size, tokens) for tokens in inputs]
+    return Workload(kind, text, prompts, outputs, one_by_one)
+
+
+def _over_a_text(arguments: argparse.Namespace, tokenizer: Tokenizer | None) -> Workload:
+    """Questions about one document, or its summary."""
+    kind, length, output = arguments.kind, arguments.input_len, arguments.output_len
     if tokenizer is None:
         raise ConfigError(f"bench {kind} needs a model with a tokenizer")
-    source = read_text(arguments.text)
+    source = read_text(arguments.text) * (_REPEATED if arguments.text is None else 1)
     document: list[int] = list(tokenizer.encode(source[: length * 12])[:length])
     if len(document) < length:
         raise RequestError(
             f"the text has {len(document)} tokens, {length} are needed; give a longer one"
         )
     if kind == "rag":
+        count = arguments.requests
         ends = [f"\nQuestion {i}: what does paragraph {i} say?\nAnswer:" for i in range(count)]
         text = f"{count} questions on one corpus of {length} tokens, out {output}"
     else:
@@ -78,43 +92,7 @@ def seeded(requests: int, vocab_size: int) -> Workload:
     if requests > SEEDED_REQUESTS:
         raise ConfigError(f"--requests is {requests}; there are {SEEDED_REQUESTS} seeded requests")
     (asked,) = draw_requests(parse_load(f"{SEEDED_REQUESTS}x100-1024:100-1024"), 0, 10_001)
-    prompts = [one.prompt for one in asked[:requests]]
-    if vocab_size <= 10_000:
-        prompts = [[token % vocab_size for token in prompt] for prompt in prompts]
+    asked = asked[:requests]
+    prompts = [[token % vocab_size for token in one.prompt] for one in asked]
     text = f"{requests} of 256 seeded requests, in 100-1024, out 100-1024, temperature 0.6"
-    outputs = [one.output_len for one in asked[:requests]]
-    return Workload("offline", text, prompts, outputs, temperature=0.6)
-
-
-def _mixed(requests: int, input_len: int, output_len: int, vocab_size: int) -> Workload:
-    """Lengths from an eighth of the given ones up to them, like requests of different users."""
-    draw = random.Random(2)
-    lengths, outputs = (
-        [draw.randint(max(1, most // 8), most) for _ in range(requests)]
-        for most in (input_len, output_len)
-    )
-    text = f"{requests} requests at once, in up to {input_len}, out up to {output_len}, mixed"
-    return Workload("offline", text, _random_prompts(lengths, vocab_size, draw), outputs)
-
-
-def _random_prompts(lengths: list[int], vocab_size: int, draw: random.Random) -> list[list[int]]:
-    return [[draw.randrange(vocab_size) for _ in range(length)] for length in lengths]
-
-
-def read_text(path: str | None) -> str:
-    """The user's text, or the docstrings of the standard library, which every Python has."""
-    if path is not None:
-        return haystack.read_text(path)
-    pieces: list[str] = []
-    for name in sorted(sys.stdlib_module_names):
-        source = Path(random.__file__).parent / f"{name}.py"
-        if not source.exists():
-            continue
-        nodes = ast.walk(ast.parse(source.read_text(encoding="utf-8")))
-        documented = (
-            n for n in nodes if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)
-        )
-        pieces += [text for node in documented if (text := ast.get_docstring(node))]
-        if sum(map(len, pieces)) > 2_000_000:
-            break
-    return "\n\n".join(pieces)
+    return Workload("offline", text, prompts, [one.output_len for one in asked], temperature=0.6)
