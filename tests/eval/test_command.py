@@ -10,6 +10,7 @@ import pytest
 
 from cairn import LLM
 from cairn.cli.main import main
+from tests.helpers import exit_code
 
 CPU = ["--device", "cpu", "--kv-cache-gib", "0.05"]
 PAGES = ["--page-size", "16", "--hsa-window", "32"]
@@ -98,11 +99,11 @@ def test_recall(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["needle", "--task", "hay"], "--task has 'hay'; choose among single"),
-        (["needle", "--lengths", "2k"], "--lengths has '2k'"),
+        (["needle", "--task", "hay"], "--task: has 'hay'; choose among single"),
+        (["needle", "--lengths", "2k"], "--lengths: has '2k'; write whole numbers from 1"),
         (["needle", "--lengths", "50"], "length of 50 tokens is too short"),
         (["needle", "--lengths", "500,9999"], "--lengths has 9999"),
-        (["needle", "--depths", "0,101"], "--depths has '101'"),
+        (["needle", "--depths", "0,101"], "--depths: has '101'; write numbers from 0 to 100"),
         (["needle", "--samples", "0"], "--samples is 0"),
         (["needle", "--prompt", "chat"], "--prompt is chat"),
         (["needle", "--text", "/nowhere"], "--text /nowhere"),
@@ -126,5 +127,5 @@ def test_bad_arguments_are_named(
     short = tmp_path / "short.txt"
     short.write_text("A few words. " * 20)
     arguments = [str(short) if a == "TEXT" else a for a in arguments]
-    assert main(["eval", *arguments, "--model", str(folder), *CPU]) == 2
+    assert exit_code(["eval", *arguments, "--model", str(folder), *CPU]) == 2
     assert named in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from cairn.attention.torch_backend import TorchBackend
 from cairn.engine.inputs import StepInputs
 from cairn.errors import ConfigError
 from cairn.eval.dense_pages import DensePages
-from cairn.eval.recall import attach, compare, measure, query_places
-from cairn.eval.settings import Setting, make_settings
+from cairn.eval.recall import attach, keep, measure, query_places
+from cairn.eval.settings import Setting, make_settings, measure_settings
 from cairn.memory.groups import LayerGroup
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import CacheLayout
@@ -75,7 +76,7 @@ def test_recall_is_what_the_selected_pages_hold(folder: Path) -> None:
         assert llm.engine.sparse is not None
         start = llm.engine.sparse.window_start(record.cache_row, SIZE)
         assert start == (299 - SIZE + 1) // SIZE
-        kept = compare(record.shares[0], read, start)
+        kept = keep(record.shares[0], read, start)
     mass, far, best, top = [], [], [], []
     for head in range(4):
         selected = read.pages[head // 2]
@@ -97,7 +98,7 @@ def test_all_pages_hold_everything(folder: Path, backend: str) -> None:
     options = {**HSA, "model": str(folder), "attention_backend": backend}
     options["hsa_prefill"] = "sparse" if backend == "hsa" else "dense"
     settings = make_settings(options, 400, ["quest", "mean"], [1.0], dense=False)
-    rows = measure(settings, "word of text. " * 50, 400, 3, lambda done, total: None)
+    rows = measure_settings(settings, "word of text. " * 50, 400, partial(measure, 3))
     assert [row["policy"] for row in rows] == ["quest", "mean"]
     for row in rows:
         assert [row[name] for name in ("mass", "far", "best", "top", "read")] == [1.0] * 5
@@ -111,7 +112,7 @@ def test_landmark_rows_do_not_count(tmp_path: Path) -> None:
     options: dict[str, Any] = {"model": str(folder), "device": "cpu", "kv_cache_gib": 0.05}
     settings = make_settings(options, 300, None, [0.5, 1.0], dense=False)
     assert [s.name for s in settings] == ["as trained", "hils 50%", "hils 100%"]
-    rows = measure(settings, "word of text. " * 50, 300, 2, lambda done, total: None)
+    rows = measure_settings(settings, "word of text. " * 50, 300, partial(measure, 2))
     assert 0 < rows[0]["mass"] < rows[1]["mass"] < rows[2]["mass"] == 1.0
     with LLM(**options) as llm:
         watcher = attach(llm)
@@ -163,7 +164,7 @@ def test_shares_of_a_batch_by_hand() -> None:
 def test_nothing_far_away_is_nothing_lost() -> None:
     shares = torch.tensor([[0.25, 0.75], [0.5, 0.5]])
     read = LayerRead(0, [[]], [[[], []]], [1.0, 1.0])
-    kept = compare(shares, read, 0)
+    kept = keep(shares, read, 0)
     assert (kept.mass, kept.far, kept.best, kept.top, kept.read) == (1.0, 1.0, 1.0, 1.0, 1.0)
 
 

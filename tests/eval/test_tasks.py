@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cairn.eval.command import _TASKS
+from cairn.eval import command
 from cairn.eval.tasks import TASKS
 from cairn.eval.wording import NameMaker, assignment, fact
 
@@ -15,7 +15,7 @@ DEPTHS = [1.0, 0.5, 0.0]
 
 
 def test_the_command_names_all_tasks() -> None:
-    assert tuple(TASKS) == _TASKS
+    assert tuple(TASKS) == command.TASKS
 
 
 @settings(max_examples=40)

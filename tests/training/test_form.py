@@ -10,8 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from cairn import LLM
-from cairn.eval.haystack import read_text
-from cairn.eval.needle import need_tokenizer
+from cairn.eval.haystack import need_tokenizer, read_text
 from cairn.models.source import BUNDLED
 from tests import hils_reference
 from training.checkpoint import export_model, import_model

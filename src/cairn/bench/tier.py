@@ -46,8 +46,7 @@ from cairn.config import EngineConfig
 from cairn.engine.locate import locate
 from cairn.engine.sampling_params import SamplingParams
 from cairn.errors import ConfigError
-from cairn.eval.haystack import read_text
-from cairn.eval.ppl import encode_text
+from cairn.eval.haystack import encode_text, read_text
 from cairn.llm import LLM
 from cairn.models.registry import read_spec
 

@@ -48,8 +48,7 @@ def add_demo(commands: Any) -> None:
 
 def _needle(arguments: argparse.Namespace) -> int:
     from cairn.cli.start import start
-    from cairn.eval.haystack import Prose, read_text
-    from cairn.eval.needle import need_tokenizer
+    from cairn.eval.haystack import Prose, need_tokenizer, read_text
     from cairn.eval.prompts import Frame, Query, build_prompts, choose_style
     from cairn.eval.wording import draw_value, fact, question
 

@@ -15,6 +15,8 @@ from importlib import resources
 from pathlib import Path
 
 from cairn.errors import ConfigError
+from cairn.llm import LLM
+from cairn.text.tokenizer import Tokenizer
 
 _SENTENCE_END = re.compile(r"(?<=[.?!])(?=\s)")
 _LONGEST = 2000  # characters; longer sentences are split at spaces
@@ -31,6 +33,24 @@ def read_text(path: str | None) -> str:
     if not text.strip():
         raise ConfigError(f"--text {path} is empty; give a file with some sentences")
     return text
+
+
+def need_tokenizer(llm: LLM) -> Tokenizer:
+    if llm.tokenizer is None:
+        raise ConfigError(
+            f"eval needs text and {llm.config.model} has no tokenizer.json; add one to its folder"
+        )
+    return llm.tokenizer
+
+
+def encode_text(llm: LLM, text: str, tokens: int) -> list[int]:
+    """The first `tokens` tokens of a text."""
+    ids = need_tokenizer(llm).encode(text)
+    if len(ids) < tokens:
+        raise ConfigError(
+            f"--tokens is {tokens} and the text has {len(ids)}; lower it or give a longer --text"
+        )
+    return ids[:tokens]
 
 
 def split_sentences(text: str) -> list[str]:

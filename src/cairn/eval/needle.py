@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import json
+import os
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from cairn.bench.report import check_files
+from cairn.cli_flags import check_at_least, collect
+from cairn.config import EngineConfig
 from cairn.errors import ConfigError
-from cairn.eval.haystack import Prose
+from cairn.eval import report
+from cairn.eval.haystack import Prose, need_tokenizer, read_text
 from cairn.eval.prompts import Frame, build_prompts, choose_style
 from cairn.eval.scoring import is_right, wilson
 from cairn.eval.tasks import TASKS
 from cairn.eval.wording import NameMaker
 from cairn.llm import LLM
-from cairn.text.tokenizer import Tokenizer
+from cairn.progress import loading_bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +52,43 @@ class Answer:
     cached_tokens: int
 
 
-def need_tokenizer(llm: LLM) -> Tokenizer:
-    if llm.tokenizer is None:
-        raise ConfigError(
-            f"eval needs text and {llm.config.model} has no tokenizer.json; add one to its folder"
-        )
-    return llm.tokenizer
+def command(arguments: argparse.Namespace) -> int:
+    check_at_least(arguments, 1, "samples", "keys", "max_tokens")
+    same = ("lengths", "samples", "keys", "prompt", "answer_start", "max_tokens")
+    options = NeedleOptions(
+        tasks=list(TASKS) if "all" in arguments.task else arguments.task,
+        depths=[percent / 100 for percent in arguments.depths],
+        seed=getattr(arguments, "seed", 0),
+        **{name: getattr(arguments, name) for name in same},
+    )
+    check_files(output=arguments.output, plot=arguments.plot, answers=arguments.answers)
+    text = read_text(arguments.text)
+    engine = collect(arguments, EngineConfig)
+    with LLM(**engine) as llm, loading_bar("Asking") as progress:
+        model = llm.config.model
+        answers, whole = _take(ask(llm, text, options, progress), arguments.answers)
+    asked = {"model": model, "text": arguments.text, **asdict(options), "whole": whole}
+    record = report.make_record("needle", engine, asked, tally(answers))
+    report.show_needle(record)
+    if not whole:
+        print(f"cairn: stopped by Ctrl-C after {len(answers)} answers", file=sys.stderr)
+    report.finish(record, arguments)
+    return 0
+
+
+def _take(asking: Iterator[Answer], path: str | None) -> tuple[list[Answer], bool]:
+    """The answers, and whether all arrived before Ctrl-C. Writes each to the file as it arrives."""
+    answers: list[Answer] = []
+    with open(path or os.devnull, "w", encoding="utf-8") as file:
+        try:
+            for answer in asking:
+                answers.append(answer)
+                print(json.dumps(asdict(answer)), file=file, flush=True)
+        except KeyboardInterrupt:
+            if not answers:
+                raise
+            return answers, False
+    return answers, True
 
 
 def ask(

@@ -2,53 +2,44 @@
 
 from __future__ import annotations
 
+import argparse
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from cairn.attention.backend import sparse_class
 from cairn.errors import ConfigError
-from cairn.eval.needle import need_tokenizer
-from cairn.eval.settings import Setting
+from cairn.eval import report
+from cairn.eval.settings import compare
 from cairn.llm import LLM
 
+_COLUMNS = ("setting", "topk", "ppl", "ppl_tail", "ratio", "seconds")
 
-def encode_text(llm: LLM, text: str, tokens: int) -> list[int]:
-    """The first `tokens` tokens of a text."""
-    ids = need_tokenizer(llm).encode(text)
-    if len(ids) < tokens:
+
+def command(arguments: argparse.Namespace) -> int:
+    backend = getattr(arguments, "attention_backend", "") or "auto"
+    names = [name.strip() for name in backend.split(",")]
+    if len(names) > 1 and sparse_class(names) is not None:
         raise ConfigError(
-            f"--tokens is {tokens} and the text has {len(ids)}; lower it or give a longer --text"
+            f"--attention-backend is {backend!r}, which reads prompts densely, and a text is "
+            f"scored as a prompt; use {names[-1]} alone"
         )
-    return ids[:tokens]
+    record = compare(arguments, "ppl", _measure, dense=True)
+    for row in record["results"]:
+        row["ratio"] = round(row["ppl_tail"] / record["results"][0]["ppl_tail"], 4)
+    report.show_rows(record, _COLUMNS)
+    report.finish(record, arguments)
+    return 0
 
 
-def measure(
-    settings: Sequence[Setting], text: str, tokens: int, progress: Callable[[int, int], None]
-) -> list[dict[str, Any]]:
-    """Score every token with each setting's attention. The tail is the second half of the text. The
-    budget matters only there, since early tokens read everything."""
-    rows: list[dict[str, Any]] = []
-    for done, setting in enumerate(settings):
-        progress(done, len(settings))
-        begin = time.perf_counter()
-        with LLM(**setting.options) as llm:
-            ids = encode_text(llm, text, tokens)
-            result = llm.generate(ids, max_tokens=1, prompt_logprobs=0)
-        assert result.prompt_logprobs is not None
-        scores = [score.logprob for score in result.prompt_logprobs if score is not None]
-        row = {
-            **setting.as_dict(),
-            "tokens": tokens,
-            "ppl": round(perplexity(scores), 4),
-            "ppl_tail": round(perplexity(scores[len(scores) // 2 :]), 4),
-            "seconds": round(time.perf_counter() - begin, 2),
-        }
-        first = rows[0] if rows else row
-        row["ratio"] = round(row["ppl_tail"] / first["ppl_tail"], 4)
-        rows.append(row)
-    progress(len(settings), len(settings))
-    return rows
+def _measure(llm: LLM, ids: list[int]) -> dict[str, Any]:
+    """Perplexity of the text and of its second half, the tail. The budget matters only there, since
+    early tokens read everything."""
+    result = llm.generate(ids, max_tokens=1, prompt_logprobs=0)
+    assert result.prompt_logprobs is not None
+    scores = [score.logprob for score in result.prompt_logprobs if score is not None]
+    tail = scores[len(scores) // 2 :]
+    return {"ppl": round(perplexity(scores), 4), "ppl_tail": round(perplexity(tail), 4)}
 
 
 def perplexity(logprobs: Sequence[float]) -> float:

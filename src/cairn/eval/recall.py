@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+import argparse
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from cairn.attention.backend import AttentionBackend
+from cairn.cli_flags import check_at_least
 from cairn.errors import ConfigError
+from cairn.eval import report
 from cairn.eval.dense_pages import DensePages
-from cairn.eval.ppl import encode_text
-from cairn.eval.settings import Setting
+from cairn.eval.settings import compare
 from cairn.llm import LLM
 from cairn.memory.kv_pool import KVPool
 from cairn.trace import LayerRead
+
+_COLUMNS = ("setting", "topk", "read", "mass", "far", "best", "top", "seconds")
+
+
+def command(arguments: argparse.Namespace) -> int:
+    check_at_least(arguments, 1, "rows")
+    record = compare(arguments, "recall", partial(measure, arguments.rows), dense=False)
+    report.show_layers(record)
+    report.show_rows(record, _COLUMNS)
+    report.finish(record, arguments)
+    return 0
 
 
 class Kept(NamedTuple):
@@ -34,7 +46,7 @@ class Kept(NamedTuple):
     """Share of all pages that are read."""
 
 
-def compare(shares: torch.Tensor, read: LayerRead, window_start: int) -> Kept:
+def keep(shares: torch.Tensor, read: LayerRead, window_start: int) -> Kept:
     """Compare a selection with `shares` [heads, pages] of dense attention.
 
     Pages before `window_start` are candidates. Query heads that share a kv head share its pages,
@@ -99,47 +111,28 @@ def query_places(tokens: int, rows: int) -> list[int]:
     return sorted({first + (tokens - first) * (i + 1) // rows for i in range(rows)})
 
 
-def measure(
-    settings: Sequence[Setting],
-    text: str,
-    tokens: int,
-    rows: int,
-    progress: Callable[[int, int], None],
-) -> list[dict[str, Any]]:
-    results: list[dict[str, Any]] = []
-    places = query_places(tokens, rows)
-    total = len(settings) * len(places)
-    for setting in settings:
-        begin = time.perf_counter()
-        layers: dict[int, list[Kept]] = {}
-        with LLM(**setting.options) as llm:
-            ids = encode_text(llm, text, tokens)
-            if not llm.engine.can_trace:
-                raise ConfigError("recall needs sparse attention; add --attention-backend hsa")
-            watcher = attach(llm)
-            for done, place in enumerate(places):
-                progress(len(results) * len(places) + done, total)
-                for layer, kept in _compare_at(llm, watcher, ids[:place]).items():
-                    layers.setdefault(layer, []).append(kept)
-        results.append(
-            {
-                **setting.as_dict(),
-                "tokens": tokens,
-                "rows": len(places),
-                **_means([kept for some in layers.values() for kept in some]),
-                "layers": [{"layer": n, **_means(some)} for n, some in sorted(layers.items())],
-                "seconds": round(time.perf_counter() - begin, 2),
-            }
-        )
-    progress(total, total)
-    return results
+def measure(rows: int, llm: LLM, ids: list[int]) -> dict[str, Any]:
+    """What an engine keeps for `rows` queries, over all layers and for each."""
+    if not llm.engine.can_trace:
+        raise ConfigError("recall needs sparse attention; add --attention-backend hsa")
+    watcher = attach(llm)
+    places = query_places(len(ids), rows)
+    layers: dict[int, list[Kept]] = {}
+    for place in places:
+        for layer, kept in _keep_at(llm, watcher, ids[:place]).items():
+            layers.setdefault(layer, []).append(kept)
+    return {
+        "rows": len(places),
+        **_means([kept for some in layers.values() for kept in some]),
+        "layers": [{"layer": layer, **_means(some)} for layer, some in sorted(layers.items())],
+    }
 
 
 def _means(kept: list[Kept]) -> dict[str, float]:
     return dict(zip(Kept._fields, np.mean(kept, 0).round(4).tolist(), strict=True))
 
 
-def _compare_at(llm: LLM, watcher: DensePages, ids: list[int]) -> dict[int, Kept]:
+def _keep_at(llm: LLM, watcher: DensePages, ids: list[int]) -> dict[int, Kept]:
     """What each layer keeps for the last row of a prompt, or for the first generated token if
     prompts are read densely. Prompts that extend each other share the prefix cache."""
     sparse = llm.engine.sparse
@@ -150,4 +143,4 @@ def _compare_at(llm: LLM, watcher: DensePages, ids: list[int]) -> dict[int, Kept
     record = watcher.take()[-1]
     start = sparse.window_start(record.cache_row, llm.engine.scheduler.cache.geometry.page_size)
     reads = trace.tokens[-1].layers
-    return {read.layer: compare(record.shares[read.layer], read, start) for read in reads}
+    return {read.layer: keep(record.shares[read.layer], read, start) for read in reads}

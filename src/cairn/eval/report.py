@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,11 @@ def make_record(
     return {"eval": kind, **report.stamp(), **own}
 
 
-def finish(record: dict[str, Any], output: str | None, plot: str | None) -> None:
+def finish(record: dict[str, Any], arguments: argparse.Namespace) -> None:
     """Draw the plot if requested, then print and write the JSON line."""
-    if plot is not None:
-        _PLOTS[record["eval"]](record, plot)
-    report.finish(record, output)
+    if arguments.plot is not None:
+        _PLOTS[record["eval"]](record, arguments.plot)
+    report.finish(record, arguments.output)
 
 
 # -- tables -----------------------------------------------------------------------------------

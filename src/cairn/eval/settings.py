@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cairn.attention.backend import AUTO_SPARSE, sparse_class
+from cairn.bench.report import check_files
+from cairn.cli_flags import check_at_least, collect
 from cairn.config import EngineConfig
 from cairn.engine.locate import locate
 from cairn.errors import ConfigError
+from cairn.eval.haystack import encode_text, read_text
+from cairn.eval.report import make_record
+from cairn.llm import LLM
 from cairn.models.registry import read_spec
 from cairn.models.spec import NativeSparsity
+from cairn.progress import loading_bar
 
 _PAGE_SIZE = 64
 _WINDOW_PAGES = 2  # by default; the engine's default window would use up a small budget
@@ -29,6 +37,49 @@ class Setting:
     def as_dict(self) -> dict[str, Any]:
         rest = {"policy": self.policy, "budget": self.budget, "topk": self.topk}
         return {"setting": self.name, **rest}
+
+
+def compare(
+    arguments: argparse.Namespace,
+    kind: str,
+    measure: Callable[[LLM, list[int]], dict[str, Any]],
+    *,
+    dense: bool,
+) -> dict[str, Any]:
+    """Measure the text in an engine of every setting; returns the record."""
+    check_at_least(arguments, 4, "tokens")
+    policies = None if arguments.policies is None else arguments.policies.split(",")
+    engine, tokens = collect(arguments, EngineConfig), arguments.tokens
+    budgets = [percent / 100 for percent in arguments.budgets]
+    settings = make_settings(engine, tokens, policies, budgets, dense=dense)
+    check_files(output=arguments.output, plot=arguments.plot)
+    text = read_text(arguments.text)
+    with loading_bar("Measuring") as progress:
+        rows = measure_settings(settings, text, tokens, measure, progress)
+    names = ("text", "tokens", "budgets", "policies", "rows")
+    asked = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+    model = getattr(arguments, "model", EngineConfig().model)
+    return make_record(kind, engine, {"model": model, **asked}, rows)
+
+
+def measure_settings(
+    settings: Sequence[Setting],
+    text: str,
+    tokens: int,
+    measure: Callable[[LLM, list[int]], dict[str, Any]],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[dict[str, Any]]:
+    """A row for each setting: what `measure` finds for the first `tokens` tokens of the text."""
+    rows: list[dict[str, Any]] = []
+    for setting in settings:
+        progress(len(rows), len(settings))
+        begin = time.perf_counter()
+        with LLM(**setting.options) as llm:
+            found = measure(llm, encode_text(llm, text, tokens))
+        seconds = round(time.perf_counter() - begin, 2)
+        rows.append({**setting.as_dict(), "tokens": tokens, **found, "seconds": seconds})
+    progress(len(settings), len(settings))
+    return rows
 
 
 def make_settings(
