@@ -346,7 +346,7 @@ def test_tier_bandwidth(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["--parts", "speed"], "--parts: has 'speed'; choose among throughput"),
         (["--contexts", "many"], "--contexts: has 'many'; write whole numbers from 1, with commas"),
         (["--hot-sizes", "2,0"], "--hot-sizes: has '0'; write numbers from 1, with commas"),
-        (["--chunk", "0"], "--chunk is 0; it must be above 0"),
+        (["--chunk", "0"], "chunk is 0; it must be a whole number from 1"),
         (["--parts", "bandwidth", "--bandwidth-gib", "0.01"], "raise --bandwidth-gib"),
         (["--profile"], "--profile shows kernels of a GPU; leave it out with --device cpu"),
     ],

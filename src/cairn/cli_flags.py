@@ -81,8 +81,8 @@ def flags_of(config: type[Any], *, skip: Collection[str] = ()) -> list[Flag]:
         text = option.metadata["help"].replace("%", "%%")
         kind, many = _scalar(hints[option.name])
         name = option.name.replace("_", "-")
-        if option.metadata.get("commas"):
-            choices = option.metadata.get("choices", ())
+        choices = option.metadata.get("listed")
+        if choices is not None:
             found.append(list_flag(name, default or (), text, kind, choices=choices))
             continue
         if default not in (None, "", (), False):

@@ -3,59 +3,45 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 from cairn.cli_flags import add_flags, collect
-from cairn.config import EngineConfig
+from cairn.config import EngineConfig, check_options, option
 from cairn.errors import ConfigError
 from cairn.server.options import ServeConfig
 
 _RAYS = ("host", "port")  # Ray's proxy listens on these
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaConfig:
-    replicas: int = _option(2, "Copies of the model.")
-    cpus: float = _option(1.0, "CPUs that Ray reserves for each.")
-    gpus: float = _option(
-        0.0, "GPUs that Ray reserves for each. With 0 all share what the machine shows."
+    replicas: int = option(2, "Copies of the model.", low=1)
+    cpus: float = option(1.0, "CPUs that Ray reserves for each.", low=0)
+    gpus: float = option(
+        0.0, "GPUs that Ray reserves for each. With 0 all share what the machine shows.", low=0
     )
-    replicas_per_node: int | None = _option(None, "Most replicas on one machine.")
-    imbalance: int = _option(
-        32, "Open requests a replica may have more than another before a prefix goes there instead."
+    replicas_per_node: int | None = option(None, "Most replicas on one machine.", low=1)
+    imbalance: int = option(
+        32,
+        "Open requests a replica may have more than another before a prefix goes there instead.",
+        low=0,
     )
-    health_period: float = _option(5.0, "Seconds between two checks of a replica's health.")
-    health_timeout: float = _option(30.0, "Seconds a replica may take to answer such a check.")
+    health_period: float = option(5.0, "Seconds between two checks of a replica's health.", above=0)
+    health_timeout: float = option(
+        30.0, "Seconds a replica may take to answer such a check.", above=0
+    )
 
     def __post_init__(self) -> None:
-        for name, low in (("replicas", 1), ("imbalance", 0), ("replicas_per_node", 1)):
-            value = getattr(self, name)
-            if name == "replicas_per_node" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise ConfigError(f"{name} is {value!r}; it must be a whole number from {low}")
-        for name in ("cpus", "gpus"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise ConfigError(f"{name} is {value!r}; it must be a number from 0")
-        for name in ("health_period", "health_timeout"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise ConfigError(f"{name} is {value!r}; it must be a number above 0")
+        check_options(self, ConfigError)
 
 
 _SWITCHES = {
-    option.name
+    known.name
     for config in (ReplicaConfig, ServeConfig, EngineConfig)
-    for option in fields(config)
-    if option.type == "bool"
+    for known in fields(config)
+    if known.type == "bool"
 }
 
 
