@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cairn.errors import ConfigError
 from cairn.eval.haystack import Prose, hide, read_text, split_sentences
 from cairn.eval.prompts import Frame, Query, build_prompts, choose_style, plain_question
-from cairn.eval.wording import NameMaker, draw_value, fact, question
+from cairn.eval.tasks import NameMaker, draw_value, fact, question
 from cairn.models.source import BUNDLED
 from cairn.text.tokenizer import ChatTemplate, Tokenizer
 from tests.helpers import byte_tokenizer

@@ -10,7 +10,7 @@ from cairn import LLM
 from cairn.cli.demo import page_map, said_secret, spelling, strongest
 from cairn.cli.main import main
 from cairn.eval.prompts import plain_question
-from cairn.eval.wording import fact, question
+from cairn.eval.tasks import fact, question
 from cairn.models.source import BUNDLED, find_model
 from cairn.trace import LayerRead, TracedToken
 

@@ -16,8 +16,7 @@ from cairn.attention.backend import AttentionShape
 from cairn.attention.torch_backend import TorchBackend
 from cairn.engine.inputs import StepInputs
 from cairn.errors import ConfigError
-from cairn.eval.dense_pages import DensePages
-from cairn.eval.recall import attach, keep, measure, query_places
+from cairn.eval.recall import DensePages, attach, keep, measure, query_places
 from cairn.eval.settings import Setting, make_settings, measure_settings
 from cairn.memory.groups import LayerGroup
 from cairn.memory.kv_pool import KVPool

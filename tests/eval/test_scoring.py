@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cairn.eval.needle import Answer, tally
-from cairn.eval.scoring import is_right, wilson
+from cairn.eval.needle import Answer, is_right, tally, wilson
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cairn.eval import command
-from cairn.eval.tasks import TASKS
-from cairn.eval.wording import NameMaker, assignment, fact
+from cairn.eval.tasks import TASKS, NameMaker, assignment, fact
 
 DEPTHS = [1.0, 0.5, 0.0]
 
@@ -70,7 +69,7 @@ def test_training_has_the_same_words(task: str) -> None:
     phrases = pytest.importorskip("training.phrases")
     text = pytest.importorskip("training.text")
     from cairn.eval.prompts import plain_question
-    from cairn.eval.wording import ATTRIBUTE, UNKNOWN, question, value_question
+    from cairn.eval.tasks import ATTRIBUTE, UNKNOWN, question, value_question
 
     tokenizer = text.load_tokenizer()
     own = phrases.Phrases.of(tokenizer)

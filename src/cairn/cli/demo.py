@@ -50,7 +50,7 @@ def _needle(arguments: argparse.Namespace) -> int:
     from cairn.cli.start import start
     from cairn.eval.haystack import Prose, need_tokenizer, read_text
     from cairn.eval.prompts import Frame, Query, build_prompts, choose_style
-    from cairn.eval.wording import draw_value, fact, question
+    from cairn.eval.tasks import draw_value, fact, question
 
     secret = draw_value(random.Random()) if arguments.secret is None else arguments.secret
     secret, name = " ".join(secret.split()), " ".join(arguments.name.split())
@@ -153,7 +153,7 @@ def strongest(tokens: Sequence[TracedToken]) -> dict[int, float]:
 
 def said_secret(said: str, secret: str) -> bool:
     """Whether the answer is right. A number must be the first one said; words must occur in it."""
-    from cairn.eval.scoring import is_right
+    from cairn.eval.needle import is_right
 
     return is_right(said, secret) if secret.isdecimal() else secret in said
 
