@@ -10,19 +10,22 @@ shows where the time of a prompt of N tokens goes.
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
-import random
 import shlex
 import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from cairn import LLM, SamplingParams
-from cairn.bench.engines import measured
+from cairn import LLM
+from cairn.bench.engines import Running, first_token, measured, random_prompt
 from cairn.bench.profile import profile_call
 from cairn.cli_flags import add_flags, collect
 from cairn.config import EngineConfig
+
+_STEPS = 200
 
 
 def main() -> None:
@@ -54,52 +57,29 @@ def _measure(arguments: argparse.Namespace, flags: list[str]) -> Iterator[dict[s
     begin = time.perf_counter()
     with measured(**options) as llm:
         yield {"ready_s": round(time.perf_counter() - begin, 2)}
+        seeds = itertools.count()  # of prompts, all different
         for length in prompts:
             repeat = arguments.repeat if length <= 40_000 else 3
-            times = [_first_token(llm, length) for _ in range(repeat + 1)][1:]
-            yield {"prompt": length, "ms": round(statistics.median(times), 2)}
-        for context in contexts:
-            for batch in batches:
-                yield {"context": context, "batch": batch, "ms": _step(llm, context, batch)}
+            times = [_cold(llm, length, next(seeds)) for _ in range(repeat + 1)][1:]
+            yield {"prompt": length, "ms": round(1e3 * statistics.median(times), 2)}
+        for context, batch in itertools.product(contexts, batches):
+            llm.engine.scheduler.cache.tree.clear()
+            running = Running(llm, context - _STEPS // 2, _STEPS + 60)
+            running.grow_to(batch)
+            gaps = running.step_gaps(20, _STEPS)
+            running.end()
+            yield {"context": context, "batch": batch, "ms": round(1e3 * float(gaps.mean()), 3)}
         for length in arguments.profile:
-            _first_token(llm, length)
-            prompt = _prompt(llm, length)
-            params = SamplingParams(max_tokens=1, ignore_eos=True)
-            yield {"profile": length, **profile_call(lambda: llm.generate(prompt, params))}  # noqa: B023
+            _cold(llm, length, next(seeds))
+            again = functools.partial(_cold, llm, length, next(seeds))
+            yield {"profile": length, **profile_call(again)}
 
 
-def _prompt(llm: LLM, length: int) -> list[int]:
+def _cold(llm: LLM, length: int, seed: int) -> float:
+    """Seconds to the first token of a prompt of which nothing is cached."""
+    prompt = random_prompt(llm, length, seed)
     llm.engine.scheduler.cache.tree.clear()
-    return random.choices(range(100, 10_000), k=length)
-
-
-def _first_token(llm: LLM, length: int) -> float:
-    prompt = _prompt(llm, length)
-    begin = time.perf_counter()
-    llm.generate(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
-    return 1e3 * (time.perf_counter() - begin)
-
-
-def _step(llm: LLM, context: int, batch: int) -> float:
-    """Milliseconds per decode step of `batch` sequences with about `context` tokens each."""
-    frontend, steps = llm.frontend, 200
-    params = SamplingParams(max_tokens=steps + 60, ignore_eos=True)
-    requests = []
-    for _ in range(batch):
-        requests += frontend.prepare(_prompt(llm, context - steps // 2), params)
-    frontend.submit(requests)
-    while not all(request.num_output for request in requests):
-        frontend.step()
-    for _ in range(20):
-        frontend.step()
-    begin = time.perf_counter()
-    for _ in range(steps):
-        frontend.step()
-    spent = time.perf_counter() - begin
-    frontend.abort_all()
-    while llm.engine.has_work:
-        frontend.step()
-    return round(1e3 * spent / steps, 3)
+    return first_token(llm, [prompt])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import itertools
 import json
 import re
@@ -17,6 +16,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
@@ -156,14 +156,12 @@ async def _measure(
     arguments: argparse.Namespace,
 ) -> None:
     """Run both passes. A server that dies or cannot be used gets an error."""
-    async with contextlib.AsyncExitStack() as stack:
-        spawned, url, model = None, server.url, arguments.model
-        if server.flags is not None:
-            spawned, model = await stack.enter_async_context(spawn(server.flags)), None
+    with nullcontext() if server.flags is None else spawn(server.flags) as spawned:
+        url, model = server.url, arguments.model if spawned is None else None
         try:
             if spawned is not None:
                 _tell(f"starting {server.label}")
-                url = await spawned.wait_until_ready()
+                url = spawned.wait_until_ready()
                 server.seconds_to_ready = spawned.seconds_to_ready
                 _tell(f"{server.label} is ready after {spawned.seconds_to_ready:.1f} s")
             assert url is not None
@@ -175,8 +173,8 @@ async def _measure(
                     sent.append(await _send_load(target, load, parts, server.model, arguments))
                     _tell(f"{server.label}, {name}, {load.spec}: done")
                     if spawned is not None and any(one.error for one in sent[-1]):
-                        await spawned.check()
-            with contextlib.suppress(HttpError):  # other servers may have no such metrics
+                        spawned.check()
+            with suppress(HttpError):  # other servers may have no such metrics
                 lines = (await target.read("/metrics")).splitlines()
                 found = [line.decode() for line in lines if line.startswith(_COMPILATIONS)]
                 server.kernel_compilations = found
@@ -215,7 +213,7 @@ async def _send_load(
 
     async def one(data: bytes, due: float, turn: asyncio.Semaphore | None) -> tuple[float, Reply]:
         await asyncio.sleep(max(0.0, start + due - time.perf_counter()))
-        async with turn or contextlib.nullcontext():
+        async with turn or nullcontext():
             begin = time.perf_counter() if turn is not None else start + due
             return begin, await target.exchange(data)
 

@@ -6,17 +6,14 @@ Servers stream text and presets have no tokenizer, so a preset gets one here: ea
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
-import os
 import re
-import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,68 +27,49 @@ from cairn.models.registry import read_spec
 _KEPT_LINES = 200
 _STOP_SECONDS = 60
 _END_SECONDS = 2  # to wait for the end of a process whose connections failed
+_LOOK_SECONDS = 0.02  # between two looks at what a process has printed
 _ADDRESS = re.compile(r"\(API: (http://\S+)\)")
 
 
 class Spawned:
-    """The process, its address and the last lines it printed."""
+    """The process, which prints to a file, and its address."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self._process = process
+        self._log = log
         self._begin = time.perf_counter()
-        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._reading = asyncio.create_task(self._read())
         self.seconds_to_ready = 0.0
 
     @property
     def output(self) -> str:
-        return "".join(self._lines)
+        """The last lines it printed."""
+        lines = self._log.read_text(errors="replace").splitlines(keepends=True)
+        return "".join(lines[-_KEPT_LINES:])
 
-    async def check(self) -> None:
+    def check(self) -> None:
         """Raises CairnError if the process has ended. Call it when a request has failed."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_END_SECONDS):
-                code = await self._process.wait()
-                await self._reading  # all of its output
-                raise CairnError(f"it ended with exit code {code}")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(_END_SECONDS)
+            raise CairnError(f"it ended with exit code {code}")
 
-    async def wait_until_ready(self) -> str:
+    def wait_until_ready(self) -> str:
         """Returns the URL of the API."""
-        either: list[asyncio.Future[Any]] = [self._reading, self._address]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not self._address.done():
-            code = await self._process.wait()
-            raise CairnError(f"it ended with exit code {code} before it was ready")
+        while (found := _ADDRESS.search(self.output)) is None:
+            code = self._process.poll()
+            if code is not None:
+                raise CairnError(f"it ended with exit code {code} before it was ready")
+            time.sleep(_LOOK_SECONDS)
         self.seconds_to_ready = time.perf_counter() - self._begin
-        return self._address.result()
+        return found[1]
 
-    async def stop(self) -> None:
+    def stop(self) -> None:
         """Ask the process to end, and kill it if it does not."""
-        self._signal(signal.SIGTERM)
+        self._process.terminate()
         try:
-            async with asyncio.timeout(_STOP_SECONDS):
-                await self._process.wait()
-        except TimeoutError:
-            self._signal(signal.SIGKILL)
-            await self._process.wait()
-        await self._reading
-
-    def _signal(self, number: signal.Signals) -> None:
-        """asyncio's own method may take the exit code from the task that waits for it."""
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, number)
-
-    async def _read(self) -> None:
-        """Read all output, so that the process never blocks on a full pipe."""
-        assert self._process.stdout is not None
-        async for data in self._process.stdout:
-            line = data.decode(errors="replace")
-            self._lines.append(line)
-            found = _ADDRESS.search(line)
-            if found is not None and not self._address.done():
-                self._address.set_result(found[1])
+            self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 def check_flags(flags: Sequence[str]) -> None:
@@ -108,26 +86,23 @@ def check_flags(flags: Sequence[str]) -> None:
         ) from error
 
 
-@contextlib.asynccontextmanager
-async def spawn(flags: Sequence[str]) -> AsyncIterator[Spawned]:
+@contextlib.contextmanager
+def spawn(flags: Sequence[str]) -> Iterator[Spawned]:
     """`cairn serve` with these flags, on a free port unless they name one; stopped at the end."""
-    with tempfile.TemporaryDirectory(prefix="cairn-bench-") as folder:
-        preset = _preset(flags)
+    with tempfile.TemporaryDirectory(prefix="cairn-bench-") as name:
+        folder, preset = Path(name), _preset(flags)
         if preset is not None:
-            _write_preset(Path(folder), PRESETS[preset])
+            _write_preset(folder, PRESETS[preset])
             flags = [*flags, f"--model={folder}", f"--served-model-name={preset}"]
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "cairn.cli.main", "serve", "--port=0", "--request-log=off"),
-            *flags,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            limit=1 << 20,
-        )
-        server = Spawned(process)
+        command = [sys.executable, "-m", "cairn.cli.main", "serve", "--port=0", "--request-log=off"]
+        log = folder / "output.txt"
+        with log.open("wb") as output:
+            process = subprocess.Popen([*command, *flags], stdout=output, stderr=output)
+        server = Spawned(process, log)
         try:
             yield server
         finally:
-            await server.stop()
+            server.stop()
 
 
 def _preset(flags: Sequence[str]) -> str | None:

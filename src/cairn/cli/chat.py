@@ -58,22 +58,21 @@ class Chat:
             if line == "/exit":
                 return 0
             if line.startswith("/"):
-                self._command(line)
+                self._say(self._command(line))
             elif line:
                 self._answer(line)
 
-    def _command(self, line: str) -> None:
-        if line == "/reset":
-            self._messages, self._last = list(self._system), None
-            self._say("[dim]A new conversation.[/dim]")
-        elif line == "/stats":
-            self._stats()
-        elif line == "/trace":
-            self._say(self._trace())
-        elif line == "/help":
-            self._say(_HELP)
-        else:
-            self._say(f"[red]No such command: {escape(line)}.[/red] /help lists them.")
+    def _command(self, line: str) -> str:
+        commands = {"/reset": self._reset, "/stats": self._stats, "/trace": self._trace}
+        if line == "/help":
+            return _HELP
+        if line in commands:
+            return commands[line]()
+        return f"[red]No such command: {escape(line)}.[/red] /help lists them."
+
+    def _reset(self) -> str:
+        self._messages, self._last = list(self._system), None
+        return "[dim]A new conversation.[/dim]"
 
     def _answer(self, text: str) -> None:
         self._messages.append({"role": "user", "content": text})
@@ -98,24 +97,21 @@ class Chat:
         self._say("")
         self._messages.append({"role": "assistant", "content": said})
 
-    def _stats(self) -> None:
-        last = self._last
-        if last is None:
-            self._say("[dim]No answer yet.[/dim]")
-            return
-        usage, times = last.usage, last.timings
+    def _stats(self) -> str:
+        if self._last is None:
+            return "[dim]No answer yet.[/dim]"
+        usage, times = self._last.usage, self._last.timings
         first = times.first_token or 0.0
         rate = max(0, usage.completion_tokens - 1) / max(times.total - first, 1e-9)
-        self._say(
+        lines = [
             f"prompt {usage.prompt_tokens} tokens, {usage.cached_tokens} of them cached; "
-            f"answer {usage.completion_tokens} tokens, {last.finish_reason}\n"
-            f"first token after {first * 1e3:.0f} ms, then {rate:.1f} tokens/s"
-        )
+            f"answer {usage.completion_tokens} tokens, {self._last.finish_reason}",
+            f"first token after {first * 1e3:.0f} ms, then {rate:.1f} tokens/s",
+        ]
         for group in self._llm.engine.usage():
-            self._say(
-                f"pages ({group.name}): {group.owned} in use, {group.cached} cached, "
-                f"{group.free} free of {group.total}"
-            )
+            used = f"{group.owned} in use, {group.cached} cached, {group.free} free"
+            lines.append(f"pages ({group.name}): {used} of {group.total}")
+        return "\n".join(lines)
 
     def _trace(self) -> str:
         if not self._llm.engine.can_trace:
