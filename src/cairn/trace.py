@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,13 +59,17 @@ class LayerRead:
             shares.append(weights[head, :, :count].tolist())
         return cls(layer, pages, shares, selection.window_weight[0].tolist())
 
+    def shares(self) -> Iterator[tuple[int, float]]:
+        """Each selected page with its share, for each head."""
+        for pages, group in zip(self.pages, self.weights, strict=True):
+            for head in group:
+                yield from zip(pages, head, strict=True)
+
     def page_sums(self) -> dict[int, float]:
         """Share of each page, summed over the heads. Kv heads may have chosen different pages."""
         sums: dict[int, float] = {}
-        for pages, group in zip(self.pages, self.weights, strict=True):
-            for head in group:
-                for page, weight in zip(pages, head, strict=True):
-                    sums[page] = sums.get(page, 0.0) + weight
+        for page, weight in self.shares():
+            sums[page] = sums.get(page, 0.0) + weight
         return sums
 
     def averaged(self) -> LayerPages:

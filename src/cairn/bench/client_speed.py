@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import socket
 import time
 from multiprocessing.connection import Connection
 from typing import Any
@@ -63,28 +64,16 @@ async def _take_all(target: Target, streams: int) -> tuple[list[Any], float, flo
 
 
 def _play_server(link: Connection, streams: int, events: int) -> None:
-    asyncio.run(_serve(link, streams, events))
-
-
-async def _serve(link: Connection, streams: int, events: int) -> None:
-    writers: list[asyncio.StreamWriter] = []
-    all_here = asyncio.Event()
-
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(_HEAD)
-        writers.append(writer)
-        if len(writers) == streams:
-            all_here.set()
-
-    server = await asyncio.start_server(accept, "127.0.0.1", 0, backlog=streams)
-    link.send(server.sockets[0].getsockname()[1])
-    await all_here.wait()
+    with socket.create_server(("127.0.0.1", 0), backlog=streams) as server:
+        link.send(server.getsockname()[1])
+        clients = [server.accept()[0] for _ in range(streams)]
+    for client in clients:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        client.recv(1 << 16)
+        client.sendall(_HEAD)
     for _ in range(events):
-        for writer in writers:
-            writer.write(_CHUNK)
-        await asyncio.sleep(0)
-    for writer in writers:
-        writer.write(_END)
-        writer.close()
-    await asyncio.gather(*(writer.wait_closed() for writer in writers))
+        for client in clients:
+            client.sendall(_CHUNK)
+    for client in clients:
+        client.sendall(_END)
+        client.close()

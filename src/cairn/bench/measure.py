@@ -6,11 +6,13 @@ import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
+from torch.nn.utils.rnn import pad_sequence
 
 from cairn.bench import report
 from cairn.bench.engines import Arrivals, settled
@@ -55,7 +57,7 @@ def command(arguments: argparse.Namespace) -> int:
             source = locate(llm.config)
             dtype = resolve_dtype(llm.config.dtype, source.config, device)
             baseline = TransformersBaseline(source, dtype, device)
-            baseline.generate([[1, 2, 3]], 8)  # warm up
+            baseline.generate(torch.tensor([[1, 2, 3]]), 8)  # warm up
         runs: list[list[Measurement]] = [[], []]
         with settled():
             for _ in range(arguments.repeat):  # in turn: both meet the same state of the machine
@@ -139,27 +141,22 @@ class TransformersBaseline:
         if workload.one_by_one:
             for prompt, most in zip(workload.prompts, workload.output_lens, strict=True):
                 sent, clock = time.perf_counter(), _Clock()
-                self.generate([prompt], most, streamer=clock)
+                self.generate(torch.tensor([prompt]), most, streamer=clock)
                 first, *others = np.diff([sent, *clock.moments[1:]]).tolist()
                 first_token.append(first)
                 between_tokens += others
         else:  # padded on the left; everybody waits for the longest answer
-            longest = max(map(len, workload.prompts))
-            padding = [[0] * (longest - len(prompt)) for prompt in workload.prompts]
-            pairs = list(zip(padding, workload.prompts, strict=True))
-            mask = [pad + [1] * len(prompt) for pad, prompt in pairs]
-            self.generate(
-                [pad + prompt for pad, prompt in pairs],
-                max(workload.output_lens),
-                attention_mask=torch.tensor(mask, device=self._device),
-            )
+            prompts = [torch.tensor(prompt, device=self._device) for prompt in workload.prompts]
+            pad = partial(pad_sequence, batch_first=True, padding_side="left")
+            mask = pad([torch.ones_like(prompt) for prompt in prompts])
+            self.generate(pad(prompts), max(workload.output_lens), attention_mask=mask)
         seconds = time.perf_counter() - begin
         tokens = sum(workload.output_lens)
         return Measurement("transformers", seconds, tokens, first_token, between_tokens)
 
-    def generate(self, prompts: list[list[int]], most: int, **options: Any) -> None:
+    def generate(self, prompts: torch.Tensor, most: int, **options: Any) -> None:
         self.model.generate(
-            torch.tensor(prompts, device=self._device),
+            prompts.to(self._device),
             max_new_tokens=most,
             min_new_tokens=most,
             do_sample=False,

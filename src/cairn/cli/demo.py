@@ -144,10 +144,8 @@ def strongest(tokens: Sequence[TracedToken]) -> dict[int, float]:
     most: dict[int, float] = {}
     for token in tokens:
         for read in token.layers:
-            for pages, group in zip(read.pages, read.weights, strict=True):
-                for head in group:
-                    for page, weight in zip(pages, head, strict=True):
-                        most[page] = max(most.get(page, 0.0), weight)
+            for page, weight in read.shares():
+                most[page] = max(most.get(page, 0.0), weight)
     return most
 
 
