@@ -113,8 +113,10 @@ def test_pages_read_are_those_of_each_token() -> None:
             window = 0 if known - 2 < 60 else sparse.window_start(row, 16)
             held += row // 16 + 1
             read += row // 16 + 1 - window + min(2, window)
-            assert reads.of_token({}, known - 1, 60).window_page == window
+            assert reads.of_token({}, known - 1, request).window_page == window
         assert (reads.read, reads.held) == (read, held)
+        requests[-1].dense = True
+        assert reads.of_token({}, 150, requests[-1]).window_page == 0
 
 
 def test_the_dashboard_asks_for_what_there_is(server: ServerProcess) -> None:

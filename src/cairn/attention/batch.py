@@ -44,7 +44,9 @@ class AttentionBatch:
     kv_lens: np.ndarray  # [seqs] int64, including the new rows
     cu_query: np.ndarray  # [seqs + 1] int64
     groups: tuple[GroupTables, ...]
-    prompt_rows: np.ndarray  # [seqs] int64, rows of the cache that hold the sequence's prompt
+    prompt_rows: np.ndarray
+    """[seqs] int64, rows of the cache that attend as a prompt does: those of the sequence's prompt,
+    or all rows of a sequence that is read densely."""
     traced_rows: np.ndarray  # [n] int64, rows of the step whose page selection is reported
     resident: bool = False
     """There is a host tier, and all pages of these sequences have a copy on the device."""

@@ -27,7 +27,7 @@ from cairn.memory.cache import GroupUsage
 from cairn.memory.hisparse import TierStats
 from cairn.memory.kv_pool import KVPool
 from cairn.models.spec import ModelSpec
-from cairn.sparsity.config import SparseConfig
+from cairn.sparsity.config import ALL_ROWS, SparseConfig
 
 
 @dataclass(slots=True)
@@ -113,6 +113,13 @@ class Engine:
         """Attention is sparse and its backend reports which pages it reads."""
         return self.sparse is not None and self.runner.traces
 
+    @property
+    def can_read_densely(self) -> bool:
+        """Whether a request may read every page for each of its tokens."""
+        if self.sparse is None:
+            return True
+        return self.sparse.dense_prompt_below == ALL_ROWS and self.runner.tier_stats() is None
+
     # -- requests -----------------------------------------------------------------------------
 
     def make_requests(
@@ -123,6 +130,7 @@ class Engine:
         cache_salt: str | None = None,
         whole_scores: bool = False,
         traced: bool = False,
+        dense: bool = False,
         first_id: int | None = None,
     ) -> list[Request]:
         """Check a prompt and make one request for each of its `n` choices.
@@ -141,6 +149,11 @@ class Engine:
                 "trace shows which pages sparse attention reads; start the engine with "
                 "attention_backend=hsa"
             )
+        if dense and not self.can_read_densely:
+            raise RequestError(
+                "dense reads every page for each token, and this engine cannot: it needs a model "
+                "that was not trained with sparse attention, hsa_prefill=dense and no host tier"
+            )
         eos = frozenset() if params.ignore_eos else self.eos_token_ids
         seed = self._random.randint(0, MAX_SEED) if params.seed is None else params.seed
         scores: PromptScores = "none" if params.prompt_logprobs is None else "top"
@@ -153,9 +166,10 @@ class Engine:
                 seed=derived_seed(seed, choice),
                 max_total_tokens=self.max_tokens,
                 stop_token_ids=eos | frozenset(params.stop_token_ids),
-                namespace=(cache_salt, self._rope_length(len(prompt_ids))),
+                namespace=(cache_salt, self._rope_length(len(prompt_ids)), dense),
                 prompt_scores="whole" if whole_scores else scores,
                 traced=traced,
+                dense=dense,
                 choice=choice,
             )
             for choice in range(params.n)

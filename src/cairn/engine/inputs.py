@@ -19,6 +19,7 @@ from cairn.attention.batch import AttentionBatch, GroupTables, to_device
 from cairn.engine.plan import Advance, StepPlan
 from cairn.kernels.packing import pack, unpack
 from cairn.memory.geometry import PageGeometry
+from cairn.sparsity.config import ALL_ROWS
 
 Array = TypeVar("Array", np.ndarray, torch.Tensor)
 
@@ -78,6 +79,7 @@ class StepInputs:
         starts = np.array([advance.start for advance in plan.advances], dtype=np.int64)
         stops = np.array([advance.stop for advance in plan.advances], dtype=np.int64)
         prompts = np.array([advance.prompt_len for advance in plan.advances], dtype=np.int64)
+        dense = np.array([advance.dense for advance in plan.advances], dtype=bool)
         first_rows, kv_lens = geometry.rows(starts), geometry.rows(stops)
         query_lens = kv_lens - first_rows
         cu_query = np.concatenate(([0], np.cumsum(query_lens)))
@@ -106,7 +108,7 @@ class StepInputs:
                 GroupTables(host_pages=pages, host_generations=lives)
                 for pages, lives in zip(tables, generations, strict=True)
             ),
-            prompt_rows=geometry.rows(prompts),
+            prompt_rows=np.where(dense, ALL_ROWS, geometry.rows(prompts)),
             traced_rows=last_token_rows[[s for s, own in enumerate(plan.advances) if own.traced]],
         )
         return cls(

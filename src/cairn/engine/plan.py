@@ -56,6 +56,8 @@ class Advance(NamedTuple):
     """The prompt token that follows each row, for "top" scores."""
     traced: bool = False
     """Report which pages were read to sample the token."""
+    dense: bool = False
+    """All rows of the request attend as rows of a prompt do: densely."""
     allowed: bytes | None = None
     """Bit mask of the tokens that may be sampled, lowest bit first; None for all."""
     attempt: int = 0

@@ -54,6 +54,8 @@ class Request:
     """Maps the output so far to a bit mask of the tokens that may follow; needs `host_tokens`."""
     traced: bool = False
     """Record which pages were read for each generated token."""
+    dense: bool = False
+    """Read every page for generated tokens too, as for the prompt."""
     choice: int = 0
     """Index among the choices of its prompt."""
 

@@ -358,6 +358,7 @@ class Scheduler:
                 scores,
                 next_ids,
                 request.traced,
+                request.dense,
                 allowed,
                 attempt=request.retractions,
             )

@@ -29,6 +29,7 @@ from cairn.server.answer import Answer, Choice
 from cairn.server.api_error import ApiError, refusal
 from cairn.server.metrics import Metrics
 from cairn.server.options import ServeConfig
+from cairn.server.reading import reading_event
 
 State = Literal["loading", "ok", "restarting", "dead", "draining"]
 
@@ -250,6 +251,9 @@ class EngineClient:
         for refused in report.refused:
             if (choice := self._choices.get(refused.number)) is not None:
                 choice.answer.fail(_refusal(refused))
+        for number, tokens in report.reading:
+            if (choice := self._choices.get(number)) is not None:
+                choice.answer.outlet.write(reading_event(choice, tokens))
         if report.numbers:
             begin = time.perf_counter()
             self._take_tokens(report, begin)

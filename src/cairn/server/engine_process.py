@@ -27,6 +27,7 @@ from cairn.errors import CairnError, ConfigError, LoadError, QueueFullError, Req
 from cairn.frontend import Driver, load
 from cairn.server import wire
 from cairn.server.page_reads import PageReads
+from cairn.server.reading import Reading
 from cairn.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class EngineLoop(Driver[int]):
         self._reported = 0.0
         self._logged = time.monotonic()
         self._stopping = False
+        self._reading = Reading()
         self._reads = PageReads(engine.sparse, engine.scheduler.cache.geometry)
 
     def serve(self) -> None:
@@ -71,6 +73,7 @@ class EngineLoop(Driver[int]):
             page_size=geometry.page_size,
             tokens_per_page=geometry.tokens_per_page,
             can_trace=engine.can_trace,
+            can_read_densely=engine.can_read_densely,
             sparse_layers=[] if engine.sparse is None else list(engine.sparse.layers),
             notes=list(engine.notes),
         )
@@ -122,6 +125,7 @@ class EngineLoop(Driver[int]):
                 message.params,
                 cache_salt=message.cache_salt,
                 traced=message.trace,
+                dense=message.dense,
                 first_id=message.number,
             )
             if followers is not None:
@@ -135,6 +139,8 @@ class EngineLoop(Driver[int]):
             self._refuse(message.number, "full", error)
         else:
             self._accepted.append(message.number)
+            if message.reading:
+                self._reading.watch(message.number, requests[0])
 
     def _make_followers(self, message: wire.Submit) -> list[Follower]:
         """Runs in a thread: a grammar can take long to compile, and other requests go on."""
@@ -159,7 +165,8 @@ class EngineLoop(Driver[int]):
         """Report what a step brought; while idle, now and then that the engine is alive."""
         begin = time.perf_counter()
         due = begin - self._reported >= _REPORT_EVERY
-        if not (due or self._accepted or self._refused or progress):
+        reading = self._reading.news()
+        if not (due or self._accepted or self._refused or progress or reading):
             return
         numbers = [self._open[each.request.id] for each in progress]
         tokens = [each.new_tokens[0] for each in progress]
@@ -167,7 +174,9 @@ class EngineLoop(Driver[int]):
         details = self._details(progress)
         stats = self._stats() if due else None
         self._reported = begin if due else self._reported
-        report = wire.Report(self._accepted, self._refused, numbers, tokens, details, stats)
+        report = wire.Report(
+            self._accepted, self._refused, numbers, tokens, details, stats, reading
+        )
         self._socket.send(wire.encode(report))
         self._accepted, self._refused = [], []
         self._message_seconds += time.perf_counter() - begin
@@ -203,7 +212,7 @@ class EngineLoop(Driver[int]):
         if request.traced:
             # They are sent token by token, so the engine need not keep them.
             known = len(request.token_ids) - 1
-            reads = self._reads.of_token(request.selections.pop(), known, request.prompt_len)
+            reads = self._reads.of_token(request.selections.pop(), known, request)
         reason = request.finish_reason
         assert reason != "abort"  # an aborted request makes no progress
         return wire.Detail(

@@ -8,7 +8,7 @@ import numpy as np
 
 from cairn.engine.request import Request
 from cairn.memory.geometry import PageGeometry
-from cairn.sparsity.config import SparseConfig
+from cairn.sparsity.config import ALL_ROWS, SparseConfig
 from cairn.sparsity.selection import Selection
 from cairn.trace import LayerRead, TokenReads
 
@@ -26,27 +26,29 @@ class PageReads:
         """Each of these requests got a token, sampled from the row of the token before it."""
         if self._sparse is not None:
             known = np.array([len(request.token_ids) for request in requests], dtype=np.int64)
-            prompt = np.array([request.prompt_len for request in requests], dtype=np.int64)
-            held, window = self._windows(known - 1, prompt)
+            held, window = self._windows(known - 1, requests)
             self.held += int(held.sum())
             self.read += int((held - window + np.minimum(self._sparse.topk, window)).sum())
 
     def of_token(
-        self, selections: Mapping[int, Selection], num_tokens: int, prompt_len: int
+        self, selections: Mapping[int, Selection], num_tokens: int, request: Request
     ) -> TokenReads:
         """What the row of token `num_tokens - 1` read."""
-        _, window = self._windows(np.array([num_tokens]), np.array([prompt_len]))
+        _, window = self._windows(np.array([num_tokens]), [request])
         layers = [LayerRead.of(*item).averaged() for item in selections.items()]
         return TokenReads(int(window[0]), layers)
 
     def _windows(
-        self, num_tokens: np.ndarray, prompt_lens: np.ndarray
+        self, num_tokens: np.ndarray, requests: Sequence[Request]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Number of pages up to the newest of `num_tokens`, and the first page of its window."""
         size = self._geometry.page_size
-        rows, prompt_rows = self._rows(num_tokens - 1), self._rows(prompt_lens)
+        rows = self._rows(num_tokens - 1)
         if self._sparse is None:
             return rows // size + 1, np.zeros_like(rows)
+        prompts = np.array([request.prompt_len for request in requests], dtype=np.int64)
+        dense = np.array([request.dense for request in requests], dtype=bool)
+        prompt_rows = np.where(dense, ALL_ROWS, self._rows(prompts))
         return rows // size + 1, self._sparse.window_starts(rows, size, prompt_rows)
 
     def _rows(self, tokens: np.ndarray) -> np.ndarray:

@@ -79,6 +79,10 @@ class CairnOptions(_Strict):
     trace: bool | None = Field(
         None, description="Report which pages each token was read from (sparse attention)."
     )
+    dense: bool | None = Field(None, description="Read every page for each token.")
+    reading: bool | None = Field(
+        None, description="In a stream: report how far the prompt is read."
+    )
 
 
 class Sampling(_Strict):
@@ -123,6 +127,14 @@ class Sampling(_Strict):
     @property
     def traced(self) -> bool:
         return self.cairn is not None and bool(self.cairn.trace)
+
+    @property
+    def dense(self) -> bool:
+        return self.cairn is not None and bool(self.cairn.dense)
+
+    @property
+    def tells_reading(self) -> bool:
+        return self.cairn is not None and bool(self.cairn.reading)
 
 
 class CompletionRequest(Sampling):

@@ -247,6 +247,8 @@ class Service:
     ) -> AsyncIterator[Answer]:
         """Submit the prompts, and abort what has not ended on exit."""
         options = body.stream_options
+        if body.tells_reading and not body.stream:
+            raise bad_request("cairn", "cairn.reading comes in a stream; set stream too")
         trace = await self._traced_prompt(prompts[0]) if body.traced else None
         choices: list[Choice] = []
         messages = []
@@ -254,7 +256,14 @@ class Service:
             own = [self._choice(len(choices) + i, ids, params) for i in range(params.n)]
             choices += own
             submit = wire.Submit(
-                own[0].number, ids, params, body.cache_salt, trace=body.traced, grammar=grammar
+                own[0].number,
+                ids,
+                params,
+                body.cache_salt,
+                trace=body.traced,
+                dense=body.dense,
+                reading=body.tells_reading,
+                grammar=grammar,
             )
             messages.append(submit)
         form = make_format(

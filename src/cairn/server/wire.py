@@ -22,6 +22,8 @@ class Submit(msgspec.Struct, tag="submit", frozen=True):
     params: SamplingParams
     cache_salt: str | None = None
     trace: bool = False
+    dense: bool = False  # read every page for each token
+    reading: bool = False  # report how far the prompt is read
     grammar: str | None = None  # from `server/grammar.py`
 
 
@@ -48,6 +50,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     page_size: int
     tokens_per_page: int
     can_trace: bool
+    can_read_densely: bool
     sparse_layers: list[int]
     notes: list[str]
 
@@ -133,6 +136,7 @@ class Report(msgspec.Struct, tag="report", frozen=True):
     tokens: list[int]
     details: list[Detail]
     stats: Stats | None = None
+    reading: list[tuple[int, int]] = []  # choice number, tokens of its prompt that are read
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
