@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from cairn.server.grammar import chat_grammar
-from cairn.server.matcher import Matchers
+from cairn.server.grammars import Follower, Grammars
 from cairn.server.schema import ChatRequest
 from cairn.server.tools import ToolParser
 from cairn.text.tokenizer import Tokenizer
@@ -157,17 +157,28 @@ def test_free_text_with_tools(client: openai.OpenAI, server: ServerProcess) -> N
     assert answer.choices[0].finish_reason == "length"
 
 
+def wait_for(grammars: Grammars, follower: Follower) -> bytes:
+    """The follower's mask. Its time limits are those of the worker."""
+    while grammars.num_pending:
+        grammars.take()
+    follower.close()
+    assert follower.mask is not None, follower.error
+    return follower.mask
+
+
 def test_a_call_once_begun_is_a_whole_one() -> None:
     """Of free text nothing is forbidden until the opening tag; then only a call is left."""
     end = 255
     fast = byte_tokenizer()
-    matchers = Matchers(Tokenizer(fast, None), 256, frozenset({end}))
+    grammars = Grammars(Tokenizer(fast, None), 256, frozenset({end}))
     body = ChatRequest.model_validate({"messages": QUESTION, "tools": TOOLS})
     grammar = chat_grammar(body)
     assert grammar is not None
 
     def follows(text: str) -> set[int]:
-        mask = matchers.make(grammar)(fast.encode(text).ids)
+        (follower,) = grammars.follow(grammar, [0])
+        follower.advance(fast.encode(text).ids)
+        mask = wait_for(grammars, follower)
         return {token for token in range(256) if mask[token // 8] >> token % 8 & 1}
 
     assert end in follows("Hello <tool") and len(follows("Hello <tool")) > 100
@@ -175,6 +186,7 @@ def test_a_call_once_begun_is_a_whole_one() -> None:
     inner = 'Hello <tool_call>\n{"name": "clock", "arguments": {"zone": "'
     assert follows(inner) == set(fast.encode("UC").ids)
     assert end in follows(inner + 'UTC"}}\n</tool_call>')
+    grammars.close()
 
 
 def test_what_cannot_be_followed_is_refused(client: openai.OpenAI, server: ServerProcess) -> None:

@@ -99,6 +99,8 @@ class Engine:
         self._ids = itertools.count()
         self.overlap = overlap
         """Launch each step before the tokens of the previous step are known."""
+        self.stalled = False
+        """The last step had nothing to do: all work waits to be told which tokens are allowed."""
         self._in_flight: InFlight | None = None
         self._last_finish = 0.0
 
@@ -249,7 +251,7 @@ class Engine:
         if not self.overlap and finished is None:
             finished, self._in_flight = launched, None
         if finished is None:
-            if launched is None:
+            if launched is None and not self.stalled:
                 self.scheduler.check()
                 self.runner.check()
             self.stats.step_seconds += time.perf_counter() - begin
@@ -276,9 +278,11 @@ class Engine:
 
     def _plan(self) -> StepPlan:
         plan = self.scheduler.plan()
+        self.stalled = False
         if not plan and self.scheduler.has_work and self._in_flight is None:
             plan = self.scheduler.plan()  # pages that the first call retracted are free now
-            if not plan:
+            self.stalled = not plan
+            if self.stalled and not self.scheduler.waits_for_masks:
                 raise RuntimeError("the scheduler has work but plans nothing; this is a bug")
         return plan
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Literal
@@ -50,8 +50,9 @@ class Request:
     """With scores the whole prompt is computed, even if it is cached. "whole" generates nothing."""
     host_tokens: bool = False
     """Each step needs the previous token on the host, so this request's steps do not overlap."""
-    allowed_tokens: Callable[[Sequence[int]], bytes] | None = None
-    """Maps the output so far to a bit mask of the tokens that may follow; needs `host_tokens`."""
+    allowed_tokens: Callable[[], bytes | None] | None = None
+    """Returns a bit mask of the tokens that may follow the output so far; None if that is not known
+    yet, and the request has to wait. Needs `host_tokens`."""
     traced: bool = False
     """Record which pages were read for each generated token."""
     dense: bool = False
@@ -99,12 +100,18 @@ class Request:
         return len(self.token_ids) + self.pending - self.computed
 
     @property
+    def waits_for_mask(self) -> bool:
+        return self.allowed_tokens is not None and self.allowed_tokens() is None
+
+    @property
     def can_advance(self) -> bool:
         """Whether the next step can compute tokens of this request.
 
         A token that the step in flight is sampling can be computed too, unless the request has
         `host_tokens`, or the token is its last one: the KV of the last token is never computed.
         """
+        if self.allowed_tokens is not None and self.waits_for_mask:
+            return False
         known = len(self.token_ids)
         if not self.pending:
             return known > self.computed

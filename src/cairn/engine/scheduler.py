@@ -107,6 +107,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._requests)
 
+    @property
+    def waits_for_masks(self) -> bool:
+        """Some request waits to be told which tokens may come next."""
+        return any(request.waits_for_mask for request in self._requests.values())
+
     def get(self, request_id: str) -> Request | None:
         return self._requests.get(request_id)
 
@@ -265,6 +270,8 @@ class Scheduler:
                 return
             if request.pending:
                 return  # just retracted: its newest token is not known yet
+            if request.waits_for_mask:
+                continue
             match = PrefixMatch(request.namespace)
             if request.prompt_scores == "none":
                 match = self.cache.match(request.namespace, request.token_ids)
@@ -344,7 +351,8 @@ class Scheduler:
             next_ids = tuple(request.token_ids[start + 1 : min(stop + 1, request.prompt_len)])
         allowed = None
         if samples and request.allowed_tokens is not None:
-            allowed = request.allowed_tokens(request.output_ids)
+            allowed = request.allowed_tokens()
+            assert allowed is not None  # `can_advance` has made sure
         step.advances.append(
             # By position, which is faster: every running request passes here in every step.
             Advance(

@@ -16,7 +16,12 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-_FIELDS = {"cache_salt", *(option.name for option in fields(SamplingParams))}
+_FIELDS = {
+    "cache_salt",
+    "response_format",
+    "tools",
+    *(option.name for option in fields(SamplingParams)),
+}
 
 
 class ApiError(Exception):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -16,7 +17,6 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal
 
 import zmq
@@ -31,11 +31,11 @@ from cairn.server.reading import Reading
 from cairn.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from cairn.server.matcher import Follower, Matchers
+    from cairn.server.grammars import Follower, Grammars
 
 _REPORT_EVERY = 0.25  # seconds between statistics, which also show that the engine is alive
 _LOG_EVERY = 60  # seconds between log lines about the host tier, while there is work
-_COMPILING_MS = 5  # how often to check whether a grammar is compiled
+_MASK_SECONDS = 0.002  # that a step waits for masks, which are mostly there sooner
 _LINGER_MS = 2000  # to send the last message
 
 _log = logging.getLogger("cairn.server.engine")
@@ -52,9 +52,9 @@ class EngineLoop(Driver[int]):
         self._socket = socket
         self._accepted: list[int] = []
         self._refused: list[wire.Refused] = []
-        self._grammars: dict[int, tuple[wire.Submit, Future[list[Follower]]]] = {}
-        self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="cairn-grammar")
-        self._matchers: Matchers | None = None
+        self._grammars: Grammars | None = None  # made for the first grammar
+        self._followers: dict[int, Follower] = {}  # of open choices, by number
+        self._compiling: dict[int, wire.Submit] = {}  # by the number of the first choice
         self._message_seconds = 0.0
         self._reported = 0.0
         self._logged = time.monotonic()
@@ -83,42 +83,55 @@ class EngineLoop(Driver[int]):
     # -- messages from the API process --------------------------------------------------------
 
     def _receive(self) -> bool:
-        """Take all messages that are there; while idle, wait a little for one."""
-        wait = 0 if self.engine.has_work else int(_REPORT_EVERY * 1000)
-        if self._grammars:
-            wait = min(wait, _COMPILING_MS)
-        if wait:
-            self._socket.poll(wait)
+        """Take all messages and masks that are there; while idle, wait a little for one."""
         begin = time.perf_counter()
+        news = self._take()
+        while not (self._accepted or self._refused or self._stopping):
+            if not self.engine.has_work or (self.engine.stalled and not news):
+                until = begin + _REPORT_EVERY
+            elif self._grammars is not None and self._grammars.num_pending:
+                until = self._grammars.last_ask + _MASK_SECONDS
+            else:
+                break
+            wait = until - time.perf_counter()
+            if wait <= 0 or not self._poll(wait):
+                break
+            news |= self._take()
+        return not self._stopping
+
+    def _poll(self, seconds: float) -> bool:
+        """Wait for a message or a mask. False if none came."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        if self._grammars is not None:
+            for connection, flags in self._grammars.watched():
+                poller.register(connection, flags)
+        return bool(poller.poll(math.ceil(seconds * 1000)))
+
+    def _take(self) -> bool:
+        """Take messages and masks without waiting. Returns whether there were any."""
+        begin = time.perf_counter()
+        news = False
         while self._socket.poll(0):
+            news = True
             message = wire.decode_to_engine(self._socket.recv())
             match message:
                 case wire.Submit(grammar=None):
                     self._submit(message)
                 case wire.Submit():
-                    compiled = self._grammar_thread.submit(self._make_followers, message)
-                    self._grammars[message.number] = message, compiled
+                    self._compile(message)
                 case wire.End():
                     for number in message.numbers:  # some may have ended meanwhile
-                        self._grammars.pop(number, None)
+                        self._drop(number)
                         self.end(str(number), message.reason)
                 case wire.Shutdown():
                     self._stopping = True
-        for number, (submit, followers) in list(self._grammars.items()):
-            if followers.done():
-                del self._grammars[number]
-                self._submit(submit, followers)
+        if self._grammars is not None:
+            news |= self._take_masks(self._grammars)
         self._message_seconds += time.perf_counter() - begin
-        return not self._stopping
+        return news
 
-    def _submit(
-        self, message: wire.Submit, followers: Future[list[Follower]] | None = None
-    ) -> None:
-        failure = None if followers is None else followers.exception()
-        if failure is not None:
-            known = isinstance(failure, RequestError)
-            self._refuse(message.number, "request" if known else "engine", failure)
-            return
+    def _submit(self, message: wire.Submit, followers: Sequence[Follower] = ()) -> None:
         try:
             requests = self.engine.make_requests(
                 message.token_ids,
@@ -128,36 +141,73 @@ class EngineLoop(Driver[int]):
                 dense=message.dense,
                 first_id=message.number,
             )
-            if followers is not None:
-                for request, follower in zip(requests, followers.result(), strict=True):
-                    request.allowed_tokens = follower
-                    request.host_tokens = True
-            self.add(requests, range(message.number, message.number + len(requests)))
-        except RequestError as error:
-            self._refuse(message.number, "request", error)
-        except QueueFullError as error:
-            self._refuse(message.number, "full", error)
+            for request, follower in zip(requests, followers, strict=bool(followers)):
+                request.allowed_tokens = follower
+                request.host_tokens = True
+            self.add(requests, _numbers(message))
+        except (RequestError, QueueFullError) as error:
+            for follower in followers:
+                self._drop(follower.number)
+            self._refuse(message.number, error)
         else:
             self._accepted.append(message.number)
             if message.reading:
                 self._reading.watch(message.number, requests[0])
 
-    def _make_followers(self, message: wire.Submit) -> list[Follower]:
-        """Runs in a thread: a grammar can take long to compile, and other requests go on."""
-        if self._matchers is None:
-            from cairn.server.matcher import Matchers
-
-            assert self._tokenizer is not None  # chat needs one
-            self._matchers = Matchers(
-                self._tokenizer, self.engine.spec.vocab_size, self.engine.eos_token_ids
-            )
-        assert message.grammar is not None
-        return [self._matchers.make(message.grammar) for _ in range(message.params.n)]
-
-    def _refuse(
-        self, number: int, kind: Literal["request", "full", "engine"], error: BaseException
-    ) -> None:
+    def _refuse(self, number: int, error: Exception) -> None:
+        kind: Literal["request", "full", "engine"] = "engine"
+        if isinstance(error, RequestError | QueueFullError):
+            kind = "request" if isinstance(error, RequestError) else "full"
         self._refused.append(wire.Refused(number, kind, str(error)))
+
+    # -- grammars -----------------------------------------------------------------------------
+
+    def _compile(self, message: wire.Submit) -> None:
+        """Begin to follow a request's grammar. The request runs once its first masks are there."""
+        assert message.grammar is not None
+        try:
+            if self._grammars is None:
+                from cairn.server.grammars import Grammars
+
+                assert self._tokenizer is not None  # chat needs one
+                vocab_size, ends = self.engine.spec.vocab_size, self.engine.eos_token_ids
+                self._grammars = Grammars(self._tokenizer, vocab_size, ends)
+            followers = self._grammars.follow(message.grammar, _numbers(message))
+        except (RequestError, QueueFullError) as error:
+            self._refuse(message.number, error)
+            return
+        self._followers.update((follower.number, follower) for follower in followers)
+        self._compiling[message.number] = message
+
+    def _take_masks(self, grammars: Grammars) -> bool:
+        news = grammars.take()
+        for follower in grammars.take_failed():
+            if self._followers.get(follower.number) is follower:
+                self._fail(follower)
+        for message in list(self._compiling.values()):
+            followers = [self._followers[number] for number in _numbers(message)]
+            if all(follower.mask is not None for follower in followers):
+                del self._compiling[message.number]
+                self._submit(message, followers)
+        return news
+
+    def _fail(self, follower: Follower) -> None:
+        """End the request of a grammar that cannot be followed any more."""
+        error = RequestError(f"{follower.grammar.field} cannot be followed: {follower.error}")
+        numbers = range(follower.number, follower.number + 1)
+        for message in self._compiling.values():
+            if follower.number in _numbers(message):
+                numbers = _numbers(message)
+        self._refuse(numbers[0], error)
+        for number in numbers:
+            self._drop(number)
+            self.end(str(number), "abort")
+
+    def _drop(self, number: int) -> None:
+        """A choice has ended."""
+        self._compiling.pop(number, None)
+        if (follower := self._followers.pop(number, None)) is not None:
+            follower.close()
 
     # -- messages to the API process ----------------------------------------------------------
 
@@ -172,6 +222,8 @@ class EngineLoop(Driver[int]):
         tokens = [each.new_tokens[0] for each in progress]
         self._reads.count([each.request for each in progress])
         details = self._details(progress)
+        if self._followers:
+            self._follow(progress)
         stats = self._stats() if due else None
         self._reported = begin if due else self._reported
         report = wire.Report(
@@ -180,6 +232,21 @@ class EngineLoop(Driver[int]):
         self._socket.send(wire.encode(report))
         self._accepted, self._refused = [], []
         self._message_seconds += time.perf_counter() - begin
+
+    def _follow(self, progress: Sequence[Progress]) -> None:
+        """Ask what may follow the new tokens."""
+        for request, tokens, _ in progress:
+            if (follower := self._followers.get(int(request.id))) is None:
+                continue
+            if request.finish_reason is None:
+                follower.advance(tokens)
+            else:
+                self._drop(follower.number)
+
+    def close(self) -> None:
+        if self._grammars is not None:
+            self._grammars.close()
+        super().close()
 
     def _details(self, progress: Sequence[Progress]) -> list[wire.Detail]:
         details = []
@@ -194,7 +261,7 @@ class EngineLoop(Driver[int]):
                 details.append(self._detail(number, each))
             except Exception as error:  # only this request fails
                 _log.error("a request failed", exc_info=error)
-                self._refuse(number, "engine", error)
+                self._refuse(number, error)
                 self.end(request.id, "abort")
             if request.finish_reason is not None:
                 self._open.pop(request.id, None)
@@ -254,6 +321,11 @@ class EngineLoop(Driver[int]):
             self._logged = now
             _log.info("%s", report)
         return wire.Tier(pages=report.pages, **dataclasses.asdict(report.totals))
+
+
+def _numbers(message: wire.Submit) -> range:
+    """The numbers of a request's choices."""
+    return range(message.number, message.number + message.params.n)
 
 
 def run_engine(config: EngineConfig, endpoint: str) -> None:

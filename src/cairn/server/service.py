@@ -181,7 +181,7 @@ class Service:
         text = self._begin(body, record)
         tools = None if body.tool_choice == "none" else body.tools
         with self._hold(body.n or 1):
-            grammar = await text.run(lambda: chat_grammar(body))
+            grammar = chat_grammar(body)
             ids = [await self._encode_chat(text, body.messages, tools)]
             params = chat_params(body, self._room(ids), self._defaults)
             form = partial(ChatFormat, f"chatcmpl-{secrets.token_hex(12)}", tools=bool(tools))
@@ -243,7 +243,7 @@ class Service:
         prompts: Sequence[list[int]],
         params: SamplingParams,
         make_format: Callable[..., Format],
-        grammar: str | None = None,
+        grammar: wire.Grammar | None = None,
     ) -> AsyncIterator[Answer]:
         """Submit the prompts, and abort what has not ended on exit."""
         options = body.stream_options

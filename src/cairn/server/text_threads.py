@@ -1,6 +1,6 @@
 """Tokenises in threads: the library releases the GIL.
 
-Short texts have a thread of their own, so that they do not wait for long ones.
+Texts wait only for texts of similar length: short and middle-sized ones have threads of their own.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from cairn.text.tokenizer import Message, Tokenizer
 
 T = TypeVar("T")
 
-_SHORT = 20_000  # characters
+_SHORT, _MIDDLE = 20_000, 500_000  # characters
 
 
 class TextThreads:
     def __init__(self, tokenizer: Tokenizer | None, threads: int) -> None:
         self.tokenizer = tokenizer
         self._short = ThreadPoolExecutor(1, thread_name_prefix="cairn-short-text")
-        self._long = ThreadPoolExecutor(threads, thread_name_prefix="cairn-text")
+        self._middle = ThreadPoolExecutor(threads, thread_name_prefix="cairn-text")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="cairn-long-text")
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
         tokenizer = self.need("a text prompt")
@@ -62,19 +63,17 @@ class TextThreads:
             )
         return self.tokenizer
 
-    async def run(self, call: Callable[[], T]) -> T:
-        """Run other work that takes long, such as checking a schema."""
-        return await self._run(call, _SHORT + 1)
-
     async def _run(self, call: Callable[[], T], length: int, *, param: str | None = None) -> T:
-        pool = self._short if length <= _SHORT else self._long
+        pool = self._short if length <= _SHORT else self._middle
+        if length > _MIDDLE:
+            pool = self._long
         try:
             return await asyncio.get_running_loop().run_in_executor(pool, call)
         except RequestError as error:
             raise bad_request(param, str(error)) from error
 
     def close(self) -> None:
-        for pool in (self._short, self._long):
+        for pool in (self._short, self._middle, self._long):
             pool.shutdown(wait=False, cancel_futures=True)
 
 

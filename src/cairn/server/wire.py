@@ -16,6 +16,13 @@ from cairn.engine.sampling_params import SamplingParams
 from cairn.trace import TokenReads
 
 
+class Grammar(msgspec.Struct, array_like=True, frozen=True):
+    """What the choices of a request must follow, as `server/grammar.py` writes it."""
+
+    text: str
+    field: str  # of the body, for errors
+
+
 class Submit(msgspec.Struct, tag="submit", frozen=True):
     number: int  # of the first choice; the others have the following numbers
     token_ids: list[int]
@@ -24,7 +31,7 @@ class Submit(msgspec.Struct, tag="submit", frozen=True):
     trace: bool = False
     dense: bool = False  # read every page for each token
     reading: bool = False  # report how far the prompt is read
-    grammar: str | None = None  # from `server/grammar.py`
+    grammar: Grammar | None = None
 
 
 class End(msgspec.Struct, tag="end", frozen=True):
@@ -73,7 +80,7 @@ class Detail(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Refused(msgspec.Struct, array_like=True, frozen=True):
-    """A request that does not run, by the number of its first choice."""
+    """A request that does not run, by the number of its first choice, or a choice that failed."""
 
     number: int
     kind: Literal["request", "full", "engine"]

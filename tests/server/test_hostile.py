@@ -1,0 +1,150 @@
+"""Requests that would take all time or memory are refused, and delay nobody else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import string
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cairn.server.grammars import Grammars
+from cairn.server.wire import Grammar
+from cairn.text.tokenizer import Tokenizer
+from tests.helpers import byte_tokenizer
+from tests.server.process import ServerProcess
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "x"}]
+ENDLESS = {"allOf": [{"type": "string", "pattern": f"(.*{c}.*)"} for c in string.ascii_lowercase]}
+MANY_OPTIONAL = {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(4500)}}
+
+
+def chat(server: ServerProcess, **fields: Any) -> httpx.Response:
+    body = {"messages": MESSAGES, "max_tokens": 4, **fields}
+    return httpx.post(server.url + CHAT, json=body, timeout=120)
+
+
+def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+def test_a_grammar_without_end_is_refused_and_delays_nobody(server: ServerProcess) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": ENDLESS}}
+    with ThreadPoolExecutor(2) as threads:
+        hostile = [
+            threads.submit(chat, server, response_format=schema_format(ENDLESS)),
+            threads.submit(chat, server, tools=[tool], n=3),
+        ]
+        assert chat(server).status_code == 200
+        assert chat(server, response_format={"type": "json_object"}).status_code == 200
+        for asked, field in zip(hostile, ("response_format", "tools"), strict=True):
+            answer = asked.result()
+            assert answer.status_code == 400, answer.text
+            error = answer.json()["error"]
+            assert error["param"] == field and "send a simpler one" in error["message"]
+    server.wait_until_idle()
+
+
+def test_a_grammar_that_gives_up_is_an_error(server: ServerProcess) -> None:
+    given = {"response_format": schema_format(MANY_OPTIONAL)}
+    answer = chat(server, **given)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == "response_format"
+    streamed = chat(server, **given, stream=True)
+    events = [line for line in streamed.text.splitlines() if line]
+    assert streamed.status_code == 200
+    assert "response_format cannot be followed" in events[-1]
+    assert 'finish_reason":"stop' not in streamed.text
+    server.wait_until_idle()
+
+
+@pytest.fixture
+def grammars() -> Any:
+    made = Grammars(Tokenizer(byte_tokenizer(), None), 256, frozenset({255}))
+    yield made
+    made.close()
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError):  # a thread may have ended meanwhile
+            found += (thread / "children").read_text().split()
+    return [int(each) for each in found]
+
+
+def settle(grammars: Grammars) -> None:
+    while grammars.num_pending:
+        grammars.take()
+
+
+def test_a_dead_worker_takes_one_choice_with_it(grammars: Grammars) -> None:
+    """The choice whose question it was given fails; another worker answers the others."""
+    from llguidance import LLMatcher
+
+    grammar = Grammar(LLMatcher.grammar_from_regex("[ab]{3}"), "response_format")
+    own, other = grammars.follow(grammar, [0, 1])
+    a, b = byte_tokenizer().encode("ab").ids
+    settle(grammars)
+    other.advance([a])
+    settle(grammars)
+    (worker,) = [
+        pid for host in children(os.getpid()) for pid in children(host) if b"spawn" in command(host)
+    ]
+    os.kill(worker, signal.SIGSTOP)
+    own.advance([a])
+    other.advance([b])
+    os.kill(worker, signal.SIGKILL)
+    settle(grammars)
+    assert grammars.take_failed() == [own]
+    assert own.error is not None and own.mask is None
+    assert other.error is None and other.mask is not None
+    # Two of three letters are there: the third is not the end.
+    allowed = {token for token in range(256) if other.mask[token // 8] >> token % 8 & 1}
+    assert allowed == {a, b}
+
+
+def command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_grammar_workers_end_with_the_engine(model_folder: Path, tmp_path: Path) -> None:
+    with ServerProcess(model_folder, tmp_path / "log") as running:
+        engine = running.engine_pid()
+        assert chat(running, response_format={"type": "json_object"}).status_code == 200
+        hosts = [pid for pid in children(engine) if b"spawn" in command(pid)]
+        workers = [pid for host in hosts for pid in children(host)]
+        assert len(hosts) == len(workers) == 1
+        running.signal(signal.SIGKILL)
+        running.wait(30)
+        for pid in (*hosts, *workers):
+            wait_until_gone(pid)
+
+
+def wait_until_gone(pid: int) -> None:
+    """A process that has ended may still be a zombie."""
+    while Path(f"/proc/{pid}/exe").is_symlink():
+        try:
+            Path(f"/proc/{pid}/exe").readlink()
+        except OSError:
+            return
+
+
+def test_a_stop_does_not_wait_for_a_grammar(model_folder: Path, tmp_path: Path) -> None:
+    """Nor is a client of it left without an answer."""
+    with ServerProcess(model_folder, tmp_path / "log", "--drain-timeout=1") as running:
+        engine = running.engine_pid()
+        with ThreadPoolExecutor(1) as threads:
+            hostile = threads.submit(chat, running, response_format=schema_format(ENDLESS))
+            while not (hosts := [pid for pid in children(engine) if b"spawn" in command(pid)]):
+                pass
+            running.signal(signal.SIGTERM)
+            assert running.wait(60) == 0
+            assert hostile.result().status_code in (400, 503)
+        wait_until_gone(hosts[0])
