@@ -247,7 +247,7 @@ def test_tokenize_and_detokenize(server: ServerProcess) -> None:
 
 
 def test_the_trace_tells_pages_and_shares(server: ServerProcess) -> None:
-    body = {"prompt": "z" * 300, "max_tokens": 4, "cairn": {"trace": True}}
+    body = {"prompt": "z" * 300, "max_tokens": 4, "ignore_eos": True, "cairn": {"trace": True}}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).json()
     told = answer["choices"][0]["cairn"]
     assert told["pages"]["prompt_tokens"] == 300
