@@ -17,6 +17,8 @@ from tests.helpers import GOLDENS, TINY_LLAMA, poison_free_memory, tokens_of, wr
 
 pytestmark = pytest.mark.gpu
 CASES = sorted(path.name for path in GOLDENS.glob("hf_*"))
+DENSE = "hf_llama_gqa"
+ROUTED = [case for case in CASES if "moe" in case or "deepseek" in case]
 HILS = sorted(path.parent.name for path in GOLDENS.glob("*/layer_intermediates.safetensors"))
 
 
@@ -48,7 +50,7 @@ def test_golden_hils_logits_in_float32(case: str) -> None:
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_graphs_and_overlap_change_nothing(backend: str) -> None:
     """Greedy and seeded requests of many lengths, with every switch on and off."""
-    case = GOLDENS / CASES[0]
+    case = GOLDENS / DENSE
     golden = load_file(case / "golden.safetensors")
     prompts = [golden["input_ids_b"].tolist()[:n] for n in (1, 15, 16, 17, 63, 64, 65, 200, 500)]
     params = [
@@ -76,7 +78,8 @@ def test_graphs_and_overlap_change_nothing(backend: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("case", CASES)
+# Rounding may send a row to other experts, whose output has nothing in common.
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ROUTED])
 def test_half_precision_stays_close(case: str, dtype: str) -> None:
     golden = load_file(GOLDENS / case / "golden.safetensors")
     ids = golden["input_ids_b"].tolist()
@@ -87,7 +90,7 @@ def test_half_precision_stays_close(case: str, dtype: str) -> None:
 
 
 def test_memory_fraction_sizes_the_pool() -> None:
-    case = GOLDENS / CASES[0]
+    case = GOLDENS / DENSE
     free, total = torch.cuda.mem_get_info()
     share = 1 - (free - 2**28) / total  # leaves about a quarter of a gigabyte
     with LLM(case, device="cuda", mem_fraction_static=share) as llm:
@@ -96,7 +99,7 @@ def test_memory_fraction_sizes_the_pool() -> None:
 
 
 def test_batched_and_warm_equals_alone() -> None:
-    case = GOLDENS / CASES[0]
+    case = GOLDENS / DENSE
     golden = load_file(case / "golden.safetensors")
     prompts = [golden["input_ids_b"].tolist()[:n] for n in (1, 63, 64, 65, 200, 500)]
     with LLM(case, dtype="float64", device="cuda", kv_cache_gib=0.1) as llm:
@@ -170,7 +173,7 @@ def test_training_free_sparse_attention_equals_the_cpu(policy: str, tmp_path: Pa
 
 
 def test_filters_that_leave_one_token_draw_the_greedy_one() -> None:
-    case = GOLDENS / CASES[0]
+    case = GOLDENS / DENSE
     ids = load_file(case / "golden.safetensors")["input_ids_a"].tolist()
     with LLM(case, dtype="float32", device="cuda", kv_cache_gib=0.1) as llm:
         greedy = llm.generate(ids, max_tokens=20, ignore_eos=True).token_ids
@@ -183,7 +186,7 @@ def test_filters_that_leave_one_token_draw_the_greedy_one() -> None:
 
 def test_retraction_changes_no_token() -> None:
     """A pool that holds half of what runs at once."""
-    case = GOLDENS / CASES[0]
+    case = GOLDENS / DENSE
     golden = load_file(case / "golden.safetensors")
     prompts = [golden["input_ids_b"].tolist()[i : i + 100] for i in range(6)]
     params = SamplingParams(max_tokens=150, ignore_eos=True)
@@ -240,7 +243,7 @@ def test_prompts_of_heads_of_any_size(dim: int) -> None:
     assert (out.float() - expected).norm() / expected.norm() < 1e-2
 
 
-@pytest.mark.parametrize("case", [CASES[0], HILS[0]])
+@pytest.mark.parametrize("case", [DENSE, HILS[0]])
 def test_steps_are_launched_without_waiting_for_the_device(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -219,7 +219,15 @@ def test_dummy_weights_have_the_stated_distribution_and_follow_the_seed() -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "millions"), [("qwen3-0.6b", 596), ("dense-345m", 345), ("dense-345m-hd128", 383)]
+    ("name", "millions"),
+    [
+        ("qwen3-0.6b", 596),
+        ("dense-345m", 345),
+        ("dense-345m-hd128", 383),
+        ("qwen3-30b-a3b", 30532),
+        ("deepseek-v2-lite", 15706),
+        ("dsv3-slice", 1868),
+    ],
 )
 def test_presets_have_their_published_size(name: str, millions: int) -> None:
     config = ConfigReader(PRESETS[name], name)

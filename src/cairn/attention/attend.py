@@ -6,6 +6,7 @@ import torch
 
 from cairn.attention.backend import AttentionBackend
 from cairn.attention.batch import AttentionBatch, Scoring
+from cairn.attention.latent import LatentHeads
 from cairn.kernels.interface import ScoringHeads
 from cairn.memory.kv_pool import KVPool
 
@@ -34,7 +35,8 @@ class Attend:
         return self.forward(layer, query, scoring)
 
     def write(self, layer: int, key_value: torch.Tensor) -> None:
-        """Store the new rows: key_value [rows, 2 * kv_heads, head_dim], keys first."""
+        """Store the new rows in the first part of the layer's layout: for keys and values
+        [rows, 2 * kv_heads, head_dim], keys first."""
         self._pool.write(layer, *self._places(layer), key_value)
 
     def write_rotated(
@@ -65,6 +67,16 @@ class Attend:
         The new rows must be stored already. Layers with their own landmarks pass `scoring`.
         """
         return self._backend.forward(layer, query, self._metadata, scoring)
+
+    def latent(
+        self, layer: int, query: torch.Tensor, rows: torch.Tensor, heads: LatentHeads
+    ) -> torch.Tensor:
+        """Store latent rows [rows, latent + rope] and let heads read them.
+
+        query [rows, heads, nope + rope] -> values [rows, heads, value].
+        """
+        self.write(layer, rows)
+        return self._backend.forward_latent(layer, query, heads, self._metadata)
 
     def _places(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Page of each new row, and its row within the page."""

@@ -14,12 +14,13 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 
 from cairn.attention.batch import AttentionBatch, GraphKind, Scoring
+from cairn.attention.latent import LatentHeads
 from cairn.errors import ConfigError
 from cairn.memory.groups import LayerGroup
 from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.landmarks import LandmarkPool
-from cairn.memory.layout import KV
+from cairn.memory.layout import KV, LATENT
 from cairn.sparsity.config import SparseConfig
 from cairn.sparsity.registry import import_class
 from cairn.sparsity.selection import Selection
@@ -44,6 +45,8 @@ class AttentionShape:
     scales: tuple[float, ...] = ()
     """Scale of each layer, if layers differ in heads, head size or scale. The numbers above are
     then those of one kind of layer."""
+    value_dim: int | None = None
+    """With latent rows: the columns that a head reads, the first ones of a row."""
 
 
 class Graph(NamedTuple):
@@ -90,8 +93,16 @@ class AttentionBackend(Protocol):
         """Attention output of query [rows, heads, head_dim], in the same shape.
 
         The keys and values of the new rows are already in the pool. Layers with their own
-        landmarks pass `scoring`.
+        landmarks pass `scoring`. With latent rows the query is absorbed, [rows, heads,
+        latent + rope], and the output [rows, heads, latent].
         """
+        ...
+
+    def forward_latent(
+        self, layer: int, query: torch.Tensor, heads: LatentHeads, metadata: Any
+    ) -> torch.Tensor:
+        """The values that heads read from latent rows, [rows, heads, value], for a query
+        [rows, heads, nope + rope] that is not absorbed."""
         ...
 
 
@@ -116,6 +127,16 @@ class Backend:
     def begin(self, metadata: Any) -> None:
         pass
 
+    def forward(
+        self, layer: int, query: torch.Tensor, metadata: Any, scoring: Scoring | None = None
+    ) -> torch.Tensor:
+        raise NotImplementedError
+
+    def forward_latent(
+        self, layer: int, query: torch.Tensor, heads: LatentHeads, metadata: Any
+    ) -> torch.Tensor:
+        return heads.values(self.forward(layer, heads.absorb(query), metadata))
+
 
 class DenseBackend(Backend):
     """A backend that reads the whole past, or a window of it."""
@@ -130,6 +151,8 @@ class DenseBackend(Backend):
     """It can hide landmark rows."""
     reads: ClassVar[tuple[str, ...]] = (KV,)
     """Parts of the cache that it needs in every layer."""
+    reads_latents: ClassVar[bool] = False
+    """It also serves layers that keep latent rows instead of these parts."""
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
         self._shape = shape
@@ -145,8 +168,10 @@ class DenseBackend(Backend):
             return "layers differ in heads, head size or scale, and it serves one kind"
         for group in shape.groups:
             kept = [part.name for part in group.layout.parts]
-            if group.layers and not set(cls.reads) <= set(kept):
-                return f"layers keep {', '.join(kept)}; it reads {', '.join(cls.reads)}"
+            latent = cls.reads_latents and shape.value_dim is not None
+            reads = (LATENT,) if latent else cls.reads
+            if group.layers and not set(reads) <= set(kept):
+                return f"layers keep {', '.join(kept)}; it reads {', '.join(reads)}"
         if cls.head_dims is not None and shape.head_dim not in cls.head_dims:
             sizes = ", ".join(map(str, cls.head_dims))
             return f"heads have size {shape.head_dim}; it has {sizes}"
@@ -230,11 +255,6 @@ class SparseBackend(Backend):
     def selections(self, metadata: Any, row: int) -> dict[int, Selection]:
         """The pages that a traced row of the step read, by layer."""
         return {}
-
-    def forward(
-        self, layer: int, query: torch.Tensor, metadata: Any, scoring: Scoring | None = None
-    ) -> torch.Tensor:
-        raise NotImplementedError
 
 
 _BACKENDS: Mapping[str, str] = {

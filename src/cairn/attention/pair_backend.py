@@ -14,6 +14,7 @@ import torch
 
 from cairn.attention.backend import DenseBackend, Graph
 from cairn.attention.batch import AttentionBatch, Scoring
+from cairn.attention.latent import LatentHeads
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +50,8 @@ class PairBackend:
         scoring: Scoring | None = None,
     ) -> torch.Tensor:
         return metadata.backend.forward(layer, query, metadata.metadata, scoring)
+
+    def forward_latent(
+        self, layer: int, query: torch.Tensor, heads: LatentHeads, metadata: _Chosen
+    ) -> torch.Tensor:
+        return metadata.backend.forward_latent(layer, query, heads, metadata.metadata)

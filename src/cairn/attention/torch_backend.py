@@ -4,6 +4,9 @@ Single new rows (decode) are batched with those of other sequences that read the
 pages. Longer chunks of new rows are computed one sequence and one block of queries at a time.
 Either way each layer copies exactly the pages that are read, once. Unwritten rows may hold NaN, so
 a page that a step begins and does not fill is cleared first.
+
+A latent row is the key and the value of all heads. The output is cut to the columns that a head
+reads: torch's fused attention takes keys and values of one size only.
 """
 
 from __future__ import annotations
@@ -18,10 +21,12 @@ import torch.nn.functional as F
 from cairn.attention.backend import DenseBackend
 from cairn.attention.batch import AttentionBatch, to_device
 from cairn.attention.clearing import clear_begun_pages
+from cairn.attention.latent import LatentHeads
 from cairn.memory.groups import LayerGroup
-from cairn.memory.layout import KV
+from cairn.memory.layout import KV, LATENT
 
 _QUERY_BLOCK = 128  # bounds the mask and the masked keys that a causal block reads
+_EXPANDED = 2**25  # numbers of keys and values that are expanded at once, by heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,7 @@ class _Decode:
 
     rows: torch.Tensor  # [seqs] row of each in the step
     places: torch.Tensor  # [seqs] index of each among the step's decoding sequences
-    slices: torch.Tensor  # [sum of seqs * 2 * kv_heads * pages] (page, head) slices of the pool
+    slices: torch.Tensor  # [sum of seqs * heads of a page * pages] (page, head) slices of the pool
     peers: tuple[_Peers, ...]
 
 
@@ -56,9 +61,13 @@ class _Block:
 class _Chunk:
     """All new rows of a sequence with several new rows."""
 
-    slices: torch.Tensor  # [2 * kv_heads * pages] from the first page that any of its queries reads
+    slices: torch.Tensor  # [heads of a page * pages] from the first page that a query reads
     num_keys: int  # keys from the first row of the first page to the last query
     blocks: tuple[_Block, ...]
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.blocks[0].rows.start, self.blocks[-1].rows.stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +81,7 @@ class TorchBackend(DenseBackend):
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
     hides_rows = True
     serves_mixed_layers = True
+    reads_latents = True
 
     # -- once per step ------------------------------------------------------------------------
 
@@ -158,47 +168,124 @@ class TorchBackend(DenseBackend):
             if len(decode.peers) == 1:
                 return self._decode(layer, query, decode)
             return self._decode(layer, query[decode.rows], decode)[decode.places]
-        out = torch.empty_like(query)
+        out = query.new_empty(*query.shape[:2], self._value_dim(query))
         if decode is not None:
             out[decode.rows] = self._decode(layer, query[decode.rows], decode)
         for chunk in group.chunks:
-            # [kv_heads, keys, dim] each
-            copied = self._gather(layer, chunk.slices)
-            both = copied.view(2, self._pool.kv_heads(layer), -1, query.shape[-1])
-            key, value = both[:, :, : chunk.num_keys]
+            out[chunk.rows] = self._chunk_rows(layer, query[chunk.rows], chunk)
+        return out
+
+    def forward_latent(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        heads: LatentHeads,
+        metadata: list[_GroupMetadata],
+    ) -> torch.Tensor:
+        group = metadata[self._pool.group_of[layer]]
+        pays = [heads.expanding_pays(query[chunk.rows]) for chunk in group.chunks]
+        if not any(pays):
+            return super().forward_latent(layer, query, heads, metadata)
+        out = query.new_empty(*query.shape[:2], heads.value.shape[2])
+        if group.decode is not None:
+            own = heads.absorb(query[group.decode.rows])
+            out[group.decode.rows] = heads.values(self._decode(layer, own, group.decode))
+        for chunk, expanded in zip(group.chunks, pays, strict=True):
+            own = query[chunk.rows]
+            if expanded:
+                self._expanded(layer, own, heads, chunk, out[chunk.rows])
+            else:
+                read = self._chunk_rows(layer, heads.absorb(own), chunk)
+                out[chunk.rows] = heads.values(read)
+        return out
+
+    def _expanded(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        heads: LatentHeads,
+        chunk: _Chunk,
+        out: torch.Tensor,
+    ) -> None:
+        """Attention of a chunk's query [rows, heads, dim] over keys and values of each head."""
+        rows = self._gather(layer, chunk.slices).flatten(0, 1)[: chunk.num_keys]
+        width, value_dim = query.shape[2], heads.value.shape[2]
+        size = max(width, value_dim)
+        at_once = max(1, _EXPANDED // (2 * size * len(rows)))
+        base = chunk.rows.start
+        for first in range(0, query.shape[1], at_once):
+            own = slice(first, first + at_once)
+            # Zeros fill up the smaller of keys and values, since torch wants one size.
+            key, value = (F.pad(x, (0, size - x.shape[2])) for x in heads.expand(rows, own))
             for block in chunk.blocks:
-                out[block.rows] = _extend(
-                    query[block.rows],
+                these = slice(block.rows.start - base, block.rows.stop - base)
+                read = _extend(
+                    F.pad(query[these, own], (0, size - width)),
                     key[:, block.keys],
                     value[:, block.keys],
                     block.mask,
                     self._scale(layer),
                 )
+                out[these, own] = read[..., :value_dim]
+
+    def _chunk_rows(self, layer: int, query: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
+        """Attention of a chunk's query [rows, heads, dim]."""
+        copied = self._gather(layer, chunk.slices)
+        # [kv_heads, keys, dim] each
+        key, value = self._key_value(layer, copied[None])
+        out = query.new_empty(*query.shape[:2], self._value_dim(query))
+        base = chunk.rows.start
+        for block in chunk.blocks:
+            rows = slice(block.rows.start - base, block.rows.stop - base)
+            read = _extend(
+                query[rows],
+                key[0, :, block.keys],
+                value[0, :, block.keys],
+                block.mask,
+                self._scale(layer),
+            )
+            out[rows] = read[..., : out.shape[2]]
         return out
 
     def _decode(self, layer: int, query: torch.Tensor, decode: _Decode) -> torch.Tensor:
         """Attention of query [seqs, heads, dim], one row per sequence, over all its pages."""
         _, heads, dim = query.shape
-        kv_heads = self._pool.kv_heads(layer)
         copied = self._gather(layer, decode.slices)  # [slices, page_size, dim]
         outs = []
         row = begin = 0
         for peers in decode.peers:
-            end = begin + peers.seqs * self._pool.part(layer).shape[1] * peers.pages
-            key, value = copied[begin:end].view(peers.seqs, 2, kv_heads, -1, dim).unbind(1)
+            end = begin + peers.seqs * self._kept(layer).shape[1] * peers.pages
+            own_slices = copied[begin:end].view(peers.seqs, -1, *copied.shape[1:])
+            key, value = self._key_value(layer, own_slices)
             # Treat the query heads of a kv head as queries: [seqs, kv_heads, group, dim].
-            own = query[row : row + peers.seqs].reshape(peers.seqs, kv_heads, -1, dim)
+            own = query[row : row + peers.seqs].reshape(peers.seqs, key.shape[1], -1, dim)
             out = F.scaled_dot_product_attention(
                 own, key, value, attn_mask=peers.mask, scale=self._scale(layer)
             )
             outs.append(out.reshape(peers.seqs, heads, dim))
             row, begin = row + peers.seqs, end
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        read = outs[0] if len(outs) == 1 else torch.cat(outs)
+        return read[..., : self._value_dim(query)]
+
+    def _kept(self, layer: int) -> torch.Tensor:
+        """What the layer keeps, by slices: [pages, slices of a page, page_size, dim]."""
+        if self._shape.value_dim is None:
+            return self._pool.part(layer)
+        return self._pool.part(layer, LATENT)[:, None]
+
+    def _key_value(self, layer: int, slices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """slices [seqs, slices, page_size, dim] -> [seqs, kv_heads, keys, dim] each"""
+        kinds = 2 if self._shape.value_dim is None else 1  # a latent row is both
+        kv_heads = self._kept(layer).shape[1] // kinds
+        each = slices.view(len(slices), kinds, kv_heads, -1, slices.shape[-1])
+        return each[:, 0], each[:, -1]
 
     def _gather(self, layer: int, slices: torch.Tensor) -> torch.Tensor:
         """A copy of (page, head) slices, [slices, page_size, dim]."""
-        pool = self._pool.part(layer)
-        return pool.view(-1, *pool.shape[2:]).index_select(0, slices)
+        return self._kept(layer).flatten(0, 1).index_select(0, slices)
+
+    def _value_dim(self, query: torch.Tensor) -> int:
+        return self._shape.value_dim or query.shape[2]
 
     def _scale(self, layer: int) -> float:
         return self._shape.scales[layer] if self._shape.scales else self._shape.scale
@@ -225,6 +312,7 @@ def _extend(
 
 def _slices(group: LayerGroup, pages: torch.Tensor) -> torch.Tensor:
     """Flat indices of the (page, head) slices of pages [..., pages], by sequence and head."""
-    heads = group.layout.part(KV).shape[0]  # key heads, then value heads
+    parts = {part.name: part for part in group.layout.parts}
+    heads = parts[KV].shape[0] if KV in parts else 1  # key heads, then value heads
     index = torch.arange(heads, device=pages.device)
     return (pages[..., None, :] * heads + index[:, None]).flatten()

@@ -29,8 +29,16 @@ from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.memory.kv_pool import HostPool, KVPool
 from cairn.memory.landmarks import LandmarkPool
 from cairn.models.checkpoint import Checkpoint
+from cairn.models.fp8_blocks import BlockScaled, read_block_size
 from cairn.models.interface import LanguageModel
-from cairn.models.loader import Progress, build_model, fill, fill_dummy, quantize
+from cairn.models.loader import (
+    Progress,
+    WeightSource,
+    build_model,
+    fill,
+    fill_dummy,
+    quantize,
+)
 from cairn.models.parallel import Alone, Parallel
 from cairn.models.registry import read_spec
 from cairn.models.source import ModelSource
@@ -150,17 +158,25 @@ def load_model(
 
         return load_transformers_model(source.folder, dtype, device), []
     model = build_model(source.config, dtype, device, parallel, config.model_impl)
+    notes = []
     if config.load_format == "dummy":
         fill_dummy(model, config.seed)
     elif source.gguf is not None:
         fill(model, source.gguf, source.gguf.path, progress)
     elif source.folder is not None:
-        fill(model, Checkpoint.open(source.folder), source.folder, progress)
+        weights: WeightSource = Checkpoint.open(source.folder)
+        blocks = read_block_size(source.config)
+        if blocks is not None:
+            weights = BlockScaled(weights, blocks)
+            notes.append(f"FP8 weights are widened to {str(dtype).removeprefix('torch.')} at load")
+        fill(model, weights, source.folder, progress)
     else:
         raise ConfigError(
             f"model {config.model!r} is a preset, a shape without weights; use load_format=dummy"
         )
-    return model, [str(quantize(model))] if config.quantization == "int8" else []
+    if config.quantization == "int8":
+        notes.append(str(quantize(model)))
+    return model, notes
 
 
 def build_runner(

@@ -264,6 +264,7 @@ def attention_shape(
         num_heads=layer.num_heads,
         num_kv_heads=layer.num_kv_heads,
         head_dim=layer.head_dim,
+        value_dim=layer.value_dim,
         scale=layer.scale,
         scales=tuple(layer.scale for layer in spec.layers) if len(kinds) > 1 else (),
         page_size=geometry.page_size,

@@ -14,6 +14,9 @@ import torch
 
 KV = "kv"
 """The part that holds keys and values of heads: all keys first, then all values."""
+LATENT = "latent"
+"""The part that holds one latent row for all heads: what keys and values are made of, then the
+rotated part of the key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,11 @@ class CacheLayout:
     ) -> CacheLayout:
         """The layout of keys and values; a page is [2 * kv_heads, page_size, head_dim]."""
         return cls((CachePart(KV, (2 * kv_heads, head_dim), dtype, heads=kv_heads),))
+
+    @classmethod
+    def of_latents(cls, width: int) -> CacheLayout:
+        """The layout of latent rows; a page is [page_size, width]."""
+        return cls((CachePart(LATENT, (width,)),))
 
     def of_type(self, dtype: torch.dtype) -> CacheLayout:
         """The same layout with `dtype` for the parts that have no type."""

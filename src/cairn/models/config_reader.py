@@ -31,7 +31,8 @@ _NO_EFFECT = frozenset(
     bad_words_ids num_return_sequences forced_bos_token_id forced_eos_token_id
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
     max_new_tokens license library_name unsloth_version unsloth_fixed model_name
-    is_llama_config transformers.js_config
+    is_llama_config transformers.js_config ep_size seq_aux aux_loss_alpha router_aux_loss_coef
+    output_router_logits
     """.split()
 )
 

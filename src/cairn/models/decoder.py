@@ -153,8 +153,11 @@ class SelfAttention(Attention):
 class MLP(FeedForward):
     """down(silu(gate(x)) * up(x))"""
 
-    def __init__(self, spec: DecoderSpec, layer: int, factory: Factory) -> None:
-        hidden, width = spec.dims.hidden_size, spec.dims.intermediate_size
+    def __init__(
+        self, spec: DecoderSpec, layer: int, factory: Factory, *, width: int | None = None
+    ) -> None:
+        """`width` is this rank's, by default the spec's."""
+        hidden, width = spec.dims.hidden_size, width or spec.dims.intermediate_size
         bias = spec.mlp_bias
         gate_up = {"gate_proj": width, "up_proj": width}
         self.gate_up_proj = Linear(hidden, gate_up, factory, bias=bias, split="out")
@@ -162,7 +165,11 @@ class MLP(FeedForward):
         self._parallel = factory.parallel
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._parallel.sum(self.down_proj.after_silu(self.gate_up_proj(x)))
+        return self._parallel.sum(self.own_part(x))
+
+    def own_part(self, x: torch.Tensor) -> torch.Tensor:
+        """What this rank adds to the result."""
+        return self.down_proj.after_silu(self.gate_up_proj(x))
 
     def add_normed(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         gate_up = self.gate_up_proj(x, norm=norm)

@@ -18,6 +18,11 @@ class LanguageModel(Module):
     tied: Mapping[str, Embedding] = {}
     """Tensors that a checkpoint may leave out, because they are copies of an embedding."""
 
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor of the checkpoint has no effect on the output."""
+        # Buffers that old exports carry follow from the config.
+        return name.endswith("rotary_emb.inv_freq")
+
     def excerpt(self, kind_of: Callable[[int], Hashable]) -> LanguageModel:
         """The same model with one layer of each kind, or the model itself.
 

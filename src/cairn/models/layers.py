@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 import torch
@@ -43,6 +43,11 @@ class Module:
 
     def slots(self, name: str) -> Iterator[tuple[str, TensorSlot]]:
         """Its own weights, without those of modules below it, under their checkpoint names."""
+        yield from ()
+
+    def joint_slots(self, name: str) -> Iterator[tuple[str, TensorSlot, tuple[str, ...]]]:
+        """Tensors that some checkpoints have instead of several of `slots`, and the names of
+        those."""
         yield from ()
 
 
@@ -113,7 +118,6 @@ class Embedding(Module):
         own = -(-rows // self._parallel.size)
         self._first = self._parallel.rank * own
         self.weight = factory.empty(own, dim)
-        self._blocks = _column_blocks(own) if factory.device.type == "cpu" else 1
         self._few_rows = factory.few_rows
         self._int8: Int8Matrix | None = None
 
@@ -152,17 +156,11 @@ class Embedding(Module):
         """The embedding as output head: [rows, dim] -> [rows, vocab], or a rank's part of it."""
         if self._int8 is not None:
             return self._int8.product(hidden)
-        rows = hidden.shape[0]
-        if 0 < rows <= self._few_rows:
+        if 0 < hidden.shape[0] <= self._few_rows:
             from cairn.kernels.gemv import gemv
 
             return gemv(hidden.contiguous(), self.weight)
-        if self._blocks == 1 or not 1 < rows <= _FEW_ROWS:
-            return F.linear(hidden, self.weight)
-        # As in Linear, one batched product over blocks of the embedding's rows.
-        blocks = self.weight.view(self._blocks, -1, self.weight.shape[1])
-        out = torch.bmm(hidden.expand(self._blocks, -1, -1), blocks.transpose(1, 2))
-        return out.transpose(0, 1).reshape(rows, -1)
+        return few_rows_product(hidden, self.weight)
 
 
 class Parameter(Module):
@@ -254,7 +252,8 @@ class Linear(Module):
     `parts` maps the name of each matrix to the number of its rows that this rank has. In a
     checkpoint these names replace the last part of the module's name: q_proj, k_proj and v_proj for
     qkv_proj. Parts named in `whole` are on every rank, whatever `split` says. `total` is the number
-    of rows in the checkpoint, which may be fewer than all ranks have.
+    of rows in the checkpoint, which may be fewer than all ranks have. `orders` names, for some
+    parts, the checkpoint's row for each of this rank's rows, counted within its share.
 
     On a CPU W is kept as blocks of a few output columns, [blocks, in, out / blocks], and
     multiplied as one batched product: with few rows that runs at the speed of memory, which one
@@ -271,8 +270,10 @@ class Linear(Module):
         split: Split = "none",
         whole: Collection[str] = (),
         total: int | None = None,
+        orders: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._parallel = factory.parallel
+        self._orders = dict(orders or {})
         self._split, self._whole, self._total = split, frozenset(whole), total
         self.parts = dict(parts)
         self.in_features = in_features
@@ -339,7 +340,8 @@ class Linear(Module):
         for part, rows in self.parts.items():
             target = f"{parent}.{part}" if parent else part
             split = "none" if part in self._whole else self._split
-            slot = TensorSlot((rows, self.in_features), partial(self._write, begin))
+            write = partial(self._write, begin, self._orders.get(part))
+            slot = TensorSlot((rows, self.in_features), write)
             if split == "out":
                 slot = slot.share(0, self._parallel, self._total)
             elif split == "in":
@@ -356,8 +358,10 @@ class Linear(Module):
         slot = TensorSlot(tuple(bias.shape), bias.copy_)
         return slot.share(0, self._parallel) if split == "out" else slot
 
-    def _write(self, begin: int, matrix: torch.Tensor) -> None:
+    def _write(self, begin: int, order: torch.Tensor | None, matrix: torch.Tensor) -> None:
         """Copy a checkpoint matrix [rows, in] to output rows `begin` onwards."""
+        if order is not None:
+            matrix = matrix[order]
         weight = self.weight
         if not self._blocks:
             weight[begin : begin + len(matrix)].copy_(matrix)
@@ -383,12 +387,27 @@ _FEW_ROWS = 32  # with more, one large product is as good for the output head
 _MANY_ROWS = 512  # from here on putting the blocks together first pays
 
 
+@cache
 def _column_blocks(columns: int) -> int:
     """Number of equal blocks of about 48 columns; 1 if no such size divides them."""
     sizes = [n for n in range(24, 97) if columns % n == 0]
     if not sizes:
         return 1
     return columns // min(sizes, key=lambda n: abs(n - _BLOCK_COLUMNS))
+
+
+def few_rows_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [rows, in] @ weight [out, in].T. On a CPU a few rows are multiplied with blocks of the
+    weight's rows in one batched product, for the same reason as in Linear."""
+    rows = len(x)
+    blocks = 1
+    if x.device.type == "cpu" and 1 < rows <= _FEW_ROWS:
+        blocks = _column_blocks(len(weight))
+    if blocks == 1:
+        return F.linear(x, weight)
+    in_blocks = weight.view(blocks, -1, weight.shape[1]).transpose(1, 2)
+    out = torch.bmm(x.expand(blocks, -1, -1), in_blocks)
+    return out.transpose(0, 1).reshape(rows, -1)
 
 
 def named_slots(model: Module) -> dict[str, TensorSlot]:

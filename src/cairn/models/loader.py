@@ -11,10 +11,11 @@ import torch
 
 from cairn.errors import LoadError
 from cairn.models.config_reader import ConfigReader
+from cairn.models.experts import ExpertWeights
 from cairn.models.interface import LanguageModel
-from cairn.models.layers import Embedding, Factory, Linear, named_slots
+from cairn.models.layers import Embedding, Factory, Linear, TensorSlot, named_slots
 from cairn.models.parallel import Alone, Parallel
-from cairn.models.quantize import QuantizationError
+from cairn.models.quantize import Int8Matrix, QuantizationError
 from cairn.models.registry import build
 
 Progress = Callable[[int, int], None]
@@ -68,7 +69,7 @@ def write_tensors(
     source: Path | str,
 ) -> None:
     """Write (file, name, tensor) to the model, which must need all of them and no others."""
-    slots = named_slots(model)
+    slots = {**named_slots(model), **{name: slot for name, slot, _ in _joint_slots(model)}}
     copies: list[tuple[Path | str, str, torch.Tensor]] = []
     names = set()
     for path, name, tensor in tensors:
@@ -82,9 +83,10 @@ def write_tensors(
                     f"{path}: tensor {name} has shape {list(tensor.shape)}, "
                     f"the config asks for {list(slot.shape)}"
                 )
-            if not tensor.is_floating_point():
+            if not tensor.is_floating_point() or tensor.itemsize == 1:
                 raise LoadError(
-                    f"{path}: tensor {name} has type {tensor.dtype}; only float weights are read"
+                    f"{path}: tensor {name} has type {tensor.dtype}; only float weights are read, "
+                    "and FP8 with scales of blocks"
                 )
             slot.write(tensor)
     _check_names(model, names, source)
@@ -98,18 +100,23 @@ def write_tensors(
 
 
 def _check_names(model: LanguageModel, names: Collection[str], source: Path | str) -> None:
-    slots = named_slots(model).keys()
-    missing = sorted(slots - set(names))
+    slots, given = named_slots(model).keys(), set(names)
+    joint = {name: apart for name, _, apart in _joint_slots(model) if name in given}
+    filled = given.union(*joint.values())
+    missing = sorted(slots - filled)
     if missing:
         raise LoadError(f"{source}: {_listed(missing)} missing from the checkpoint")
-    # Buffers that old exports carry follow from the config.
-    given = {name for name in names if not name.endswith("rotary_emb.inv_freq")}
-    unexpected = sorted(given - slots - model.tied.keys())
+    known = slots | joint.keys() | model.tied.keys()
+    unexpected = sorted(name for name in given - known if not model.ignores(name))
     if unexpected:
         raise LoadError(
             f"{source}: {_listed(unexpected)} not part of {model.spec.architecture} as its "
             "config describes it"
         )
+
+
+def _joint_slots(model: LanguageModel) -> list[tuple[str, TensorSlot, tuple[str, ...]]]:
+    return [slot for name, module in model.named_modules() for slot in module.joint_slots(name)]
 
 
 def fill_dummy(model: LanguageModel, seed: int) -> None:
@@ -133,11 +140,17 @@ def quantize(model: LanguageModel) -> QuantizationError:
     errors: dict[str, float] = {}
     for name, module in model.named_modules():
         if isinstance(module, Linear | Embedding):
-            dense, int8 = module.quantize()
-            difference = (int8.dense() - dense).square().sum().item()
-            size = dense.float().square().sum().item()
-            lost, kept = lost + difference, kept + size
-            errors[name] = (difference / size) ** 0.5 if size else 0.0
+            own: Iterable[tuple[torch.Tensor, Int8Matrix]] = [module.quantize()]
+        elif isinstance(module, ExpertWeights):
+            own = module.quantize()
+        else:
+            continue
+        difference = size = 0.0
+        for dense, int8 in own:
+            difference += (int8.dense() - dense).square().sum().item()
+            size += dense.float().square().sum().item()
+        lost, kept = lost + difference, kept + size
+        errors[name] = (difference / size) ** 0.5 if size else 0.0
     worst = max(errors, key=lambda name: errors[name])
     return QuantizationError((lost / kept) ** 0.5 if kept else 0.0, errors[worst], worst)
 

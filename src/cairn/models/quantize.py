@@ -34,7 +34,8 @@ class Int8Matrix:
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in] -> [rows, out], both rounded to bfloat16 however many rows there are."""
         rounded = x.to(torch.bfloat16)
-        if 0 < x.shape[0] <= _FEW_ROWS:
+        # torch's kernel reads columns by 16, and beyond the end of other matrices.
+        if 0 < x.shape[0] <= _FEW_ROWS and x.shape[1] % 16 == 0:
             packed = torch._weight_int8pack_mm(rounded, self.weight, self.scale_bf16)
             return packed.to(x.dtype)
         return F.linear(rounded.to(x.dtype), self.dense()).to(torch.bfloat16).to(x.dtype)

@@ -9,6 +9,7 @@ import torch
 
 from cairn.errors import ConfigError
 from cairn.models.config_reader import ConfigReader
+from cairn.models.fp8_blocks import read_block_size
 from cairn.models.interface import LanguageModel
 from cairn.models.layers import Factory
 from cairn.models.parallel import Alone
@@ -21,6 +22,9 @@ _ARCHITECTURES: Mapping[str, str] = {
     "LlamaForCausalLM": "cairn.models.llama:build",
     "Qwen2ForCausalLM": "cairn.models.qwen2:build",
     "Qwen3ForCausalLM": "cairn.models.qwen3:build",
+    "Qwen3MoeForCausalLM": "cairn.models.qwen3_moe:build",
+    "DeepseekV2ForCausalLM": "cairn.models.deepseek:build_v2",
+    "DeepseekV3ForCausalLM": "cairn.models.deepseek:build_v3",
     "Olmo3ForCausalLM": "cairn.models.olmo3:build",
     "HiLSForCausalLM": "cairn.models.hils:build",
 }
@@ -32,6 +36,7 @@ def build(config: ConfigReader, factory: Factory, impl: str = "cairn") -> Langua
 
     `impl` is the option model_impl: "cairn" for a model of this package, or "module:function".
     """
+    read_block_size(config)
     model = _find(config, impl)(config, factory)
     if not isinstance(model, LanguageModel):
         raise ConfigError(

@@ -110,7 +110,9 @@ def _parse(
     numbers: dict[str, Any] = {}
     for name, value in values.items():
         # `finetuned` was written by early YaRN exports and never read; null means the default.
-        if value is None or name in ("rope_type", "type", "finetuned"):
+        # A magnitude of 0 means that there is none.
+        absent = value is None or (value == 0 and name in ("mscale", "mscale_all_dim"))
+        if absent or name in ("rope_type", "type", "finetuned"):
             continue
         if name == "partial_rotary_factor" and value == 1:
             continue
@@ -293,10 +295,10 @@ def _yarn(rope: RopeParameters, dim: int, inverse: torch.Tensor) -> torch.Tensor
 def _yarn_attention_factor(rope: RopeParameters) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
-
-    def magnitude(mscale: float) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
-
     if rope.mscale and rope.mscale_all_dim:
-        return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
-    return magnitude(1.0)
+        return yarn_magnitude(rope, rope.mscale) / yarn_magnitude(rope, rope.mscale_all_dim)
+    return yarn_magnitude(rope, 1.0)
+
+
+def yarn_magnitude(rope: RopeParameters, mscale: float) -> float:
+    return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0

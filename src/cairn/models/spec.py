@@ -41,6 +41,8 @@ class AttentionSpec:
     window: int | None = None  # rows a query sees, itself included; None for all
     cache: CacheLayout | None = None
     """What the layer keeps of each row; None for keys and values of its kv heads."""
+    value_dim: int | None = None
+    """Size of what a head reads, if it is not `head_dim`: the first columns of a latent row."""
 
     @property
     def layout(self) -> CacheLayout:

@@ -1,5 +1,5 @@
 """How a decoder is divided among ranks: each has whole kv heads with their query heads, a share of
-the MLP's width, and a share of the vocabulary.
+the MLP's width or whole experts, and a share of the vocabulary.
 
 The vocabulary is padded to equal shares. Other sizes must be divisible: padding would cost compute.
 """
@@ -42,3 +42,12 @@ def rank_spec(spec: DecoderSpec, tp_size: int) -> DecoderSpec:
             intermediate_size=dims.intermediate_size // tp_size,
         ),
     )
+
+
+def share(what: str, size: int, tp_size: int) -> int:
+    """A rank's part of something that is divided evenly."""
+    if size % tp_size:
+        raise ConfigError(
+            f"tp is {tp_size} and {what} is {size}, which cannot be divided by it; use another tp"
+        )
+    return size // tp_size

@@ -1,0 +1,252 @@
+"""A mixture of experts: a router picks a few feed-forwards for each row and weighs their outputs.
+
+`route` and `experts` are functions on tensors, in plain torch. Kernels with the same arguments take
+their place where they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from cairn.models.decoder import MLP, FeedForward
+from cairn.models.layers import Factory, Module, TensorSlot, few_rows_product
+from cairn.models.quantize import Int8Matrix
+from cairn.models.spec import DecoderSpec
+from cairn.models.split import share
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How experts are chosen and weighed."""
+
+    experts: int
+    per_token: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    """Experts are divided into so many runs of consecutive ids."""
+    kept_groups: int = 1
+    """Experts are chosen from the best groups only."""
+    normalize: bool = False
+    """Divide the weights of the chosen experts by their sum."""
+    scale: float = 1.0
+    has_bias: bool = False
+    """A bias on each expert's score decides which are chosen. It is no part of their weights."""
+
+
+def route(
+    logits: torch.Tensor,  # [rows, experts] float32 or float64
+    bias: torch.Tensor | None,  # [experts]
+    options: Routing,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The chosen experts of each row: weights [rows, per_token] and ids [rows, per_token] int32,
+    best first. Of equal scores the lower id wins."""
+    sigmoid = options.scoring == "sigmoid"
+    scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
+    choice = scores if bias is None else scores + bias
+    if options.groups > 1:
+        grouped = choice.view(len(choice), options.groups, -1)
+        # A group's score: its best expert, or with sigmoid the sum of its two best.
+        best = grouped.topk(min(2, grouped.shape[2]) if sigmoid else 1, -1).values.sum(-1)
+        dropped = _best_first(best)[:, options.kept_groups :]
+        kept = torch.ones_like(best, dtype=torch.bool).scatter_(1, dropped, False)
+        choice = grouped.masked_fill(~kept[:, :, None], float("-inf")).flatten(1)
+    ids = _best_first(choice)[:, : options.per_token]
+    weights = scores.gather(1, ids)
+    if options.normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if sigmoid else 0))
+    return weights * options.scale, ids.int()
+
+
+def _best_first(scores: torch.Tensor) -> torch.Tensor:
+    """Indices in descending order of score. topk would leave the order of equal ones open."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices
+
+
+def experts(
+    x: torch.Tensor,  # [rows, hidden]
+    ids: torch.Tensor,  # [rows, k] int32; -1 for an expert that is on another rank
+    weights: torch.Tensor,  # [rows, k]
+    gate_up: torch.Tensor,  # [experts, 2 * inter, hidden], gate first
+    down: torch.Tensor,  # [experts, hidden, inter]
+) -> torch.Tensor:
+    """The weighted sum of the chosen experts' outputs, [rows, hidden]. On a CPU only the weights of
+    chosen experts are read."""
+
+    def one(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        gate, up = few_rows_product(rows, gate_up[expert]).chunk(2, -1)
+        return few_rows_product(F.silu(gate).mul_(up), down[expert])
+
+    return by_expert(x, ids, weights, len(gate_up), one)
+
+
+def by_expert(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    count: int,
+    one: Callable[[int, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """`experts`, with one(expert, rows) [n, hidden] -> [n, hidden] for each of `count` experts."""
+    out = torch.zeros_like(x)
+    weights = weights.to(x.dtype)
+    if x.is_cuda:
+        # Every expert computes every row, so that shapes do not depend on what is chosen: a step
+        # that is recorded cannot ask the device.
+        for expert in range(count):
+            weight = torch.where(ids == expert, weights, 0).sum(-1, keepdim=True)
+            out += weight * one(expert, x)
+        return out
+    if len(x) == 1:
+        # Which row belongs to which expert needs no search.
+        for expert, weight in zip(ids[0].tolist(), weights[0], strict=True):
+            if expert >= 0:
+                out.addcmul_(one(expert, x), weight)
+        return out
+    per_token = ids.shape[1]
+    chosen, order = ids.flatten().sort(stable=True)
+    found, counts = torch.unique_consecutive(chosen, return_counts=True)
+    begin = 0
+    for expert, count in zip(found.tolist(), counts.tolist(), strict=True):
+        pairs = order[begin : begin + count]
+        begin += count
+        if expert >= 0:
+            rows = pairs // per_token
+            weighted = one(expert, x[rows]) * weights.view(-1)[pairs, None]
+            out.index_add_(0, rows, weighted)
+    return out
+
+
+class Router(Module):
+    """Scores of experts. Its weights are never rounded to int8."""
+
+    def __init__(self, hidden: int, options: Routing, factory: Factory, *, wide: bool) -> None:
+        """`wide`: logits are computed in float32, whatever the model's type."""
+        self._options = options
+        self._dtype = factory.dtype
+        at_least = torch.promote_types(factory.dtype, torch.float32)
+        kept = replace(factory, dtype=at_least if wide else factory.dtype)
+        self.weight = kept.empty(options.experts, hidden)
+        self.bias = None
+        if options.has_bias:
+            self.bias = replace(factory, dtype=at_least).empty(options.experts)
+        self._rounds = not wide
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [rows, hidden] -> weights and ids of the chosen experts, as `route` returns them"""
+        logits = F.linear(x.to(self.weight.dtype), self.weight)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        weights, ids = route(wide, self.bias, self._options)
+        return (weights.to(self._dtype) if self._rounds else weights), ids
+
+    def slots(self, name: str) -> Iterator[tuple[str, TensorSlot]]:
+        yield f"{name}.weight", TensorSlot(tuple(self.weight.shape), self.weight.copy_)
+        if self.bias is not None:
+            slot = TensorSlot(tuple(self.bias.shape), self.bias.copy_)
+            yield f"{name}.e_score_correction_bias", slot
+
+
+class ExpertWeights(Module):
+    """The feed-forwards of this rank's experts. A checkpoint has one tensor for each expert and
+    matrix, or one for all experts."""
+
+    def __init__(self, hidden: int, inter: int, count: int, factory: Factory) -> None:
+        """`count` experts in all, of which each rank has an equal share."""
+        own = share("the number of experts", count, factory.parallel.size)
+        self.first = factory.parallel.rank * own
+        self._own, self._count = own, count
+        self.gate_up = factory.empty(own, 2 * inter, hidden)
+        self.down = factory.empty(own, hidden, inter)
+        self._int8: list[tuple[Int8Matrix, Int8Matrix]] | None = None
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if self._own < self._count:
+            ids = ids - self.first
+            ids = torch.where((ids >= 0) & (ids < self._own), ids, -1)
+        if self._int8 is not None:
+            return by_expert(x, ids, weights, len(self._int8), self._int8_product)
+        return experts(x, ids, weights, self.gate_up, self.down)
+
+    def _int8_product(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
+        assert self._int8 is not None
+        gate_up, down = self._int8[expert]
+        gate, up = gate_up.product(rows).chunk(2, -1)
+        return down.product(F.silu(gate).mul_(up))
+
+    def quantize(self) -> Iterator[tuple[torch.Tensor, Int8Matrix]]:
+        """Replace the weights by their int8 form; yields each matrix in both forms."""
+        pairs = []
+        for dense in zip(self.gate_up, self.down, strict=True):
+            int8 = Int8Matrix.of(dense[0]), Int8Matrix.of(dense[1])
+            pairs.append(int8)
+            yield from zip(dense, int8, strict=True)
+        self._int8 = pairs
+        self.gate_up = self.down = self.gate_up.new_empty(0)
+
+    def slots(self, name: str) -> Iterator[tuple[str, TensorSlot]]:
+        inter = self.gate_up.shape[1] // 2
+        for expert in range(self._count):
+            local = expert - self.first
+            for part, tensor, rows in (
+                ("gate_proj", self.gate_up, slice(0, inter)),
+                ("up_proj", self.gate_up, slice(inter, None)),
+                ("down_proj", self.down, slice(None)),
+            ):
+                shape = tuple(tensor[0, rows].shape)
+                write: Callable[[torch.Tensor], object] = _leave
+                if 0 <= local < self._own:
+                    write = tensor[local, rows].copy_
+                yield f"{name}.{expert}.{part}.weight", TensorSlot(shape, write)
+
+    def joint_slots(self, name: str) -> Iterator[tuple[str, TensorSlot, tuple[str, ...]]]:
+        for part, tensor, parts in (
+            ("gate_up_proj", self.gate_up, ("gate_proj", "up_proj")),
+            ("down_proj", self.down, ("down_proj",)),
+        ):
+            slot = TensorSlot((self._count, *tensor.shape[1:]), partial(self._write, tensor))
+            apart = (f"{name}.{e}.{own}.weight" for e in range(self._count) for own in parts)
+            yield f"{name}.{part}", slot, tuple(apart)
+
+    def _write(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
+        tensor.copy_(whole[self.first : self.first + len(tensor)])
+
+
+def _leave(tensor: torch.Tensor) -> None:
+    """For tensors of experts that are on another rank."""
+
+
+class ExpertFeedForward(FeedForward):
+    """The chosen experts, and an MLP that every row passes through if `shared` is not 0."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        layer: int,
+        factory: Factory,
+        routing: Routing,
+        *,
+        inter: int,
+        shared: int = 0,
+        wide_router: bool = False,
+    ) -> None:
+        """`inter` is the width of an expert, `shared` that of the MLP."""
+        hidden = spec.dims.hidden_size
+        self.gate = Router(hidden, routing, factory, wide=wide_router)
+        self.experts = ExpertWeights(hidden, inter, routing.experts, factory)
+        self.shared_experts: MLP | None = None
+        if shared:
+            own = share("the width of shared experts", shared, factory.parallel.size)
+            self.shared_experts = MLP(spec, layer, factory, width=own)
+        self._parallel = factory.parallel
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.gate(x)
+        out = self.experts(x, ids, weights)
+        if self.shared_experts is not None:
+            out = out + self.shared_experts.own_part(x)
+        return self._parallel.sum(out)
