@@ -30,6 +30,21 @@ _NEEDLE = (
     TEXT,
     flag("answers", None, "Write every question and answer, a JSON line each.", metavar="FILE"),
 )
+RULER_TASKS = (
+    *(f"niah_single_{i}" for i in (1, 2, 3)),
+    *(f"niah_multikey_{i}" for i in (1, 2, 3)),
+    *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa"),
+)
+_RULER = (
+    list_flag("tasks", ("all",), "Of these; or all.", str, choices=(*RULER_TASKS, "all")),
+    list_flag("lengths", (4096,), "Most tokens of prompt and answer."),
+    flag("samples", 20, "Of each task and length; RULER itself takes 500."),
+    flag("prompt", "auto", "auto takes the model's chat format if it has one.", choices=_PROMPTS),
+    TEXT,
+    flag("qa", None, "Questions for the task qa, as JSON of SQuAD or HotpotQA.", metavar="FILE"),
+    flag("answers", None, "Write every answer, a JSON line each.", metavar="FILE"),
+    flag("resume", False, "Go on where --answers ends.", action="store_true"),
+)
 _BUDGETS = (
     TEXT,
     flag("tokens", 4096, "Of the text."),
@@ -40,6 +55,7 @@ _ROWS = flag("rows", 16, "Queries, over the text's second half.")
 # What it measures, and its flags by the title of their group.
 _KINDS: dict[str, tuple[str, str, Sequence[Flag]]] = {
     "needle": ("facts hidden in long texts, by length and depth", "needle", _NEEDLE),
+    "ruler": ("RULER's tasks, by length", "ruler", _RULER),
     "ppl": ("perplexity of a text, sparse against dense, by budget", "text and budgets", _BUDGETS),
     "recall": (
         "how much of dense attention a policy's pages hold",

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from cairn.bench.report import check_files
 from cairn.cli_flags import check_at_least, collect
@@ -27,6 +27,7 @@ from cairn.progress import loading_bar
 
 _NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+(?!\d)|\d+")
 _Z95 = 1.959963984540054
+T = TypeVar("T")  # of answers: a dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def command(arguments: argparse.Namespace) -> int:
     engine = collect(arguments, EngineConfig)
     with LLM(**engine) as llm, loading_bar("Asking") as progress:
         model = llm.config.model
-        answers, whole = _take(ask(llm, text, options, progress), arguments.answers)
+        answers, whole = take_answers(ask(llm, text, options, progress), arguments.answers)
     asked = {"model": model, "text": arguments.text, **asdict(options), "whole": whole}
     record = report.make_record("needle", engine, asked, tally(answers))
     report.show_needle(record)
@@ -79,14 +80,14 @@ def command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _take(asking: Iterator[Answer], path: str | None) -> tuple[list[Answer], bool]:
+def take_answers(asking: Iterator[T], path: str | None, mode: str = "w") -> tuple[list[T], bool]:
     """The answers, and whether all arrived before Ctrl-C. Writes each to the file as it arrives."""
-    answers: list[Answer] = []
-    with open(path or os.devnull, "w", encoding="utf-8") as file:
+    answers: list[T] = []
+    with open(path or os.devnull, mode, encoding="utf-8") as file:
         try:
             for answer in asking:
                 answers.append(answer)
-                print(json.dumps(asdict(answer)), file=file, flush=True)
+                print(json.dumps(asdict(answer)), file=file, flush=True)  # type: ignore[call-overload]
         except KeyboardInterrupt:
             if not answers:
                 raise
@@ -101,15 +102,7 @@ def ask(
     texts differ are then computed only once. The order does not change any answer."""
     tokenizer = need_tokenizer(llm)
     frame = Frame(tokenizer, choose_style(tokenizer, options.prompt), options.answer_start)
-    most = llm.engine.max_tokens - options.max_tokens
-    for length in options.lengths:
-        if length > most:
-            raise ConfigError(
-                f"--lengths has {length}; with answers of {options.max_tokens} tokens at most "
-                f"{most} are possible: the context length is {llm.engine.context_length}, the KV "
-                f"cache holds {llm.engine.scheduler.cache.max_tokens}; shorten it, or raise "
-                "--kv-cache-gib"
-            )
+    check_lengths(llm, options.lengths, options.max_tokens)
     prose = Prose(text, frame.encode)
     depths = sorted(options.depths, reverse=True)
     samples = list(itertools.product(options.tasks, options.lengths, range(options.samples)))
@@ -137,6 +130,18 @@ def ask(
     progress(len(samples), len(samples))
 
 
+def check_lengths(llm: LLM, lengths: Sequence[int], max_tokens: int) -> None:
+    """Refuse prompts that leave no room for `max_tokens` more."""
+    most = llm.engine.max_tokens - max_tokens
+    for length in lengths:
+        if length > most:
+            raise ConfigError(
+                f"--lengths has {length}; with answers of {max_tokens} tokens at most {most} are "
+                f"possible: the context length is {llm.engine.context_length}, the KV cache holds "
+                f"{llm.engine.scheduler.cache.max_tokens}; shorten it, or raise --kv-cache-gib"
+            )
+
+
 def tally(answers: Sequence[Answer]) -> list[dict[str, Any]]:
     """Shares of right answers by task, length and depth; depth None stands for all depths."""
     cells: dict[tuple[str, int, float | None], list[bool]] = {}
@@ -161,8 +166,9 @@ def is_right(said: str, answer: str) -> bool:
     return number is not None and number.group().replace(",", "") == answer
 
 
-def wilson(right: int, asked: int, z: float = _Z95) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share. It is also valid for few questions and near 0 and 1."""
+def wilson(right: float, asked: int, z: float = _Z95) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share. It is also valid for few questions and near 0 and 1, and
+    too wide rather than too narrow if answers can be partly right."""
     if asked == 0:
         return 0.0, 1.0
     share = right / asked

@@ -46,6 +46,38 @@ def show_needle(record: dict[str, Any]) -> None:
         Console().print(table)
 
 
+def show_ruler(record: dict[str, Any]) -> None:
+    """Print a table: tasks down, lengths across."""
+    scores, tasks, lengths = _by_length(record)
+    table = Table("task", *(f"{length:,}" for length in lengths), title="RULER")
+    for task in tasks:
+        if task == "all":
+            table.add_section()
+        table.add_row(task, *(_score(scores.get((task, length))) for length in lengths))
+    Console().print(table)
+
+
+def _by_length(
+    record: dict[str, Any],
+) -> tuple[dict[tuple[str, int], dict[str, Any]], list[str], list[int]]:
+    """Results by task and length, all tasks, all lengths."""
+    results = record["results"]
+    scores = {(row["task"], row["length"]): row for row in results}
+    lengths = sorted({row["length"] for row in results})
+    return scores, list(dict.fromkeys(row["task"] for row in results)), lengths
+
+
+def _score(row: dict[str, Any] | None) -> Text:
+    if row is None:
+        return Text("-")
+    interval = f" ({row['low']:.0%} to {row['high']:.0%})" if "low" in row else ""
+    return Text(f"{row['share']:.1%}{interval}", style=_color(row["share"]))
+
+
+def _color(share: float) -> str:
+    return "green" if share >= 0.9 else "yellow" if share >= 0.5 else "red"
+
+
 def _by_task(record: dict[str, Any]) -> dict[str, Cells]:
     tasks: dict[str, Cells] = {}
     for row in record["results"]:
@@ -64,8 +96,7 @@ def _cell(row: dict[str, Any] | None, *, interval: bool = False) -> Text:
     text = f"{row['right']}/{row['asked']}"
     if interval:
         text = f"{row['share']:.0%} ({row['low']:.0%} to {row['high']:.0%})"
-    color = "green" if row["share"] >= 0.9 else "yellow" if row["share"] >= 0.5 else "red"
-    return Text(text, style=color)
+    return Text(text, style=_color(row["share"]))
 
 
 def show_rows(record: dict[str, Any], columns: Sequence[str]) -> None:
@@ -100,20 +131,40 @@ def _plot_needle(record: dict[str, Any], path: str) -> None:
     figure, axes = report.need_matplotlib().subplots(1, len(tasks), figsize=size, squeeze=False)
     for axis, (task, cells) in zip(axes[0], tasks.items(), strict=True):
         lengths, depths = _axes(cells)
-        shares = [[cells[n, depth]["share"] for n in lengths] for depth in depths]
-        axis.imshow(shares, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
-        for row, depth in enumerate(depths):
-            for column, length in enumerate(lengths):
-                cell = cells[length, depth]
-                text = f"{cell['right']}/{cell['asked']}"
-                color = "black" if 0.15 < cell["share"] < 0.85 else "white"
-                axis.text(column, row, text, ha="center", va="center", fontsize=9, color=color)
-        axis.set_xticks(range(len(lengths)), [_short(n) for n in lengths])
+        rows = [[cells[n, depth] for n in lengths] for depth in depths]
+        texts = [[f"{cell['right']}/{cell['asked']}" for cell in row] for row in rows]
+        _draw_heat(axis, [[cell["share"] for cell in row] for row in rows], texts, lengths)
         axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-        axis.set_xlabel("tokens")
         axis.set_title(task, fontsize=10)
     axes[0][0].set_ylabel("depth of the fact")
     report.save_plot(figure, f"{_model(record)}: right answers", path)
+
+
+def _plot_ruler(record: dict[str, Any], path: str) -> None:
+    """A heat map of scores: lengths across, tasks down."""
+    scores, tasks, lengths = _by_length(record)
+    size = (2.4 + 0.9 * len(lengths), 1.2 + 0.36 * len(tasks))
+    figure, axis = report.need_matplotlib().subplots(figsize=size)
+    shares = [
+        [scores[task, n]["share"] if (task, n) in scores else float("nan") for n in lengths]
+        for task in tasks
+    ]
+    texts = [["-" if share != share else f"{share:.0%}" for share in row] for row in shares]
+    _draw_heat(axis, shares, texts, lengths)
+    axis.set_yticks(range(len(tasks)), tasks)
+    report.save_plot(figure, f"{_model(record)}: RULER", path)
+
+
+def _draw_heat(
+    axis: Any, shares: list[list[float]], texts: list[list[str]], lengths: Sequence[int]
+) -> None:
+    axis.imshow(shares, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
+    for row, (own, labels) in enumerate(zip(shares, texts, strict=True)):
+        for column, (share, label) in enumerate(zip(own, labels, strict=True)):
+            color = "white" if share <= 0.15 or share >= 0.85 else "black"
+            axis.text(column, row, label, ha="center", va="center", fontsize=9, color=color)
+    axis.set_xticks(range(len(lengths)), [_short(n) for n in lengths])
+    axis.set_xlabel("tokens")
 
 
 def _plot_ppl(record: dict[str, Any], path: str) -> None:
@@ -161,4 +212,9 @@ def _short(tokens: int) -> str:
     return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
 
 
-_PLOTS: Mapping[str, Any] = {"needle": _plot_needle, "ppl": _plot_ppl, "recall": _plot_recall}
+_PLOTS: Mapping[str, Any] = {
+    "needle": _plot_needle,
+    "ruler": _plot_ruler,
+    "ppl": _plot_ppl,
+    "recall": _plot_recall,
+}
