@@ -116,6 +116,39 @@ class Browser:
         node = self._call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
         self._call("DOM.setFileInputFiles", nodeId=node, files=[str(path)])
 
+    def offline(self, off: bool) -> None:
+        self._call(
+            "Network.emulateNetworkConditions",
+            offline=off,
+            latency=0,
+            downloadThroughput=-1,
+            uploadThroughput=-1,
+        )
+
+    def drop_file(self, name: str, data: bytes) -> None:
+        """Drop a file onto the page, as a visitor does."""
+        encoded = base64.b64encode(data).decode()
+        self.run(
+            "(() => { const held = new DataTransfer();"
+            f"const bytes = Uint8Array.from(atob('{encoded}'), (c) => c.charCodeAt(0));"
+            f"held.items.add(new File([bytes], {json.dumps(name)}));"
+            "for (const kind of ['dragenter', 'dragover', 'drop'])"
+            "document.body.dispatchEvent(new DragEvent(kind,"
+            "{ dataTransfer: held, bubbles: true, cancelable: true })); })()"
+        )
+
+    def unnamed(self) -> list[str]:
+        """Controls that a screen reader has no name for."""
+        nodes = self._call("Accessibility.getFullAXTree")["nodes"]
+        roles = ("button", "textbox", "combobox", "checkbox", "slider", "link", "dialog", "image")
+        return [
+            f"{node['role']['value']} {node.get('properties')}"
+            for node in nodes
+            if not node["ignored"]
+            and node["role"]["value"] in roles
+            and not node.get("name", {}).get("value", "").strip()
+        ]
+
     def resize(self, width: int, height: int, *, phone: bool = False) -> None:
         self._call(
             "Emulation.setDeviceMetricsOverride",

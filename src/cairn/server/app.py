@@ -19,13 +19,16 @@ from starlette.types import ASGIApp
 from cairn import __version__
 from cairn.config import EngineConfig
 from cairn.server.api_error import ApiError
+from cairn.server.demo import Demo, add_demo_routes
 from cairn.server.middleware import RequestLog, RequestMiddleware, record_of
 from cairn.server.options import ServeConfig
 from cairn.server.parse import read_body
+from cairn.server.pdf_text import add_pdf_route
 from cairn.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from cairn.server.service import Service
 
 _WEB = resources.files("cairn.server") / "web"
+_PROSE = resources.files("cairn") / "eval" / "data" / "prose.txt"  # to hide facts in
 _BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
@@ -53,12 +56,16 @@ _PAGE_HEADERS = {
 def build_app(
     service: Service, engine: EngineConfig, serve: ServeConfig, log: RequestLog
 ) -> ASGIApp:
+    demo = Demo(serve) if serve.demo else None
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         try:
             yield
         finally:
             log.close()
+            if demo is not None:
+                await demo.close()
 
     app = FastAPI(
         title="Cairn",
@@ -70,9 +77,12 @@ def build_app(
     )
     _add_errors(app)
     _add_model_routes(app, service)
-    _add_state_routes(app, service)
+    _add_state_routes(app, service, serve)
     _add_worker_routes(app, service, engine)
     _add_pages(app)
+    add_pdf_route(app)
+    if demo is not None:
+        add_demo_routes(app, demo)
     app.openapi = _schema(app)  # type: ignore[method-assign]
     outer: ASGIApp = RequestMiddleware(app, serve, service.metrics, log)
     if serve.cors_origin:
@@ -121,7 +131,7 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
         return await service.detokenize(body.tokens)
 
 
-def _add_state_routes(app: FastAPI, service: Service) -> None:
+def _add_state_routes(app: FastAPI, service: Service, serve: ServeConfig) -> None:
     @app.get("/health", tags=["state"], summary="200 if requests are answered, 503 if not.")
     async def health() -> Response:
         state = service.health
@@ -136,7 +146,7 @@ def _add_state_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/stats", tags=["state"], summary="The numbers the page at / shows.")
     async def stats() -> dict[str, Any]:
-        return service.summary()
+        return {**service.summary(), "demo": serve.demo}
 
 
 def _add_worker_routes(app: FastAPI, service: Service, engine: EngineConfig) -> None:
@@ -172,10 +182,10 @@ def _add_worker_routes(app: FastAPI, service: Service, engine: EngineConfig) -> 
 
 
 def _add_pages(app: FastAPI) -> None:
-    def page(name: str) -> Response:
-        return FileResponse(str(_WEB / name), headers=_PAGE_HEADERS)
+    files = {entry.name: entry for entry in (*_WEB.iterdir(), _PROSE)}
 
-    files = sorted(entry.name for entry in _WEB.iterdir() if not entry.name.endswith(".html"))
+    def page(name: str) -> Response:
+        return FileResponse(str(files[name]), headers=_PAGE_HEADERS)
 
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
@@ -187,7 +197,7 @@ def _add_pages(app: FastAPI) -> None:
 
     @app.get("/web/{name}", include_in_schema=False)
     async def file(name: str) -> Response:
-        if name not in files:
+        if name not in files or name.endswith(".html"):
             raise ApiError(404, f"there is no file {name[:100]!a}")
         return page(name)
 

@@ -75,6 +75,7 @@ class EngineLoop(Driver[int]):
             can_trace=engine.can_trace,
             can_read_densely=engine.can_read_densely,
             sparse_layers=[] if engine.sparse is None else list(engine.sparse.layers),
+            sparse_topk=0 if engine.sparse is None else engine.sparse.topk,
             notes=list(engine.notes),
         )
         self._socket.send(wire.encode(ready))

@@ -26,6 +26,11 @@ class ServeConfig:
     cors_origin: tuple[str, ...] = _option(
         (), "A site whose pages may call the API, such as https://example.org; may be repeated."
     )
+    demo: bool = _option(
+        False,
+        "The page also offers cairn-nano, which finds facts in long texts. Its engine starts when "
+        "a visitor asks it, on the CPU.",
+    )
     max_body_mib: float = _option(8.0, "Largest request body.")
     max_concurrent_requests: int = _option(
         512, "Choices being answered or waiting at once; more get 429."

@@ -59,6 +59,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     can_trace: bool
     can_read_densely: bool
     sparse_layers: list[int]
+    sparse_topk: int  # pages that a query reads besides its window
     notes: list[str]
 
 

@@ -1,181 +1,150 @@
-// The page: a chat, a document to ask about, and the map of what was read.
+// The page: puts its parts together.
 
-import { chat, countTokens } from "/web/api.js";
+import { bundled } from "/web/api.js";
+import { Chat } from "/web/chat.js";
+import { complain, Documents } from "/web/documents.js";
 import { startGauges } from "/web/gauges.js";
+import { button, make } from "/web/messages.js";
+import { fact, hide, question, randomCode, randomName } from "/web/needle.js";
 import { PageMap } from "/web/pagemap.js";
-import { sampling, settings, startSettings } from "/web/settings.js";
+import { startSettings } from "/web/settings.js";
+import { Store } from "/web/store.js";
 
 const $ = (id) => document.getElementById(id);
+const DRAFT = "cairn-draft";
 
-let engine = null; // what the server can do
-let turns = []; // {role, content} as they were said
-let loaded = null; // {name, text}
-let running = null; // AbortController of the answer under way
-
+const suggestions = JSON.parse(await bundled("suggestions.json"));
 startSettings();
 const map = new PageMap();
 document.addEventListener("cairn-theme", () => map.draw());
-
-startGauges((answer) => {
-  $("model").textContent = answer.model;
-  const state = $("state");
-  const text = answer.status === "ok" ? "ready" : answer.status;
-  if (state.textContent !== text) state.textContent = text;
-  state.title = answer.reason;
-  state.classList.toggle("ok", answer.status === "ok");
-  engine = answer.engine;
-});
-
-// -- the document ----------------------------------------------------------------------------
-
-$("load").addEventListener("click", () => $("file").click());
-$("file").addEventListener("change", async () => {
-  const [file] = $("file").files;
-  if (file) await load(file.name, await file.text());
-  $("file").value = "";
-});
-$("sample").addEventListener("click", async () => {
-  const response = await fetch("/web/sample.txt");
-  await load("A hut's logbook", await response.text());
-  if (!$("question").value) $("question").value = "Who lost a red glove?";
-});
-$("document-remove").addEventListener("click", () => {
-  loaded = null;
-  $("document").hidden = true;
-  $("question").focus();
-});
-const form = $("ask");
-for (const kind of ["dragenter", "dragover"]) {
-  form.addEventListener(kind, (event) => {
-    event.preventDefault();
-    form.classList.add("over");
-  });
-}
-for (const kind of ["dragleave", "drop"]) form.addEventListener(kind, () => form.classList.remove("over"));
-form.addEventListener("drop", async (event) => {
-  event.preventDefault();
-  const [file] = event.dataTransfer.files;
-  if (file) await load(file.name, await file.text());
-});
-
-async function load(name, text) {
-  reset();
-  loaded = { name, text };
-  $("document").hidden = false;
-  $("document").classList.remove("bad");
-  $("document-name").textContent = name;
-  $("document-size").textContent = `${text.length.toLocaleString()} characters`;
-  $("question").focus();
-  try {
-    const { count, max_model_len: most } = await countTokens(text);
-    const over = count >= most ? `, and the context holds ${most.toLocaleString()}: shorten it` : "";
-    $("document-size").textContent = `${count.toLocaleString()} tokens${over}`;
-    $("document").classList.toggle("bad", count >= most);
-  } catch (error) {
-    $("document-size").textContent = error.message;
-    $("document").classList.add("bad");
-  }
-}
-
-// -- the chat --------------------------------------------------------------------------------
-
-function messages() {
-  const all = turns.map((turn) => ({ ...turn }));
-  if (loaded) {
-    // In front of everything, so that the next question finds it in the prefix cache.
-    all[0].content = `Here is a document.\n\n${loaded.text}\n\nAnswer from the document. ${all[0].content}`;
-  }
-  const system = settings().system.trim();
-  return system ? [{ role: "system", content: system }, ...all] : all;
-}
-
-function say(kind, text) {
-  $("messages").querySelector(".hint")?.remove();
-  const item = document.createElement("li");
-  item.className = kind;
-  item.textContent = text;
-  $("messages").append(item);
-  item.scrollIntoView({ block: "end" });
-  return item;
-}
-
-function reset() {
-  running?.abort();
-  turns = [];
-  $("messages").replaceChildren();
-}
-
-async function ask(text) {
-  turns.push({ role: "user", content: text });
-  say("user", text);
-  const item = say("assistant waiting", "");
-  running = new AbortController();
-  const own = running;
-  show(true);
-  const traced = Boolean(settings().trace && engine?.can_trace);
-  const body = { messages: messages(), ...sampling(), stream_options: { include_usage: true } };
-  if (traced) body.cairn = { trace: true };
-  else map.none(engine?.can_trace ? "Recording is off; the settings turn it on." : DENSE);
-  const begin = performance.now();
-  let first = 0;
-  let usage = null;
-  try {
-    for await (const event of chat(body, own.signal)) {
-      usage = event.usage || usage;
-      for (const choice of event.choices) {
-        if (choice.cairn?.pages) map.begin(choice.cairn.pages);
-        if (choice.cairn?.reads) map.add(choice.cairn.reads);
-        if (choice.delta.content) {
-          first ||= performance.now();
-          const box = $("messages");
-          const atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 60;
-          item.classList.remove("waiting");
-          item.textContent += choice.delta.content;
-          if (atEnd) box.scrollTop = box.scrollHeight;
-        }
-      }
-    }
-  } catch (error) {
-    if (!own.signal.aborted) say("error", error.message);
-  }
-  item.classList.remove("waiting");
-  if (running === own) {
-    if (item.textContent) turns.push({ role: "assistant", content: item.textContent });
-    else {
-      turns.pop();
-      item.remove();
-    }
-    if (usage) say("note", summary(usage, begin, first));
-    running = null;
-    show(false);
+const store = new Store();
+const chat = new Chat(store, map, refresh);
+const documents = new Documents(
+  (name, text) => {
+    chat.begin({ name, text });
     $("question").focus();
-  }
+  },
+  (values) => chat.set(values),
+);
+
+let shownEngine = ""; // what of the server the page has been adapted to
+startGauges((told) => {
+  $("model").textContent = told.model;
+  const state = $("state");
+  const text = told.status === "ok" ? "ready" : told.status;
+  if (state.textContent !== text) state.textContent = text;
+  state.title = told.reason;
+  state.classList.toggle("ok", told.status === "ok");
+  if (!told.engine) return;
+  chat.server = told;
+  const engine = JSON.stringify([told.model, told.engine, told.demo]);
+  if (engine === shownEngine) return;
+  shownEngine = engine;
+  if (!map.pages) chat.showMap();
+  refresh();
+});
+
+// -- what is shown depends on the conversation --------------------------------------------------
+
+function refresh() {
+  const { conversation, server } = chat;
+  const fresh = !conversation.turns.length && !conversation.document;
+  $("start").hidden = !fresh || !$("needle").hidden;
+  $("messages").hidden = fresh;
+  const isNano = server?.model === "cairn-nano";
+  $("start-needle").disabled = !(server?.demo || isNano);
+  $("start-needle-why").textContent = $("start-needle").disabled
+    ? "Start the server with --demo to try it."
+    : "You hide a code in a long text. cairn-nano, a model of 6 million parameters, finds it, and the map shows where it looked.";
+  const canCompare = server?.engine?.can_trace && server.engine.can_read_densely;
+  $("start-compare").disabled = !canCompare;
+  $("start-compare-why").textContent = canCompare || !server?.engine
+    ? "The same question about the same text, answered twice: with the best pages only, and with all of them. You see the time and the pages read."
+    : isNano ? "cairn-nano was trained with sparse attention and has no dense form." : "Start the server with --attention-backend hsa to try it.";
+  documents.show(conversation, server);
+  showSuggestions();
+  $("chats-count").textContent = store.all.length ? ` (${store.all.length})` : "";
 }
 
-const DENSE =
-  "Attention is dense here: every token reads every page. Start the server with --attention-backend hsa to see pages being selected.";
-
-function summary(usage, begin, first) {
-  const seconds = (performance.now() - first) / 1000;
-  const speed = usage.completion_tokens > 1 ? `, ${((usage.completion_tokens - 1) / seconds).toFixed(1)} tokens/s` : "";
-  const cached = usage.prompt_tokens_details?.cached_tokens || 0;
-  return (
-    `${usage.prompt_tokens} tokens read (${cached} from the cache), first word after ` +
-    `${((first - begin) / 1000).toFixed(2)} s${speed}`
+function showSuggestions() {
+  const { document: held, turns, model } = chat.conversation;
+  let asks = [];
+  if (held?.asks) asks = held.asks;
+  else if (!held && !turns.length && model === "main") asks = suggestions.chat.map((one) => one.question);
+  const alone = Boolean(held);
+  $("suggestions").hidden = !asks.length || !$("needle").hidden;
+  $("suggestions").classList.toggle("one-line", turns.length > 0);
+  $("suggestions").replaceChildren(
+    make("span", "", "Try:"),
+    ...asks.map((text) => button(text, () => !chat.running && chat.ask(text, { alone }), "chip")),
   );
 }
 
-function show(busy) {
-  $("stop").hidden = !busy;
-  $("send").disabled = busy;
+async function loadSample(more) {
+  try {
+    const text = await bundled("sample.txt");
+    const { name, questions } = suggestions.sample;
+    chat.begin({ name, text, asks: questions.map((one) => one.question) }, more);
+    $("question").focus();
+  } catch (error) {
+    complain(error.message);
+  }
 }
 
+// -- three things to press ------------------------------------------------------------------------
+
+$("start-chat").addEventListener("click", () => $("question").focus());
+$("start-compare").addEventListener("click", () => loadSample({ compare: true }));
+$("sample").addEventListener("click", () => loadSample());
+$("start-needle").addEventListener("click", () => {
+  $("n-name").value = randomName();
+  $("n-code").value = randomCode();
+  showNeedle(true);
+  $("n-name").focus();
+});
+$("needle-cancel").addEventListener("click", () => showNeedle(false));
+$("n-depth").addEventListener("input", () => showDepth());
+$("needle").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const name = $("n-name").value.trim();
+  const code = $("n-code").value.trim();
+  const [tokens, depth] = [Number($("n-tokens").value), Number($("n-depth").value)];
+  try {
+    const text = hide(await bundled("prose.txt"), fact(name, code), tokens, depth / 100);
+    showNeedle(false);
+    const about = `${tokens.toLocaleString()} tokens of old prose, with “${fact(name, code)}” at ${depth} %`;
+    const model = chat.server?.model === "cairn-nano" ? "main" : "nano";
+    chat.begin({ name: about, text }, { model });
+    chat.ask(question(name), { expected: code });
+  } catch (error) {
+    complain(error.message);
+  }
+});
+
+function showNeedle(shown) {
+  $("needle").hidden = !shown;
+  showDepth();
+  refresh();
+}
+
+function showDepth() {
+  $("n-depth-shown").textContent = `${$("n-depth").value} %`;
+}
+
+// -- asking -----------------------------------------------------------------------------------
+
+const form = $("ask");
+$("question").value = localStorage.getItem(DRAFT) || "";
+$("question").addEventListener("input", () => localStorage.setItem(DRAFT, $("question").value));
 form.addEventListener("submit", (event) => {
   event.preventDefault();
   const text = $("question").value.trim();
-  if (!text || running) return;
+  if (!text || chat.running) return;
   $("question").value = "";
-  ask(text);
+  localStorage.removeItem(DRAFT); // from here on the conversation keeps it
+  complain("");
+  if (!$("needle").hidden) showNeedle(false);
+  chat.ask(text);
 });
 $("question").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
@@ -183,12 +152,62 @@ $("question").addEventListener("keydown", (event) => {
     form.requestSubmit();
   }
 });
-$("stop").addEventListener("click", () => running?.abort());
+$("stop").addEventListener("click", () => chat.stop());
+$("editing-cancel").addEventListener("click", () => cancelEditing());
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && !$("settings").open) running?.abort();
+  if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
+  if (chat.editing >= 0) cancelEditing();
+  else chat.stop();
 });
-$("clear").addEventListener("click", () => {
-  reset();
-  say("hint", "A new chat.");
+
+function cancelEditing() {
+  chat.leaveEditing();
+  $("question").value = "";
+}
+
+$("document-remove").addEventListener("click", () => {
+  chat.begin();
   $("question").focus();
 });
+$("clear").addEventListener("click", () => {
+  chat.begin();
+  $("question").focus();
+});
+$("complaint-close").addEventListener("click", () => complain(""));
+
+// -- earlier conversations ------------------------------------------------------------------------
+
+$("chats").addEventListener("click", () => {
+  listChats();
+  $("chats-dialog").showModal();
+});
+$("chats-clear").addEventListener("click", () => {
+  for (const { id } of [...store.all]) store.remove(id);
+  chat.begin();
+  listChats();
+});
+
+function listChats() {
+  const items = store.all.map((one) => {
+    const item = make("li");
+    const open = button(one.title, () => {
+      $("chats-dialog").close();
+      chat.open(one.id);
+    }, "title");
+    if (one === chat.conversation) open.setAttribute("aria-current", "true");
+    const remove = button("×", () => {
+      store.remove(one.id);
+      if (one === chat.conversation) chat.begin();
+      listChats();
+    });
+    remove.setAttribute("aria-label", `Delete “${one.title}”`);
+    item.append(open, make("time", "", new Date(one.time).toLocaleString()), remove);
+    return item;
+  });
+  $("chats-list").replaceChildren(...items);
+  $("chats-none").hidden = items.length > 0;
+  refresh();
+}
+
+$("open-help").addEventListener("click", () => $("help").showModal());
+chat.show();

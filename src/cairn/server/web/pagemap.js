@@ -9,6 +9,7 @@ export class PageMap {
     this.pages = null; // as the server tells them
     this.reads = []; // one per token of the answer
     this.place = -1; // page under the pointer or the keyboard
+    this.source = -1; // page that mattered most for the answer
     this.drawn = null; // a frame is asked for
     $("layer").addEventListener("change", () => this.draw());
     $("scope").addEventListener("change", () => this.draw());
@@ -22,18 +23,21 @@ export class PageMap {
       $("tip").hidden = true;
     });
     this.canvas.addEventListener("keydown", (event) => this.walk(event));
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
     new ResizeObserver(() => this.draw()).observe(this.canvas.parentElement);
   }
 
   begin(pages) {
     this.pages = pages;
     this.reads = [];
-    this.place = -1;
+    this.place = this.source = -1;
     $("map-body").hidden = false;
-    $("follow").checked = true;
+    $("scope").value = "sum";
+    $("token").value = 0;
+    $("follow").checked = false;
     const layer = $("layer");
     const chosen = layer.value;
-    layer.replaceChildren(new Option("all, mean", "all"), ...pages.sparse_layers.map((n) => new Option(n, n)));
+    layer.replaceChildren(new Option("all, strongest", "all"), ...pages.sparse_layers.map((n) => new Option(n, n)));
     if ([...layer.options].some((option) => option.value === chosen)) layer.value = chosen;
     $("token-strip").replaceChildren();
     $("page-detail").firstElementChild.textContent =
@@ -48,6 +52,7 @@ export class PageMap {
       const button = document.createElement("button");
       button.type = "button";
       button.textContent = read.token;
+      button.setAttribute("aria-label", `token ${index + 1}: ${read.token}`);
       button.tabIndex = -1;
       button.addEventListener("click", () => this.choose(index));
       $("token-strip").append(button);
@@ -58,6 +63,29 @@ export class PageMap {
     this.draw();
   }
 
+  // What was added and what mattered, to show it again later.
+  state() {
+    return this.pages && { pages: this.pages, reads: this.reads, source: this.source };
+  }
+
+  show(state) {
+    this.begin(state.pages);
+    this.add(state.reads);
+    this.finish(state.source);
+  }
+
+  finish(source) {
+    this.source = this.place = source;
+    this.draw();
+  }
+
+  // The token of the answer that holds this word.
+  chooseWord(word) {
+    const index = this.reads.findIndex((read, i) => this.reads.slice(i, i + 6).map((one) => one.token).join("").trimStart().startsWith(word));
+    if (index >= 0) this.choose(index);
+    if (this.source >= 0) this.go(this.source);
+  }
+
   choose(index) {
     $("follow").checked = false;
     $("scope").value = "token";
@@ -66,6 +94,7 @@ export class PageMap {
   }
 
   none(text) {
+    this.pages = null;
     $("map-body").hidden = true;
     $("map-about").textContent = text;
   }
@@ -77,7 +106,7 @@ export class PageMap {
     return Math.max(1, Math.ceil(tokens / this.pages.tokens_per_page));
   }
 
-  // Share of each page for one token: of a layer, or the mean over layers.
+  // Share of each page for one token: of a layer, or the most that any layer gave it.
   shares(read) {
     const wanted = $("layer").value;
     const layers = read.layers.filter((layer) => wanted === "all" || layer.layer === Number(wanted));
@@ -86,7 +115,7 @@ export class PageMap {
     for (const layer of layers) {
       window += layer.window / layers.length;
       layer.pages.forEach((page, i) => {
-        shares.set(page, (shares.get(page) || 0) + layer.weights[i] / layers.length);
+        shares.set(page, Math.max(shares.get(page) || 0, layer.weights[i]));
       });
     }
     return { shares, window, first: read.window_page };
@@ -95,16 +124,16 @@ export class PageMap {
   view() {
     if (!this.reads.length) return { shares: new Map(), window: 0, first: this.count };
     if ($("scope").value === "token") return this.shares(this.reads[$("token").value]);
-    const total = new Map();
+    const most = new Map();
     let window = 0;
     let first = 0;
     for (const read of this.reads) {
       const one = this.shares(read);
       window += one.window / this.reads.length;
       first = one.first;
-      for (const [page, share] of one.shares) total.set(page, (total.get(page) || 0) + share / this.reads.length);
+      for (const [page, share] of one.shares) most.set(page, Math.max(most.get(page) || 0, share));
     }
-    return { shares: total, window, first };
+    return { shares: most, window, first };
   }
 
   text(page) {
@@ -128,9 +157,10 @@ export class PageMap {
   paint() {
     const style = getComputedStyle(document.documentElement);
     const color = (name) => style.getPropertyValue(name).trim();
-    const { canvas, count } = this;
+    const { canvas } = this;
     const width = canvas.clientWidth;
-    if (!width) return;
+    if (!width || !this.pages) return; // hidden, or taken away since the frame was asked for
+    const { count } = this;
     // Cells as large as keep the map below about 300 pixels, within reason.
     const fit = Math.sqrt((width * 300) / count);
     const cell = Math.max(7, Math.min(26, Math.floor(fit)));
@@ -145,9 +175,8 @@ export class PageMap {
     draw.scale(scale, scale);
     const now = this.view();
     this.now = now;
-    // The first page often draws most of what is not meant for any; it may not pale the others.
-    const [first = 0, second = 0] = [...now.shares.values()].sort((a, b) => b - a);
-    const most = Math.max(1e-6, first > 3 * second && second > 0 ? second : first);
+    // Attention that is meant for nothing goes to the first page; it may not pale the others.
+    const most = Math.max(1e-6, ...[...now.shares].filter(([page]) => page > 0).map(([, share]) => share));
     const answer = Math.floor(this.pages.prompt_tokens / this.pages.tokens_per_page);
     const read = color("--read");
     const side = cell - GAP;
@@ -158,8 +187,7 @@ export class PageMap {
       draw.fillRect(x, y, side, side);
       const share = now.shares.get(page) || 0;
       if (share > 0) {
-        // The square root, so that small shares are seen next to large ones.
-        draw.fillStyle = `rgb(${read} / ${0.12 + 0.88 * Math.sqrt(Math.min(1, share / most))})`;
+        draw.fillStyle = `rgb(${read} / ${0.06 + 0.94 * Math.min(1, share / most) ** 1.5})`;
         draw.fillRect(x, y, side, side);
       }
       if (page >= now.first) {
@@ -174,10 +202,10 @@ export class PageMap {
         draw.strokeRect(x + 1, y + 1, side - 2, side - 2);
         draw.setLineDash([]);
       }
-      if (page === this.place) {
-        draw.strokeStyle = color("--ink");
-        draw.lineWidth = 2;
-        draw.strokeRect(x + 1, y + 1, side - 2, side - 2);
+      if (page === this.place || page === this.source) {
+        draw.strokeStyle = color(page === this.source ? "--ink" : "--muted");
+        draw.lineWidth = page === this.source ? 3 : 2;
+        draw.strokeRect(x + 1.5, y + 1.5, side - 3, side - 3);
       }
     }
     this.label(now);
@@ -204,8 +232,10 @@ export class PageMap {
     if (this.reads.length) {
       const who = one ? `Token ${index + 1}` : "The answer";
       about.push(
-        `${who} read ${read} of the ${now.first} pages before its window, and the ${inWindow} in it ` +
-          `(${Math.round(100 * now.window)} % of the attention).`,
+        now.first === 0
+          ? `${who} read every page.`
+          : `${who} read ${read} of the ${now.first} pages before its window, and the ${inWindow} in it ` +
+              `(${Math.round(100 * now.window)} % of the attention).`,
       );
     }
     $("map-about").textContent = about.join(" ");
@@ -256,7 +286,8 @@ export class PageMap {
     const size = this.pages.tokens_per_page;
     const share = this.now?.shares.get(page) || 0;
     const windowed = this.now && page >= this.now.first ? ", in the window" : "";
-    const read = share ? `${(100 * share).toFixed(1)} % of the attention` : "not selected";
+    let read = share ? `at most ${(100 * share).toFixed(1)} % of a layer's attention` : "not selected";
+    if (page === this.source) read += ", the page that mattered most";
     return `Page ${page}, tokens ${page * size} to ${(page + 1) * size - 1}: ${windowed ? windowed.slice(2) : read}`;
   }
 

@@ -5,7 +5,7 @@ import { getKey, setKey } from "/web/api.js";
 const $ = (id) => document.getElementById(id);
 const STORE = "cairn-settings";
 const FIELDS = ["system", "temperature", "top_p", "max_tokens", "seed"];
-const START = { system: "", temperature: "", top_p: "", max_tokens: "256", seed: "", trace: true, theme: "auto" };
+const START = { system: "", temperature: "", top_p: "", max_tokens: "512", seed: "", trace: true, theme: "auto" };
 
 let values = { ...START };
 try {

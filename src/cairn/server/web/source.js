@@ -1,0 +1,82 @@
+// The page of the context that an answer was mostly read from, and the words they share.
+
+const COMMON = new Set(
+  ("the and was were are is has had have for from with that this these those not but into over its his her " +
+    "they them their there then than who what when where which while will would can could may did does been " +
+    "being about after before also only one two your you our out all any each some such very").split(" "),
+);
+const LEAST = 0.03; // share of a layer's attention below which no page mattered
+
+// {page, share, text} of the page that a layer gave most of its attention for one of the tokens.
+// The first page does not count: attention that is meant for nothing goes there.
+export function findSource(pages, reads) {
+  let best = { page: -1, share: LEAST };
+  for (const read of reads) {
+    for (const layer of read.layers) {
+      layer.pages.forEach((page, i) => {
+        if (page > 0 && page < read.window_page && layer.weights[i] > best.share) {
+          best = { page, share: layer.weights[i] };
+        }
+      });
+    }
+  }
+  return best.page < 0 ? null : { ...best, text: (pages.texts[best.page] || "").trim() };
+}
+
+const stem = (word) => word.toLowerCase().replace(/(?:'s|s|ed)$/, "");
+
+function split(text) {
+  return text.split(/([\p{L}\p{N}][\p{L}\p{N}'’-]*)/u);
+}
+
+function shared(text) {
+  const words = split(text).filter((_, i) => i % 2);
+  return new Set(words.filter((word) => (word.length > 2 || /\d/.test(word)) && !COMMON.has(word.toLowerCase())).map(stem));
+}
+
+// Turn words of the answer that are in the page's text into links to it.
+export function linkWords(body, source, target, onChoose) {
+  const known = shared(source.text);
+  const walker = document.createTreeWalker(body, NodeFilter.SHOW_TEXT, (node) =>
+    node.parentElement.closest("a, pre") ? NodeFilter.FILTER_REJECT : NodeFilter.FILTER_ACCEPT,
+  );
+  const nodes = [];
+  while (walker.nextNode()) nodes.push(walker.currentNode);
+  for (const node of nodes) {
+    const parts = split(node.data).map((part, i) => {
+      if (i % 2 === 0 || !known.has(stem(part)) || COMMON.has(part.toLowerCase())) return part;
+      const link = document.createElement("a");
+      link.className = "word";
+      link.href = `#${target.id}`;
+      link.textContent = part;
+      link.addEventListener("click", (event) => {
+        event.preventDefault();
+        onChoose(part);
+      });
+      for (const [kind, on] of [["mouseenter", true], ["focus", true], ["mouseleave", false], ["blur", false]]) {
+        link.addEventListener(kind, () => light(target, part, on));
+      }
+      return link;
+    });
+    node.replaceWith(...parts);
+  }
+}
+
+// The page's text, with the words that the answer shares marked.
+export function markedText(source, answer) {
+  const said = shared(answer);
+  const fragment = document.createDocumentFragment();
+  split(source.text).forEach((part, i) => {
+    if (i % 2 && said.has(stem(part))) {
+      const mark = document.createElement("mark");
+      mark.textContent = part;
+      mark.dataset.word = stem(part);
+      fragment.append(mark);
+    } else fragment.append(part);
+  });
+  return fragment;
+}
+
+function light(target, word, on) {
+  for (const mark of target.querySelectorAll("mark")) mark.classList.toggle("on", on && mark.dataset.word === stem(word));
+}
