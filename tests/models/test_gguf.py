@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,46 @@ def test_a_file_that_is_no_gguf_is_named(junk: bytes, tmp_path: Path) -> None:
     path.write_bytes(junk)
     with pytest.raises(LoadError, match=r"junk\.gguf"):
         LLM(path)
+
+
+def entry(name: str, kind: int, value: bytes) -> bytes:
+    return struct.pack("<Q", len(name)) + name.encode() + struct.pack("<I", kind) + value
+
+
+def tensor(name: str, shape: tuple[int, ...], offset: int = 0, kind: int = 0) -> bytes:
+    form = f"<I{len(shape)}QIQ"
+    head = struct.pack("<Q", len(name)) + name.encode()
+    return head + struct.pack(form, len(shape), *shape, kind, offset)
+
+
+@pytest.mark.parametrize(
+    ("fields", "tensors", "named"),
+    [
+        ([entry("a", 9, struct.pack("<IQ", 4, 2**40))], [], "1099511627776 values in field a"),
+        ([entry("a", 9, struct.pack("<IQ", 4, 2**20))], [], "ends at .*, beyond the file"),
+        ([entry("a", 9, struct.pack("<IQ", 9, 3))], [], "array of type 9"),
+        ([entry("a", 8, struct.pack("<Q", 2**63))], [], "beyond the file"),
+        ([entry("a", 13, b"")], [], "field a has the unknown type 13"),
+        ([entry("a", 7, b"1"), entry("a", 7, b"1")], [], "field a is there twice"),
+        ([entry("general.alignment", 4, struct.pack("<I", 3))], [], "must be a power of two"),
+        ([], [tensor("t", (2**40, 2**40))], "tensor t ends at byte"),
+        ([], [tensor("t", ())], "0 dimensions"),
+        ([], [tensor("t", (0, 2**60))], "without any value"),
+        ([], [tensor("t", (5,), kind=2)], "blocks of Q4_0 have 32"),
+        ([], [tensor("t", (2,), kind=99)], "unknown type 99"),
+        ([], [tensor("t", (8,)), tensor("u", (8,))], "tensors overlap"),
+        ([], [tensor("t", (1,)), tensor("t", (1,))], "tensor t is there twice"),
+    ],
+)
+def test_a_hostile_header_is_refused_before_anything_is_allocated(
+    fields: list[bytes], tensors: list[bytes], named: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "bad.gguf"
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(fields))
+    content = head + b"".join(fields + tensors)
+    path.write_bytes(content + bytes(-len(content) % 32 + 32))
+    with pytest.raises(LoadError, match=rf"bad\.gguf.*{named}"):
+        GGUFFile(path)
 
 
 def test_a_missing_tensor_is_named(folder: Path, tmp_path: Path) -> None:

@@ -169,6 +169,78 @@ def test_config_fields_that_cannot_be_honoured_are_named(
         load(folder)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_hidden_layers", 10**9),
+        ("hidden_size", 10**18),
+        ("vocab_size", 10**30),
+        ("head_dim", 10**6),
+        ("max_position_embeddings", 10**12),
+        ("rope_theta", float("inf")),
+        ("rope_theta", 10**400),
+        ("rms_norm_eps", float("nan")),
+        ("original_max_position_embeddings", -1),
+        ("rope_scaling", {"rope_type": "linear", "factor": 1e11}),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1e-320}),
+        ("rope_scaling", {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4,
+                          "high_freq_factor": 4}),
+    ],
+)  # fmt: skip
+def test_sizes_that_no_model_has_are_refused(folder: Path, field: str, value: Any) -> None:
+    change_config(folder, **{field: value})
+    with pytest.raises(ConfigError, match=field.replace("_", ".")):
+        load(folder)
+
+
+def test_sizes_are_compared_with_the_tensors_before_the_model_is_built(folder: Path) -> None:
+    change_config(folder, intermediate_size=2**24, hidden_size=2**24, head_dim=8)
+    with pytest.raises(
+        LoadError, match=r"has shape \[61, 32\], the config asks for \[61, 16777216"
+    ):
+        load(folder)
+
+
+@pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("token", [61, -1, 10**30, True, "2", [2, [3]]])
+def test_an_end_token_beyond_the_vocabulary_is_refused(
+    folder: Path, where: str, token: Any
+) -> None:
+    values = TINY_LLAMA if where == "config.json" else {}
+    (folder / where).write_text(json.dumps({**values, "eos_token_id": token}))
+    with pytest.raises(ConfigError, match=r"eos_token_id holds .*from 0 to 60"):
+        load(folder)
+
+
+def test_deeply_nested_json_is_named(folder: Path) -> None:
+    for name in ("config.json", "generation_config.json"):
+        kept = (folder / name).read_text() if (folder / name).exists() else "{}"
+        (folder / name).write_text('{"a":' + "[" * 100_000)
+        with pytest.raises(ConfigError, match=rf"{name} is not valid JSON"):
+            load(folder)
+        (folder / name).write_text(kept)
+
+
+@pytest.mark.parametrize("shard", ["../model.safetensors", "a\x00b", "x" * 300, 3, "", "."])
+def test_shards_are_files_of_the_folder(folder: Path, shard: object) -> None:
+    index = {"weight_map": {"model.norm.weight": shard}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(LoadError, match=r"is no file name|is missing"):
+        load(folder)
+
+
+def test_a_header_that_contradicts_itself_is_named(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    header["model.norm.weight"]["shape"] = [2**20, 2**20]
+    changed = json.dumps(header).encode()
+    path.write_bytes(len(changed).to_bytes(8, "little") + changed + raw[8 + length :])
+    with pytest.raises(LoadError, match=r"model.safetensors has a corrupt safetensors header"):
+        load(folder)
+
+
 def test_an_unknown_field_can_be_declared_harmless(folder: Path) -> None:
     change_config(folder, note_to_self="hello")
     with pytest.raises(ConfigError, match=r"ignore_config_fields='note_to_self'"):

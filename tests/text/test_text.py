@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -158,6 +159,89 @@ def test_a_template_that_refuses_or_misbehaves_is_a_request_error(source: str) -
         ChatTemplate(source, {}).render([{"role": "user", "content": "hi"}])
 
 
+DOUBLING = "{% set ns = namespace(x=[1], s='ab') %}{% for i in range(60) %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ("{{ 'a' * 10**10 }}", "too large"),
+        (DOUBLING + "{% set ns.s = ns.s + ns.s %}{% endfor %}", "too large"),
+        (DOUBLING + "{% set ns.s = ns.s ~ ns.s %}{% endfor %}", "too large"),
+        (DOUBLING + "{% set ns.x = ns.x + ns.x %}{% endfor %}", "too large"),
+        (DOUBLING + "{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}", "too many steps"),
+        (DOUBLING + "{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x == [1] }}", "many steps"),
+        (DOUBLING + "{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ [ns.x]|sort }}", "many steps"),
+        ("{{ ('a' * 10**6).replace('a', 'b' * 10**6) }}", "too large"),
+        ("{{ ('a' * 10**6) | replace('a', 'b' * 10**6) }}", "too large"),
+        ("{{ ''.join(['a' * 10**6] * 10**4) }}", "too large"),
+        ("{{ (['a' * 10**6] * 10**4) | join }}", "too large"),
+        ("{{ ('a' * 10**7) | list }}", "too large"),
+        ("{{ ('%s' * 999) % (['a' * 10**6] * 999) }}", "too large"),
+        ("{{ '%99999d' % 1 }}", "wider than 999"),
+        ("{{ 9 ** (9 ** 9) }}", "4096 bits"),
+        ("{{ 'a' | indent(10**9) }}", "indent has a width"),
+        ("{{ [1] | batch(10**9, 0) | list }}", "batch has 1000000000 columns"),
+        ("{{ 1.5 | round(10**9, 'ceil') }}", "round has a precision"),
+        ("{{ [1] | tojson(indent=10**9) }}", "tojson has an indent"),
+        ("{{ {({'a': 1} | items | first): 1} }}", "a key of a dict is a tuple"),
+        ("{{ 'a'.ljust(10**9) }}", "'ljust' of 'str'"),
+        ("{{ '{:1000000000}'.format(1) }}", "'format' of 'str'"),
+        ("{{ 'a' | center(10**9) }}", "No filter named 'center'"),
+        ("{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}", "steps"),
+        ("{% for i in range(10**5) if false %}{% endfor %}" * 9, "too many steps"),
+        ("{{ range(10**5) | map('string') | map('list') | list }}", "too many steps"),
+        ("{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+         "too many steps"),
+        ("{% for i in range(9) recursive %}{{ loop(range(9)) }}{% endfor %}", "recursion|steps"),
+        ("{{ 'a' }}" * 50_000, "at most 262144 are read"),
+    ],
+)  # fmt: skip
+def test_a_template_cannot_run_or_grow_without_end(source: str, named: str) -> None:
+    with pytest.raises(RequestError, match=f"chat template refuses.*{named}"):
+        ChatTemplate(source, {}).render([{"role": "user", "content": "hi"}])
+
+
+def test_what_templates_use_gives_what_jinja2_gives() -> None:
+    source = (
+        "{% set ns = namespace(n=0, kept=[]) %}{% for m in messages if m.role != 'tool' %}"
+        "{% set ns.n = ns.n + loop.index0 % 2 %}{% set ns.kept = ns.kept + [m] %}"
+        "{{ '%s=%s;' % (m.role, m.content | length) ~ loop.last }}{% endfor %}"
+        "{% set first, rest = messages[0], messages[1:] %}{{ first.content.split(' ')[-1] }}"
+        "{{ rest | map(attribute='role') | unique | sort | join(', ') }}"
+        "{{ rest | selectattr('role', 'equalto', 'user') | list | length }}"
+        "{% for key, value in first.items() %}{{ key ~ value.replace('e', 'E') }}{% endfor %}"
+        "{{ [1, 2.5, none, true, 'x'] }}{{ (1, 2) == [1, 2] }}{{ 'a' in ('a', 'b') }}{{ nothing }}"
+        "{{ messages[::-1] | first | tojson }}{{ {'a': {'b': ['é']}} | tojson(indent=2) }}"
+        "{{ dict(first, role='x') | items | list }}{{ [3, 1] | sort | reverse | list }}"
+        "{{ 'a\nb' | indent(2) }}{{ range(5) | batch(2) | list }}{{ ' x ' | trim | default('y') }}"
+        "{% macro hi(name, end='!') %}{{ name }}{{ end }}{{ caller() if caller }}{% endmacro %}"
+        "{{ hi('Ann') }}{% call hi('Bob') %}called{% endcall %}{{ 7 // 2 }}{{ 2 ** 5 }}{{ 7 / 2 }}"
+    )
+    roles = ["system", "user", "assistant", "tool", "user"]
+    messages = [{"role": role, "content": f"we are {role}"} for role in roles]
+    plain = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    plain.filters["tojson"] = lambda value, **options: json.dumps(
+        value, **{"ensure_ascii": False, **options}
+    )
+    # A tuple is a list here, so that it equals one.
+    expected = plain.from_string(source.replace("(1, 2) ==", "[1, 2] ==")).render(messages=messages)
+    assert ChatTemplate(source, {}).render(messages) == expected
+
+
+def test_a_long_conversation_is_within_the_limits() -> None:
+    source = (
+        "{% set ns = namespace(seen=[]) %}{% for m in messages %}{% set ns.seen = ns.seen + [m] %}"
+        "{% set text = m.content | trim %}{{ '<' + m.role + '>' + text + '</s>' }}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "x" * 100}] * 5000 + [
+        {"role": "user", "content": "y" * 4_000_000}
+    ]
+    assert len(ChatTemplate(source, {}).render(messages)) == 5000 * 110 + 4_000_010
+
+
 @pytest.mark.parametrize(
     ("messages", "named"),
     [
@@ -188,6 +272,31 @@ def test_templates_are_found_where_models_keep_them(tmp_path: Path) -> None:
     loaded = Tokenizer.from_folder(tmp_path)
     assert loaded is not None and loaded.template is not None
     assert loaded.template.source == "own file"
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", "[" * 100_000),
+        ("tokenizer_config.json", "[1]"),
+        ("tokenizer_config.json", "\udcff"),
+        ("chat_template.jinja", "\udcff"),
+    ],
+)
+def test_broken_files_beside_a_tokenizer_are_named(file: str, content: str, tmp_path: Path) -> None:
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / file).write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(LoadError, match=file):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_list_of_templates_may_hold_anything(tmp_path: Path) -> None:
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    templates = [3, {"name": ["default"]}, {"name": "default", "template": "yes"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    loaded = Tokenizer.from_folder(tmp_path)
+    assert loaded is not None and loaded.template is not None
+    assert loaded.template.source == "yes"
 
 
 def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:

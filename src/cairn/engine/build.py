@@ -35,6 +35,7 @@ from cairn.models.loader import (
     Progress,
     WeightSource,
     build_model,
+    check_weights,
     fill,
     fill_dummy,
     quantize,
@@ -76,6 +77,7 @@ def build_engine(
     with nullcontext() if ranks is None else ranks.ended_by_failure():
         sampling_defaults(source)  # fail before the weights are read
         model, notes = load_model(config, source, dtype, device, progress, ranks or Alone())
+        eos_token_ids = source.eos_token_ids(model.spec.vocab_size)
         choices = resolve(config, model.spec, dtype, device)
         if ranks is not None:
             choices = replace(choices, config=ranks.agree_on_budget(choices.config))
@@ -107,7 +109,7 @@ def build_engine(
             Scheduler(cache, memory.limits, time.perf_counter),
             runner,
             context_length=choices.context,
-            eos_token_ids=source.eos_token_ids(),
+            eos_token_ids=eos_token_ids,
             seed=config.seed,
             sparse=choices.sparse,
             overlap=device.type == "cuda" and not config.disable_overlap_schedule,
@@ -157,26 +159,34 @@ def load_model(
         from cairn.models.hf_model import load_transformers_model
 
         return load_transformers_model(source.folder, dtype, device), []
-    model = build_model(source.config, dtype, device, parallel, config.model_impl)
-    notes = []
-    if config.load_format == "dummy":
-        fill_dummy(model, config.seed)
-    elif source.gguf is not None:
-        fill(model, source.gguf, source.gguf.path, progress)
-    elif source.folder is not None:
-        weights: WeightSource = Checkpoint.open(source.folder)
-        blocks = read_block_size(source.config)
-        if blocks is not None:
-            weights = BlockScaled(weights, blocks)
+    notes: list[str] = []
+    weights: WeightSource | None = None
+    if config.load_format != "dummy":
+        weights = _weights(config, source)
+        if isinstance(weights, BlockScaled):
             notes.append(f"FP8 weights are widened to {str(dtype).removeprefix('torch.')} at load")
-        fill(model, weights, source.folder, progress)
+        if config.model_impl == "cairn":
+            check_weights(source.config, weights)
+    model = build_model(source.config, dtype, device, parallel, config.model_impl)
+    if weights is None:
+        fill_dummy(model, config.seed)
     else:
-        raise ConfigError(
-            f"model {config.model!r} is a preset, a shape without weights; use load_format=dummy"
-        )
+        fill(model, weights, progress)
     if config.quantization == "int8":
         notes.append(str(quantize(model)))
     return model, notes
+
+
+def _weights(config: EngineConfig, source: ModelSource) -> WeightSource:
+    if source.gguf is not None:
+        return source.gguf
+    if source.folder is None:
+        raise ConfigError(
+            f"model {config.model!r} is a preset, a shape without weights; use load_format=dummy"
+        )
+    weights = Checkpoint.open(source.folder)
+    blocks = read_block_size(source.config)
+    return weights if blocks is None else BlockScaled(weights, blocks)
 
 
 def build_runner(

@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from cairn.errors import LoadError
+from cairn.models.config_reader import shown
+from cairn.models.json_file import MOST_BYTES, parse_object, read_object
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_MAX_HEADER = 100 * 2**20
+_LONGEST_NAME = 255  # of a file
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Checkpoint:
-    """Tensor names of a model folder by the file that holds them."""
+    """Tensors of a model folder: their shapes by name, by the file that holds them."""
 
-    files: dict[Path, tuple[str, ...]]
+    path: Path
+    files: dict[Path, dict[str, tuple[int, ...]]]
 
-    @property
-    def names(self) -> set[str]:
-        return {name for names in self.files.values() for name in names}
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: shape for held in self.files.values() for name, shape in held.items()}
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
         single, index = folder / _SINGLE, folder / _INDEX
         if index.exists():
-            return cls(_read_index(index))
+            return cls(folder, _read_index(index))
         if single.exists():
-            return cls({single: tuple(_read_header(single))})
+            return cls(folder, {single: _read_header(single)})
         raise LoadError(
             f"{folder} has neither {_SINGLE} nor {_INDEX}; convert the weights to safetensors, or "
             "use load_format=dummy for random ones"
@@ -57,20 +60,22 @@ def _read(file: safe_open, path: Path, name: str) -> torch.Tensor:
     return tensor
 
 
-def _read_index(path: Path) -> dict[Path, tuple[str, ...]]:
-    try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        wanted: dict[str, set[str]] = {}
-        for name, shard in weight_map.items():
-            wanted.setdefault(str(shard), set()).add(str(name))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LoadError(f"{path} is not a safetensors index: {error!r}") from error
+def _read_index(path: Path) -> dict[Path, dict[str, tuple[int, ...]]]:
+    weight_map = read_object(path, LoadError).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise LoadError(f"{path} is not a safetensors index: it has no weight_map")
+    wanted: dict[str, set[str]] = {}
+    for name, shard in weight_map.items():
+        # A plain name: no path to another folder, and nothing that the system refuses.
+        if not isinstance(shard, str) or not shard.isprintable() or Path(shard).name != shard:
+            raise LoadError(
+                f"{path}: tensor {name} is in the shard {shown(shard)}, which is no file name"
+            )
+        wanted.setdefault(shard, set()).add(name)
     files = {}
     for shard, names in sorted(wanted.items()):
         shard_path = path.parent / shard
-        if shard_path.parent != path.parent:
-            raise LoadError(f"{path} names the shard {shard!r}, which is outside its folder")
-        if not shard_path.exists():
+        if len(shard) > _LONGEST_NAME or not shard_path.is_file():
             raise LoadError(
                 f"{shard_path} is missing; {path.name} says it holds {len(names)} tensors"
             )
@@ -79,29 +84,34 @@ def _read_index(path: Path) -> dict[Path, tuple[str, ...]]:
             raise LoadError(f"{shard_path} lacks tensor {name}, which {path.name} promises")
         for name in sorted(set(held) - names):
             raise LoadError(f"{shard_path} holds tensor {name}, which {path.name} does not list")
-        files[shard_path] = tuple(held)
+        files[shard_path] = held
     return files
 
 
-def _read_header(path: Path) -> list[str]:
-    """Tensor names in file order, after checking that the file holds all their bytes."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or not 2 <= length <= min(_MAX_HEADER, size - 8):
-            raise LoadError(f"{path} is not a safetensors file, or its header is cut off")
-        raw = file.read(length)
+def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors by name, in file order, after checking that the file holds them."""
     try:
-        header = json.loads(raw)
-        header.pop("__metadata__", None)
-        spans = sorted((entry["data_offsets"], name) for name, entry in header.items())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LoadError(f"{path} has a corrupt safetensors header: {error!r}") from error
-    for (_, end), name in spans:
-        if 8 + length + end > size:
-            raise LoadError(
-                f"{path} is truncated: tensor {name} ends at byte {8 + length + end}, "
-                f"the file at {size}; fetch it again"
-            )
-    return [name for _, name in spans]
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or not 2 <= length <= min(MOST_BYTES, size - 8):
+                raise LoadError(f"{path} is not a safetensors file, or its header is cut off")
+            header = parse_object(file.read(length), f"{path}: its header", LoadError)
+    except OSError as error:
+        raise LoadError(f"{path} cannot be read: {error.strerror}") from error
+    for name, entry in header.items():
+        match entry:
+            case {"data_offsets": [int(), int() as end]} if 8 + length + end > size:
+                raise LoadError(
+                    f"{path} is truncated: tensor {name} ends at byte {8 + length + end}, "
+                    f"the file at {size}; fetch it again"
+                )
+    # The library checks types, shapes and offsets against each other and the file.
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            return {
+                name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.offset_keys()
+            }
+    except (SafetensorError, OSError) as error:
+        raise LoadError(f"{path} has a corrupt safetensors header: {error}") from error

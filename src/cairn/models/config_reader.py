@@ -6,14 +6,17 @@ the forward pass, or be neutral (null, false, empty); anything else is an error 
 
 from __future__ import annotations
 
-import json
+import reprlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from cairn.errors import ConfigError
+from cairn.models.json_file import read_object
 
 T = TypeVar("T")
+
+_MOST: Mapping[type, float] = {int: 2**31 - 1, float: 1e18}  # of any field
 
 # Bookkeeping, training and generation defaults: never part of the forward pass.
 _NO_EFFECT = frozenset(
@@ -37,6 +40,13 @@ _NO_EFFECT = frozenset(
 )
 
 
+def shown(value: object) -> str:
+    """A value in an error, cut where it is long or deep."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 100
+    return short.repr(value)
+
+
 class ConfigReader:
     def __init__(
         self,
@@ -55,17 +65,7 @@ class ConfigReader:
     @classmethod
     def from_folder(cls, folder: Path, ignored: Collection[str] = ()) -> ConfigReader:
         path = folder / "config.json"
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(
-                f"{path} cannot be read ({error.strerror}); a model folder holds a config.json"
-            ) from error
-        except ValueError as error:
-            raise ConfigError(f"{path} is not valid JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path} does not hold a JSON object")
-        return cls(values, str(path), ignored)
+        return cls(read_object(path, ConfigError), str(path), ignored)
 
     @property
     def architecture(self) -> str:
@@ -88,19 +88,28 @@ class ConfigReader:
         value = self._values.get(name)
         if value is None:
             return None
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if number and kind in _MOST and not -_MOST[kind] <= value <= _MOST[kind]:
+            raise self.out_of_range(name, value, -_MOST[kind], _MOST[kind])
+        if kind is float and number:
             value = float(value)
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        if not isinstance(value, kind) or (kind is int and not number):
             raise ConfigError(
-                f"{self.source}: {name} is {value!r}; a value of type {kind.__name__} is expected"
+                f"{self.source}: {name} is {shown(value)}; a value of type {kind.__name__} is "
+                "expected"
             )
         return value
 
-    def take_positive(self, name: str, default: int | None = None) -> int:
+    def take_positive(self, name: str, default: int | None = None, *, most: int = 2**31 - 1) -> int:
         value = self.take(name, int, default)
-        if value < 1:
-            raise ConfigError(f"{self.source}: {name} is {value}; it must be at least 1")
+        if not 1 <= value <= most:
+            raise self.out_of_range(name, value, 1, most)
         return value
+
+    def out_of_range(self, name: str, value: object, low: float, high: float) -> ConfigError:
+        return ConfigError(
+            f"{self.source}: {name} is {shown(value)}; it must be from {low} to {high}"
+        )
 
     def values(self) -> dict[str, Any]:
         """All fields as they stand."""
@@ -124,7 +133,9 @@ class ConfigReader:
             raise self.unsupported(name, value, f"supported: {choices}")
 
     def unsupported(self, name: str, value: object, remedy: str) -> ConfigError:
-        return ConfigError(f"{self.source}: {name} is {value!r}, which is not supported; {remedy}")
+        return ConfigError(
+            f"{self.source}: {name} is {shown(value)}, which is not supported; {remedy}"
+        )
 
     def finish(self) -> None:
         """Refuse fields that nobody took."""

@@ -10,7 +10,7 @@ from cairn.errors import ConfigError
 from cairn.models.config_reader import ConfigReader
 from cairn.models.decoder import MLP, CausalLM, FeedForward
 from cairn.models.experts import ExpertFeedForward, Routing
-from cairn.models.fields import FULL, read_decoder, read_dimensions
+from cairn.models.fields import FULL, MOST_EXPERTS, MOST_WIDTH, read_decoder, read_dimensions
 from cairn.models.latent_attention import LatentAttention, LatentDims
 from cairn.models.layers import Factory
 from cairn.models.spec import DecoderSpec
@@ -46,7 +46,7 @@ def build_v3(config: ConfigReader, factory: Factory) -> CausalLM:
 def _read_routing(config: ConfigReader, grouped: bool) -> Routing:
     groups, kept = (config.take(name, int, 1) for name in ("n_group", "topk_group"))
     routing = Routing(
-        experts=config.take_positive("n_routed_experts"),
+        experts=config.take_positive("n_routed_experts", most=MOST_EXPERTS),
         per_token=config.take_positive("num_experts_per_tok"),
         groups=groups if grouped else 1,
         kept_groups=kept if grouped else 1,
@@ -73,8 +73,10 @@ def _build(config: ConfigReader, factory: Factory, routing: Routing) -> CausalLM
         config.require(name, (False,), False)
     config.require("moe_layer_freq", (1,), 1)
     config.take_optional("num_nextn_predict_layers", int)  # see DeepseekLM.ignores
-    inter = config.take_positive("moe_intermediate_size")
-    shared = inter * (config.take_optional("n_shared_experts", int) or 0)
+    inter = config.take_positive("moe_intermediate_size", most=MOST_WIDTH)
+    shared = 0
+    if config.take_optional("n_shared_experts", int):
+        shared = inter * config.take_positive("n_shared_experts", most=MOST_EXPERTS)
     sparse = _read_sparse_layers(config, dims.num_layers)
     spec = read_decoder(config, dims, [FULL] * dims.num_layers)
 
@@ -100,7 +102,7 @@ def _read_sparse_layers(config: ConfigReader, num_layers: int) -> list[bool]:
     types = config.take_optional("mlp_layer_types", list)
     if types is None:
         return [layer >= first for layer in range(num_layers)]
-    if len(types) != num_layers or not set(types) <= {"dense", "sparse"}:
+    if len(types) != num_layers or any(kind not in ("dense", "sparse") for kind in types):
         raise config.unsupported(
             "mlp_layer_types", types, f"it names dense or sparse for each of {num_layers} layers"
         )

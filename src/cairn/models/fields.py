@@ -12,6 +12,13 @@ from cairn.models.spec import DecoderSpec, Dimensions, LayerSpec
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
+# What no model has, and what can still be computed with: a config may be hostile.
+_MOST_LAYERS = 1024
+_MOST_HEADS = 2**12
+MOST_HEAD_DIM = 2**12
+MOST_EXPERTS = 1024
+MOST_WIDTH = 2**24
+
 
 def read_dimensions(
     config: ConfigReader, *, default_head_dim: int | None = None, own_head_dim: bool = True
@@ -19,8 +26,8 @@ def read_dimensions(
     """The head size is hidden_size / heads unless the config or `default_head_dim` says otherwise;
     without `own_head_dim` the architecture honours no other."""
     config.require("hidden_act", ("silu", "swish"), "silu")
-    hidden = config.take_positive("hidden_size")
-    heads = config.take_positive("num_attention_heads")
+    hidden = config.take_positive("hidden_size", most=MOST_WIDTH)
+    heads = config.take_positive("num_attention_heads", most=_MOST_HEADS)
     kv_heads = config.take_positive("num_key_value_heads", heads)
     if heads % kv_heads:
         raise ConfigError(
@@ -37,13 +44,15 @@ def read_dimensions(
         if head_dim not in (None, hidden // heads):
             raise config.unsupported("head_dim", head_dim, f"it must be {hidden // heads}")
         head_dim = hidden // heads
-    if head_dim < 2 or head_dim % 2:
-        raise config.unsupported("head_dim", head_dim, "rotary embedding needs an even number")
+    if not 2 <= head_dim <= MOST_HEAD_DIM or head_dim % 2:
+        raise config.unsupported(
+            "head_dim", head_dim, f"it must be even, and from 2 to {MOST_HEAD_DIM}"
+        )
     return Dimensions(
-        vocab_size=config.take_positive("vocab_size"),
+        vocab_size=config.take_positive("vocab_size", most=MOST_WIDTH),
         hidden_size=hidden,
-        intermediate_size=config.take_positive("intermediate_size"),
-        num_layers=config.take_positive("num_hidden_layers"),
+        intermediate_size=config.take_positive("intermediate_size", most=MOST_WIDTH),
+        num_layers=config.take_positive("num_hidden_layers", most=_MOST_LAYERS),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -75,6 +84,13 @@ def read_window(config: ConfigReader, layer_types: list[str]) -> int | None:
     return window
 
 
+def read_epsilon(config: ConfigReader, default: float) -> float:
+    eps = config.take("rms_norm_eps", float, default)
+    if not 0 <= eps <= 1:
+        raise config.out_of_range("rms_norm_eps", eps, 0, 1)
+    return eps
+
+
 def read_decoder(
     config: ConfigReader,
     dims: Dimensions,
@@ -101,7 +117,7 @@ def read_decoder(
     return DecoderSpec(
         architecture=config.architecture,
         dims=dims,
-        norm_eps=config.take("rms_norm_eps", float, eps),
+        norm_eps=read_epsilon(config, eps),
         context_length=rope.context_length,
         tie_embeddings=config.take("tie_word_embeddings", bool, False),
         layers=tuple(of_type[kind] for kind in layer_types),

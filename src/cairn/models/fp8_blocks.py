@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cairn.errors import ConfigError, LoadError
-from cairn.models.config_reader import ConfigReader
+from cairn.models.config_reader import ConfigReader, shown
 
 if TYPE_CHECKING:
     from cairn.models.loader import WeightSource
@@ -37,8 +37,8 @@ def read_block_size(config: ConfigReader) -> tuple[int, int] | None:
     positive = isinstance(size, list) and all(type(side) is int and side > 0 for side in size)
     if "quant_method" not in given or not isinstance(size, list) or not positive or len(size) != 2:
         raise ConfigError(
-            f"{config.source}: quantization_config is {given!r}; supported: quant_method fp8 with "
-            "weight_block_size [rows, columns]"
+            f"{config.source}: quantization_config is {shown(given)}; supported: quant_method fp8 "
+            "with weight_block_size [rows, columns]"
         )
     return size[0], size[1]
 
@@ -51,11 +51,16 @@ class BlockScaled:
     block_size: tuple[int, int]
 
     @property
-    def names(self) -> set[str]:
-        return {name for name in self.source.names if not name.endswith(_SCALE)}
+    def path(self) -> Path:
+        return self.source.path
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        given = self.source.shapes.items()
+        return {name: shape for name, shape in given if not name.endswith(_SCALE)}
 
     def tensors(self) -> Iterator[tuple[Path, str, torch.Tensor]]:
-        scaled = {name.removesuffix(_SCALE) for name in self.source.names if name.endswith(_SCALE)}
+        scaled = {name.removesuffix(_SCALE) for name in self.source.shapes if name.endswith(_SCALE)}
         waiting: dict[str, torch.Tensor] = {}  # weights without their scales, and the reverse
         for path, name, tensor in self.source.tensors():
             weight = name.removesuffix(_SCALE)
@@ -82,5 +87,6 @@ class BlockScaled:
                 f"{path}: tensor {name} of shape {list(weight.shape)} has scales of shape "
                 f"{list(scale.shape)}; blocks of {rows} x {columns} need {blocks}"
             )
+        rows, columns = min(rows, weight.shape[0]), min(columns, weight.shape[1])
         wide = scale.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
         return weight.float() * wide[: weight.shape[0], : weight.shape[1]]

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cairn.errors import ConfigError, LoadError
+from cairn.models.gguf_header import GGUFTensor, read_header
 
 if TYPE_CHECKING:
     import torch
-    from gguf import GGUFReader, ReaderTensor
 
 _TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
 
@@ -42,31 +42,28 @@ _LAYER_NAMES = {
 class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._reader = _open(path)
-        self.metadata: dict[str, Any] = {}
-        for name, field in self._reader.fields.items():
-            try:
-                self.metadata[name] = field.contents()
-            except (ValueError, IndexError, TypeError) as error:
-                raise LoadError(f"{path}: field {name} is corrupt: {error}") from error
+        header = read_header(path)
+        self.metadata = header.metadata
+        self._tensors = {_checkpoint_name(tensor.name): tensor for tensor in header.tensors}
+        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
 
     # -- config -------------------------------------------------------------------------------
 
     def config(self) -> dict[str, Any]:
         """The file's metadata as a config.json."""
         name = self.metadata.get("general.architecture")
-        if name not in _ARCHITECTURES:
+        if not isinstance(name, str) or name not in _ARCHITECTURES:
             raise ConfigError(
-                f"{self.path}: general.architecture is {name!r}; supported in GGUF: "
+                f"{self.path}: general.architecture is {name!r:.100}; supported in GGUF: "
                 f"{', '.join(_ARCHITECTURES)}"
             )
-        tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        if "rope_freqs.weight" in tensors:
+        shapes = self.shapes
+        if "rope_freqs.weight" in shapes:
             raise ConfigError(
                 f"{self.path}: tensor rope_freqs.weight (scaled rope) is not supported in GGUF; "
                 "use the model's safetensors"
             )
-        if "token_embd.weight" not in tensors:
+        if "model.embed_tokens.weight" not in shapes:
             raise LoadError(f"{self.path}: tensor token_embd.weight is missing")
         heads = self._number(name, "attention.head_count")
         width = self._number(name, "embedding_length")
@@ -75,17 +72,17 @@ class GGUFFile:
             raise ConfigError(f"{self.path}: {name}.rope.dimension_count must be {head_dim}")
         config = {
             "architectures": [_ARCHITECTURES[name]],
-            "vocab_size": int(tensors["token_embd.weight"].shape[-1]),
+            "vocab_size": shapes["model.embed_tokens.weight"][0],
             "hidden_size": width,
             "intermediate_size": self._number(name, "feed_forward_length"),
             "num_hidden_layers": self._number(name, "block_count"),
             "num_attention_heads": heads,
             "num_key_value_heads": self._get(name, "attention.head_count_kv", heads),
             "max_position_embeddings": self._number(name, "context_length"),
-            "rope_theta": float(self._get(name, "rope.freq_base", 10_000.0)),
+            "rope_theta": self._get(name, "rope.freq_base", 10_000.0),
             "rope_scaling": self._rope_scaling(name),
-            "rms_norm_eps": float(self._number(name, "attention.layer_norm_rms_epsilon")),
-            "tie_word_embeddings": "output.weight" not in tensors,
+            "rms_norm_eps": self._number(name, "attention.layer_norm_rms_epsilon"),
+            "tie_word_embeddings": "lm_head.weight" not in shapes,
             "eos_token_id": [
                 token
                 for key in ("eos_token_id", "eot_token_id")
@@ -113,37 +110,26 @@ class GGUFFile:
         value = self._get(architecture, key)
         if not isinstance(value, int | float) or not value > 0:
             raise ConfigError(
-                f"{self.path}: {architecture}.{key} is {value!r}; a positive number is needed"
+                f"{self.path}: {architecture}.{key} is {value!r:.100}; a positive number is needed"
             )
         return value
 
     # -- weights ------------------------------------------------------------------------------
 
-    @property
-    def names(self) -> set[str]:
-        return {_checkpoint_name(tensor.name) for tensor in self._reader.tensors}
-
     def tensors(self) -> Iterator[tuple[Path, str, torch.Tensor]]:
         """All tensors as float32, one at a time, under their checkpoint names."""
-        for tensor in self._reader.tensors:
-            yield self.path, _checkpoint_name(tensor.name), self._dequantized(tensor)
+        for name, tensor in self._tensors.items():
+            yield self.path, name, self._dequantized(tensor)
 
-    def _dequantized(self, tensor: ReaderTensor) -> torch.Tensor:
+    def _dequantized(self, tensor: GGUFTensor) -> torch.Tensor:
         from gguf import dequantize
 
-        if tensor.tensor_type.name not in _TYPES:
+        if tensor.kind.name not in _TYPES:
             raise LoadError(
-                f"{self.path}: tensor {tensor.name} has type {tensor.tensor_type.name}; "
+                f"{self.path}: tensor {tensor.name} has type {tensor.kind.name}; "
                 f"supported: {', '.join(_TYPES)}"
             )
-        try:
-            values = dequantize(tensor.data, tensor.tensor_type)
-        except (ValueError, NotImplementedError) as error:
-            raise LoadError(
-                f"{self.path}: tensor {tensor.name} cannot be dequantised: {error}"
-            ) from error
-        # GGUF lists dimensions innermost first.
-        values = values.reshape([int(size) for size in reversed(tensor.shape)])
+        values = dequantize(tensor.data, tensor.kind)
         if self.metadata["general.architecture"] == "llama":
             values = self._unpermuted(tensor.name, values)
         import torch  # here, so that reading the tokenizer alone does not wait for it
@@ -169,51 +155,3 @@ def _checkpoint_name(name: str) -> str:
     if parts[0] in _NAMES and len(parts) == 2:
         return f"{_NAMES[parts[0]]}.{parts[1]}"
     return name
-
-
-def _open(path: Path) -> GGUFReader:
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise LoadError(f"{path} is a GGUF file; install the `gguf` package to read it") from error
-
-    class Reader(GGUFReader):
-        """Checks that the file holds each tensor's bytes before the data is mapped."""
-
-        def _build_fields(self, offs: int, count: int) -> int:
-            # Plain arrays slice several times faster than memory maps, and a vocabulary is
-            # a hundred thousand slices.
-            self.data = np.asarray(self.data)  # type: ignore[assignment]
-            return super()._build_fields(offs, count)
-
-        def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
-            from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-            size = path.stat().st_size
-            for field in fields:
-                _, name_data, _, dims, raw_type, offset = field.parts
-                name = bytes(name_data).decode("utf-8", "replace")
-                try:
-                    kind = GGMLQuantizationType(raw_type[0])
-                except ValueError as error:
-                    raise LoadError(
-                        f"{path}: tensor {name} has the unknown type {raw_type[0]}"
-                    ) from error
-                block, block_bytes = GGML_QUANT_SIZES[kind]
-                count = int(np.prod([int(dim) for dim in dims]))
-                end = start_offs + int(offset[0]) + count // block * block_bytes
-                if end > size:
-                    raise LoadError(
-                        f"{path} is truncated: tensor {name} ends at byte {end}, the file at "
-                        f"{size}; fetch it again"
-                    )
-            super()._build_tensors(start_offs, fields)
-
-    try:
-        return Reader(path)
-    except LoadError:
-        raise
-    except OSError as error:
-        raise LoadError(f"{path} cannot be read: {error}") from error
-    except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
-        raise LoadError(f"{path} is not a GGUF file, or its header is corrupt: {error}") from error

@@ -12,7 +12,7 @@ from dataclasses import replace
 from cairn.errors import ConfigError
 from cairn.models.config_reader import ConfigReader
 from cairn.models.decoder import Attention, CausalLM, SelfAttention
-from cairn.models.fields import FULL, SLIDING, read_dimensions
+from cairn.models.fields import FULL, SLIDING, read_dimensions, read_epsilon
 from cairn.models.hils_attention import HiLSAttention, ScoringSpec
 from cairn.models.layers import Factory
 from cairn.models.rope import RopeParameters, read_rope
@@ -66,7 +66,7 @@ def _read_spec(config: ConfigReader) -> DecoderSpec:
     return DecoderSpec(
         architecture=config.architecture,
         dims=dims,
-        norm_eps=config.take("rms_norm_eps", float, 1e-6),
+        norm_eps=read_epsilon(config, 1e-6),
         context_length=context,
         tie_embeddings=config.take("tie_word_embeddings", bool, False),
         layers=tuple(

@@ -9,10 +9,10 @@ import torch
 
 from cairn.attention.attend import Attend
 from cairn.attention.latent import LatentHeads
-from cairn.errors import ConfigError
 from cairn.memory.layout import CacheLayout
 from cairn.models.config_reader import ConfigReader
 from cairn.models.decoder import Attention
+from cairn.models.fields import MOST_HEAD_DIM, MOST_WIDTH
 from cairn.models.layers import Factory, Linear, Module, RMSNorm, TensorSlot
 from cairn.models.rope import CosSin, RopeParameters, Rotation, rotate, yarn_magnitude
 from cairn.models.spec import AttentionSpec, DecoderSpec
@@ -32,17 +32,17 @@ class LatentDims:
     def read(cls, config: ConfigReader) -> LatentDims:
         for name in ("head_dim", "qk_head_dim"):
             config.take_optional(name, int)  # follow from the sizes below
-        rope = config.take_positive("qk_rope_head_dim", 64)
+        rope = config.take_positive("qk_rope_head_dim", 64, most=MOST_HEAD_DIM)
         if rope % 2:
             raise config.unsupported("qk_rope_head_dim", rope, "rotation needs an even number")
-        query_latent = config.take_optional("q_lora_rank", int)
-        if query_latent is not None and query_latent < 1:
-            raise ConfigError(f"{config.source}: q_lora_rank is {query_latent}; give null or more")
+        query_latent = None
+        if config.take_optional("q_lora_rank", int) is not None:
+            query_latent = config.take_positive("q_lora_rank", most=MOST_WIDTH)
         return cls(
-            nope=config.take_positive("qk_nope_head_dim", 128),
+            nope=config.take_positive("qk_nope_head_dim", 128, most=MOST_HEAD_DIM),
             rope=rope,
-            value=config.take_positive("v_head_dim", 128),
-            latent=config.take_positive("kv_lora_rank", 512),
+            value=config.take_positive("v_head_dim", 128, most=MOST_HEAD_DIM),
+            latent=config.take_positive("kv_lora_rank", 512, most=MOST_WIDTH),
             query_latent=query_latent,
             interleaved=config.take("rope_interleave", bool, True),
         )

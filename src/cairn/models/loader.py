@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +22,7 @@ Progress = Callable[[int, int], None]
 """progress(done, total) after each tensor."""
 
 _DUMMY_STD = 0.02
+_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def build_model(
@@ -40,27 +41,40 @@ class WeightSource(Protocol):
     """Tensors by their checkpoint names: safetensors or GGUF."""
 
     @property
-    def names(self) -> set[str]: ...
+    def path(self) -> Path:
+        """The file, or the folder of several."""
+        ...
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
     def tensors(self) -> Iterator[tuple[Path, str, torch.Tensor]]:
         """(file, name, tensor), one at a time."""
         ...
 
 
-def fill(
-    model: LanguageModel, weights: WeightSource, source: Path, progress: Progress | None = None
-) -> None:
-    """Stream weights into the model. `source` names them in errors."""
-    names = weights.names
-    _check_names(model, names, source)
+def check_weights(config: ConfigReader, weights: WeightSource) -> None:
+    """Refuse weights that are not what the config describes, before they take any memory."""
+    layers = config.peek("num_hidden_layers")
+    if isinstance(layers, int) and layers > len(weights.shapes):
+        raise config.unsupported(
+            "num_hidden_layers", layers, f"{weights.path} has {len(weights.shapes)} tensors"
+        )
+    sketch = build_model(config, torch.float32, torch.device("meta"))
+    _check_shapes(sketch, weights)
+
+
+def fill(model: LanguageModel, weights: WeightSource, progress: Progress | None = None) -> None:
+    """Stream weights into the model."""
+    _check_shapes(model, weights)
 
     def counted() -> Iterator[tuple[Path, str, torch.Tensor]]:
         for done, found in enumerate(weights.tensors(), start=1):
             yield found
             if progress is not None:
-                progress(done, len(names))
+                progress(done, len(weights.shapes))
 
-    write_tensors(model, counted(), source)
+    write_tensors(model, counted(), weights.path)
 
 
 def write_tensors(
@@ -69,7 +83,7 @@ def write_tensors(
     source: Path | str,
 ) -> None:
     """Write (file, name, tensor) to the model, which must need all of them and no others."""
-    slots = {**named_slots(model), **{name: slot for name, slot, _ in _joint_slots(model)}}
+    slots = _all_slots(model)
     copies: list[tuple[Path | str, str, torch.Tensor]] = []
     names = set()
     for path, name, tensor in tensors:
@@ -77,18 +91,13 @@ def write_tensors(
         if name in model.tied:
             copies.append((path, name, tensor))
         elif name in slots:
-            slot = slots[name]
-            if tuple(tensor.shape) != slot.shape:
-                raise LoadError(
-                    f"{path}: tensor {name} has shape {list(tensor.shape)}, "
-                    f"the config asks for {list(slot.shape)}"
-                )
-            if not tensor.is_floating_point() or tensor.itemsize == 1:
+            _check_shape(path, name, tuple(tensor.shape), slots[name].shape)
+            if tensor.dtype not in _TYPES:
                 raise LoadError(
                     f"{path}: tensor {name} has type {tensor.dtype}; only float weights are read, "
                     "and FP8 with scales of blocks"
                 )
-            slot.write(tensor)
+            slots[name].write(tensor)
     _check_names(model, names, source)
     for path, name, tensor in copies:
         # A copy in the file is redundant; a different one means the config is wrong.
@@ -97,6 +106,22 @@ def write_tensors(
                 f"{path}: tensor {name} differs from the embedding although "
                 "tie_word_embeddings is true; set it to false in config.json"
             )
+
+
+def _check_shapes(model: LanguageModel, weights: WeightSource) -> None:
+    _check_names(model, weights.shapes, weights.path)
+    for name, slot in _all_slots(model).items():
+        if name in weights.shapes:
+            _check_shape(weights.path, name, weights.shapes[name], slot.shape)
+
+
+def _check_shape(
+    path: Path | str, name: str, shape: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    if shape != expected:
+        raise LoadError(
+            f"{path}: tensor {name} has shape {list(shape)}, the config asks for {list(expected)}"
+        )
 
 
 def _check_names(model: LanguageModel, names: Collection[str], source: Path | str) -> None:
@@ -113,6 +138,10 @@ def _check_names(model: LanguageModel, names: Collection[str], source: Path | st
             f"{source}: {_listed(unexpected)} not part of {model.spec.architecture} as its "
             "config describes it"
         )
+
+
+def _all_slots(model: LanguageModel) -> dict[str, TensorSlot]:
+    return {**named_slots(model), **{name: slot for name, slot, _ in _joint_slots(model)}}
 
 
 def _joint_slots(model: LanguageModel) -> list[tuple[str, TensorSlot, tuple[str, ...]]]:

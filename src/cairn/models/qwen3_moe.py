@@ -6,7 +6,7 @@ from cairn.errors import ConfigError
 from cairn.models.config_reader import ConfigReader
 from cairn.models.decoder import MLP, CausalLM, FeedForward
 from cairn.models.experts import ExpertFeedForward, Routing
-from cairn.models.fields import FULL, read_decoder, read_dimensions
+from cairn.models.fields import FULL, MOST_EXPERTS, MOST_WIDTH, read_decoder, read_dimensions
 from cairn.models.layers import Factory
 from cairn.models.spec import DecoderSpec
 
@@ -27,6 +27,8 @@ def build(config: ConfigReader, factory: Factory) -> CausalLM:
     )
     count = config.take_optional("num_local_experts", int)
     count = config.take("num_experts", int, 128 if count is None else count)
+    if not 0 <= count <= MOST_EXPERTS:
+        raise config.out_of_range("num_experts", count, 0, MOST_EXPERTS)
     routing = Routing(
         experts=count,
         per_token=config.take_positive("num_experts_per_tok", 8),
@@ -36,7 +38,7 @@ def build(config: ConfigReader, factory: Factory) -> CausalLM:
         raise ConfigError(
             f"{config.source}: num_experts_per_tok is {routing.per_token} and num_experts {count}"
         )
-    inter = config.take_positive("moe_intermediate_size", 768)
+    inter = config.take_positive("moe_intermediate_size", 768, most=MOST_WIDTH)
     step = config.take_positive("decoder_sparse_step", 1)
     dense = config.take("mlp_only_layers", list, [])
 

@@ -16,6 +16,9 @@ import torch
 from cairn.errors import ConfigError
 from cairn.models.config_reader import ConfigReader
 
+_LEAST, _MOST = 1e-9, 1e12  # of any number here: powers and logarithms of them are finite
+_MOST_POSITIONS = 2**31 - 1
+
 _KNOWN_FIELDS = {
     "default": set[str](),
     "linear": {"factor"},
@@ -69,11 +72,13 @@ def read_rope(
     context = config.take_positive("max_position_embeddings", default_context)
     theta = config.take("rope_theta", float, default_theta)
     if not theta > 0:
-        raise ConfigError(f"{config.source}: rope_theta is {theta}; it must be above 0")
+        raise config.out_of_range("rope_theta", theta, _LEAST, _MOST)
     config.require("partial_rotary_factor", (1, 1.0), 1.0)
     scaling = config.take_optional("rope_scaling", dict)
     given = config.take_optional("rope_parameters", dict)
-    outer_original = config.take_optional("original_max_position_embeddings", int)
+    outer_original = None
+    if config.peek("original_max_position_embeddings") is not None:
+        outer_original = config.take_positive("original_max_position_embeddings")
     if scaling is not None and given is not None:
         raise ConfigError(f"{config.source}: has both rope_scaling and rope_parameters; keep one")
     types = sorted(set(layer_types))
@@ -88,6 +93,8 @@ def read_rope(
             values, field = (scaling if applies else None), "rope_scaling"
         by_type[layer_type] = _parse(config, field, values or {}, theta, context, outer_original)
     length = max(_scaled_context(rope, context) for rope in by_type.values())
+    if length > _MOST_POSITIONS:
+        raise config.out_of_range("the context with rope scaling", length, 1, _MOST_POSITIONS)
     return RopeConfig(by_type, length)
 
 
@@ -100,7 +107,7 @@ def _parse(
     outer_original: int | None,
 ) -> RopeParameters:
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{config.source}: {field} is {values!r}; it must be an object")
+        raise config.unsupported(field, values, "it must be an object")
     kind = values.get("rope_type", values.get("type", "default"))
     if not isinstance(kind, str) or kind not in _KNOWN_FIELDS:
         raise config.unsupported(
@@ -121,13 +128,9 @@ def _parse(
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if name == "truncate":
             if not isinstance(value, bool):
-                raise ConfigError(
-                    f"{config.source}: {field}.{name} is {value!r}; it must be true or false"
-                )
-        elif not is_number or not 0 < value < math.inf:
-            raise ConfigError(
-                f"{config.source}: {field}.{name} is {value!r}; it must be a positive number"
-            )
+                raise config.unsupported(f"{field}.{name}", value, "it must be true or false")
+        elif not is_number or not _LEAST <= value <= _MOST:
+            raise config.out_of_range(f"{field}.{name}", value, _LEAST, _MOST)
         numbers[name] = value
     theta = float(numbers.pop("rope_theta", theta))
     own_original = numbers.pop("original_max_position_embeddings", None)
@@ -142,6 +145,14 @@ def _parse(
     if kind != "default" and numbers["factor"] < 1:
         raise ConfigError(
             f"{config.source}: {field}.factor is {numbers['factor']}; it must be at least 1"
+        )
+    if kind == "yarn" and theta <= 1:
+        raise config.unsupported("rope_theta", theta, "with yarn it must be above 1")
+    if kind == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
+        raise config.unsupported(
+            f"{field}.low_freq_factor",
+            numbers["low_freq_factor"],
+            f"it must be below high_freq_factor, {numbers['high_freq_factor']}",
         )
     # Dynamic scaling starts from max_position_embeddings, whatever else the config says.
     return RopeParameters(theta=theta, kind=kind, original_context=original, **numbers)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from cairn.errors import ConfigError, LoadError
-from cairn.models.config_reader import ConfigReader
+from cairn.models.config_reader import ConfigReader, shown
 from cairn.models.gguf_file import GGUFFile
+from cairn.models.json_file import read_object
 from cairn.models.presets import PRESETS
 from cairn.models.pull import PULLABLE, Progress, pull, pulled_path
 
@@ -34,18 +34,21 @@ class ModelSource:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters of a model that has no generation_config.json."""
 
-    def eos_token_ids(self) -> frozenset[int]:
+    def eos_token_ids(self, vocab_size: int) -> frozenset[int]:
         """End tokens of generation_config.json and config.json, one or several each."""
         values = [self.config.peek("eos_token_id"), self._generation().get("eos_token_id")]
         ids = set()
         for value in values:
             for token in value if isinstance(value, list) else [value]:
-                if isinstance(token, int):
-                    ids.add(token)
-                elif token is not None:
+                if token is None:
+                    continue
+                if type(token) is not int or not 0 <= token < vocab_size:
                     raise ConfigError(
-                        f"{self.config.source}: eos_token_id holds {token!r}; ids are whole numbers"
+                        f"{self.config.source}, or generation_config.json beside it: eos_token_id "
+                        f"holds {shown(token)}; ids are whole numbers from 0 to {vocab_size - 1}, "
+                        "the last of the vocabulary"
                     )
+                ids.add(token)
         return frozenset(ids)
 
     def sampling_fields(self) -> dict[str, Any]:
@@ -61,13 +64,7 @@ class ModelSource:
         path = None if self.folder is None else self.folder / "generation_config.json"
         if path is None or not path.exists():
             return {}
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"{path} is not JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path} holds no JSON object")
-        return values
+        return read_object(path, ConfigError)
 
 
 def find_model(

@@ -10,9 +10,10 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as FastTokenizer
 
 from cairn.errors import LoadError
-from cairn.text.tokenizer import ChatTemplate, Tokenizer
+from cairn.text.tokenizer import ChatTemplate, Tokenizer, library_errors
 
 _CONTROL, _USER_DEFINED = 3, 4  # token types
+_LONGEST_TOKEN = 1024  # every cut of a token is looked up
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
@@ -22,12 +23,8 @@ _WORDS = (
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any], path: Path) -> Tokenizer | None:
     """None if the file has no tokenizer."""
-    try:
+    with library_errors(LoadError, f"{path}: its tokenizer.ggml fields are corrupt"):
         return _build(metadata, path)
-    except LoadError:
-        raise
-    except Exception as error:  # the library raises many kinds for corrupt fields
-        raise LoadError(f"{path}: its tokenizer.ggml fields are corrupt: {error!r}") from error
 
 
 def _build(metadata: Mapping[str, Any], path: Path) -> Tokenizer | None:
@@ -38,6 +35,12 @@ def _build(metadata: Mapping[str, Any], path: Path) -> Tokenizer | None:
     if kind is None:
         return None
     tokens: list[str] = get("tokens", [])
+    for token in tokens:
+        if not isinstance(token, str) or len(token) > _LONGEST_TOKEN:
+            raise LoadError(
+                f"{path}: tokenizer.ggml.tokens holds {token!r:.100}; tokens are texts of at most "
+                f"{_LONGEST_TOKEN} characters"
+            )
     if kind == "gpt2":
         fast = _byte_level(get("pre", "default"), tokens, get("merges", []), path)
     elif kind == "llama":
@@ -49,9 +52,9 @@ def _build(metadata: Mapping[str, Any], path: Path) -> Tokenizer | None:
             special = token_type == _CONTROL
             fast.add_tokens([AddedToken(tokens[index], special=special, normalized=False)])
     special = {
-        f"{name}_token": tokens[get(f"{name}_token_id")]
+        f"{name}_token": tokens[token_id]
         for name in ("bos", "eos")
-        if get(f"{name}_token_id") is not None
+        if (token_id := get(f"{name}_token_id")) is not None and token_id >= 0
     }
     adds_bos = kind == "llama" or get("pre") == "llama-bpe"
     if get("add_bos_token", adds_bos) and "bos_token" in special:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders
 
-from cairn.errors import LoadError, RequestError
+from cairn.errors import CairnError, LoadError, RequestError
+from cairn.models.json_file import read_object
+from cairn.text.sandbox import render as render_template
 
 Message = Mapping[str, Any]
 
@@ -33,20 +32,15 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        environment.filters["tojson"] = _tojson
+        given = {
+            **self.special_tokens,
+            "messages": list(messages),
+            "tools": None if tools is None else list(tools),
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return environment.from_string(self.source).render(
-                messages=list(messages),
-                tools=None if tools is None else list(tools),
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self.special_tokens,
-            )
+            return render_template(self.source, given)
         except Exception as error:  # a template is a program: it may raise anything
             raise RequestError(f"the chat template refuses these messages: {error}") from error
 
@@ -65,10 +59,8 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.exists():
             return None
-        try:
+        with library_errors(LoadError, f"{path} cannot be read"):
             fast = FastTokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
-            raise LoadError(f"{path} cannot be read: {error}") from error
         fast.no_truncation()
         fast.no_padding()
         return cls(fast, _read_template(folder))
@@ -78,9 +70,10 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"the prompt is not valid Unicode text: {error}") from error
-        # Of the library's methods, this one releases the GIL.
-        (encoding,) = self.fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = encoding.ids
+        with library_errors(RequestError, "the model's tokenizer fails on this text"):
+            # Of the library's methods, this one releases the GIL.
+            (encoding,) = self.fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -108,6 +101,17 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)
 
 
+@contextmanager
+def library_errors(error: type[CairnError], what: str) -> Iterator[None]:
+    """Turns whatever the library raises into `error`. Its panics are not Exceptions."""
+    try:
+        yield
+    except (CairnError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as failure:
+        raise error(f"{what}: {failure}") from failure
+
+
 def check_messages(messages: Sequence[Message]) -> None:
     if not messages:
         raise RequestError("messages is empty; give at least one message")
@@ -119,19 +123,21 @@ def check_messages(messages: Sequence[Message]) -> None:
 
 
 def _read_template(folder: Path) -> ChatTemplate | None:
-    config: dict[str, Any] = {}
     path = folder / "tokenizer_config.json"
-    if path.exists():
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise LoadError(f"{path} is not valid JSON: {error}") from error
+    config = read_object(path, LoadError) if path.exists() else {}
     own_file = folder / "chat_template.jinja"
-    source = own_file.read_text(encoding="utf-8") if own_file.exists() else None
+    try:
+        source = own_file.read_text(encoding="utf-8") if own_file.exists() else None
+    except (OSError, ValueError) as error:
+        raise LoadError(f"{own_file} cannot be read: {error}") from error
     source = source or config.get("chat_template")
     if isinstance(source, list):  # several named templates: the default one
-        named = {entry.get("name"): entry.get("template") for entry in source}
-        source = named.get("default")
+        defaults = [
+            entry.get("template")
+            for entry in source
+            if isinstance(entry, dict) and entry.get("name") == "default"
+        ]
+        source = defaults[-1] if defaults else None
     if not isinstance(source, str):
         return None
     special = {}
@@ -141,11 +147,3 @@ def _read_template(folder: Path) -> ChatTemplate | None:
         if isinstance(content, str):
             special[name] = content
     return ChatTemplate(source, special)
-
-
-def _raise(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _tojson(value: object, **options: Any) -> str:
-    return json.dumps(value, **{"ensure_ascii": False, **options})
