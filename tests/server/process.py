@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,8 +39,16 @@ def write_chat_model(folder: Path, **config: Any) -> Path:
     return folder
 
 
+def _limit(limits: Mapping[int, int]) -> None:
+    for name, value in limits.items():
+        resource.setrlimit(name, (value, value))
+
+
 class ServerProcess:
-    def __init__(self, model: Path, log: Path, *flags: str) -> None:
+    def __init__(
+        self, model: Path, log: Path, *flags: str, limits: Mapping[int, int] | None = None
+    ) -> None:
+        """`limits` are those of the module `resource`."""
         self.log = log
         self.model = model.name
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -47,6 +58,7 @@ class ServerProcess:
             stderr=subprocess.PIPE,
             text=True,
             env=environment,
+            preexec_fn=partial(_limit, limits) if limits else None,
         )
         self.errors: list[str] = []
         self._reader = threading.Thread(target=self._read_errors, daemon=True)

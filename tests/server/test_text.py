@@ -223,7 +223,7 @@ async def serving(model: Path, **options: Any) -> AsyncIterator[tuple[Service, h
         service.start()
         await service.started()
         transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             yield service, client
     finally:
         await service.close()

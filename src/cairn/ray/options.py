@@ -12,7 +12,7 @@ from cairn.config import EngineConfig, check_options, option
 from cairn.errors import ConfigError
 from cairn.server.options import ServeConfig
 
-_RAYS = ("host", "port")  # Ray's proxy listens on these
+_RAYS = ("host", "port", "client_timeout")  # Ray's proxy has its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

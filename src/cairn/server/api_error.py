@@ -24,6 +24,9 @@ _FIELDS = {
 }
 
 
+_LONGEST = 2000  # characters of a message, which may quote the client
+
+
 class ApiError(Exception):
     """An error for the client: a status, and a message with the field and the way out."""
 
@@ -36,7 +39,7 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after: int | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message[:_LONGEST])
         self.status = status
         self.param = param
         self.code = code

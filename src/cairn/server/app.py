@@ -14,6 +14,7 @@ from fastapi.responses import FileResponse, JSONResponse
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from cairn import __version__
@@ -38,6 +39,7 @@ _BODIES: dict[str, type[BaseModel]] = {
 _ERRORS = {
     "400": "A field that cannot be honoured; the error names it.",
     "401": "The API key is missing or wrong.",
+    "403": "A server without a key was called by a name that it does not know.",
     "404": "Another model than this server's.",
     "413": "The body is too large.",
     "415": "The body is not application/json.",
@@ -216,6 +218,12 @@ def _add_errors(app: FastAPI) -> None:
         response = ApiError(status, what.get(status, str(error.detail))).response()
         response.headers.update(error.headers or {})
         return response
+
+    @app.exception_handler(ClientDisconnect)
+    async def left(request: Request, error: ClientDisconnect) -> Response:
+        record = record_of(request.scope)
+        record.client_left()
+        return Response(status_code=record.status)
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:

@@ -67,6 +67,8 @@ def _text(content: Content | None) -> str:
 def _arguments(text: str) -> object:
     """Templates write arguments as JSON themselves. Text that is not JSON stays as it is."""
     try:
-        return json.loads(text)
-    except ValueError:
+        value: object = json.loads(text)
+        json.dumps(value)  # as templates do; both fail on values that are nested too deeply
+    except (ValueError, RecursionError):
         return text
+    return value

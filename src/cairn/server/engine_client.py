@@ -10,10 +10,12 @@ import asyncio
 import itertools
 import logging
 import multiprocessing
+import os
 import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -36,6 +38,8 @@ State = Literal["loading", "ok", "restarting", "dead", "draining"]
 _RESTART_WINDOW = 600.0
 _STOP_SECONDS = 5.0  # for an engine to stop before it is killed
 _RETRY_AFTER = 5
+_RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 1.0, 30.0  # between attempts to start an engine
+_START_DIGITS = 6
 
 _log = logging.getLogger("cairn.server")
 
@@ -53,15 +57,22 @@ class EngineClient:
         self._metrics = metrics
         self._context = zmq.asyncio.Context()
         self._folder = tempfile.TemporaryDirectory(prefix="cairn-")
+        most = zmq.IPC_PATH_MAX_LEN - len("/engine-") - _START_DIGITS
+        if len(os.fsencode(self._folder.name)) > most:
+            self._folder.cleanup()
+            raise ConfigError(
+                f"TMPDIR is {tempfile.gettempdir()}, too long a path for a socket; set it to a "
+                "shorter one, such as /tmp"
+            )
         self._starts = itertools.count()
         self._process: BaseProcess | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._numbers = itertools.count()
         self._choices: dict[int, Choice] = {}  # open ones, by number
-        self._heard = 0.0  # time of the last message
+        self._heard = 0  # number of messages
         self._lost: deque[float] = deque()  # times
         self._failure: wire.Failed | None = None  # the engine's last message, if it was an error
-        self._closing = False
+        self._closing = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._loaded: asyncio.Future[None]
         self.health = Health("loading", "the engine is starting")
@@ -133,28 +144,56 @@ class EngineClient:
     # -- the engine's process -----------------------------------------------------------------
 
     async def _supervise(self) -> None:
-        while True:
+        wait = _RETRY_SECONDS
+        while not self._closing.is_set():
             self._failure = None
-            reason = await self._run_engine()
-            if self._closing:
+            try:
+                started = self._start_engine()
+            except (OSError, zmq.ZMQError) as error:
+                # There are no descriptors, processes or memory: try again until there are.
+                reason = f"it cannot be started: {error}"
+                if not self._loaded.done():
+                    self._lose(reason)
+                    return
+                _log.error("the engine is lost: %s", reason)
+                self._set_health(Health("restarting", reason))
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._closing.wait(), wait)
+                wait = min(2 * wait, _LONGEST_RETRY_SECONDS)
+                continue
+            wait = _RETRY_SECONDS
+            try:
+                reason = await self._run_engine(*started)
+            except OSError as error:
+                reason = f"it cannot be watched: {error}"
+            if self._closing.is_set():
                 return
             self._metrics.engine_lost(self.stats)
             self.ready = self.stats = None
             if not self._lose(reason):
                 return
 
-    async def _run_engine(self) -> str:
-        """Start an engine, read its messages, and return why it ended."""
-        endpoint = f"ipc://{self._folder.name}/engine-{next(self._starts)}"
-        socket = self._context.socket(zmq.PAIR)
-        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
-            socket.setsockopt(option, 0)
-        socket.bind(endpoint)
-        spawn = multiprocessing.get_context("spawn")
-        process = spawn.Process(
-            target=run_engine, args=(self._engine_config, endpoint), name="cairn-engine"
+    def _start_engine(self) -> tuple[BaseProcess, zmq.asyncio.Socket, Path]:
+        """The engine's process, and a socket that it connects to. Raises OSError or ZMQError."""
+        path = Path(self._folder.name, f"engine-{next(self._starts)}")
+        process = multiprocessing.get_context("spawn").Process(
+            target=run_engine, args=(self._engine_config, f"ipc://{path}"), name="cairn-engine"
         )
-        process.start()
+        socket = self._context.socket(zmq.PAIR)
+        try:
+            for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+                socket.setsockopt(option, 0)
+            socket.bind(f"ipc://{path}")
+            process.start()
+        except BaseException:
+            socket.close()
+            raise
+        return process, socket, path
+
+    async def _run_engine(
+        self, process: BaseProcess, socket: zmq.asyncio.Socket, path: Path
+    ) -> str:
+        """Read an engine's messages until it ends. Returns why it ended."""
         self._process, self._socket = process, socket
         loop = asyncio.get_running_loop()
         died = asyncio.Event()
@@ -174,7 +213,7 @@ class EngineClient:
             while await socket.poll(0):  # its last messages
                 self._dispatch(wire.decode_from_engine(await socket.recv()))
             socket.close()
-            Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         if reason is None and self._failure is not None:
             reason = self._failure.message
         return reason or f"its process ended with exit code {process.exitcode}"
@@ -182,7 +221,9 @@ class EngineClient:
     async def _watch(self, died: asyncio.Task[bool], reader: asyncio.Task[None]) -> str | None:
         """Wait until the engine has to go. Returns why, None if it ended by itself."""
         limit = self._serve.engine_timeout
+        silent = 0  # quarters of the limit without a message
         while True:
+            heard = self._heard
             await asyncio.wait(
                 {died, reader}, timeout=limit / 4, return_when=asyncio.FIRST_COMPLETED
             )
@@ -190,7 +231,10 @@ class EngineClient:
                 return f"what it says cannot be understood: {reader.exception()!r}"
             if died.done():
                 return None
-            if self.ready is not None and time.monotonic() - self._heard > limit:
+            # Quarters of this process, not seconds: if both processes were stopped, or the
+            # machine slept, the engine gets the rest of its time to say something.
+            silent = silent + 1 if self._heard == heard else 0
+            if self.ready is not None and silent > 4:
                 return f"it said nothing for {limit:g} s and was killed"
 
     def _lose(self, reason: str) -> bool:
@@ -218,10 +262,14 @@ class EngineClient:
                 f"max_restarts is {self._serve.max_restarts}; start the server again",
             )
             return False
-        if self.health.state != "draining":
-            self.restarts += 1
-            self.health = Health("restarting", reason)
+        self.restarts += self.health.state != "draining"
+        self._set_health(Health("restarting", reason))
         return True
+
+    def _set_health(self, health: Health) -> None:
+        """Unless the server is stopping."""
+        if self.health.state != "draining":
+            self.health = health
 
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
         while True:
@@ -231,14 +279,13 @@ class EngineClient:
             await asyncio.sleep(0)
 
     def _dispatch(self, message: wire.FromEngine) -> None:
-        self._heard = time.monotonic()
+        self._heard += 1
         match message:
             case wire.Report():
                 self._take(message)
             case wire.Ready():
                 self.ready = message
-                if self.health.state != "draining":
-                    self.health = Health("ok")
+                self._set_health(Health("ok"))
                 if not self._loaded.done():
                     self._loaded.set_result(None)
             case wire.Failed():
@@ -292,7 +339,7 @@ class EngineClient:
         self._metrics.tokens_came(came, now)
 
     async def close(self) -> None:
-        self._closing = True
+        self._closing.set()
         self.drain()
         if self._process is not None and self._process.is_alive():
             if self.ready is None:

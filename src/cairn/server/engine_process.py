@@ -15,7 +15,6 @@ import os
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -26,6 +25,7 @@ from cairn.engine.engine import Engine, Progress
 from cairn.errors import CairnError, ConfigError, LoadError, QueueFullError, RequestError
 from cairn.frontend import Driver, load
 from cairn.server import wire
+from cairn.server.log import start_logging
 from cairn.server.page_reads import PageReads
 from cairn.server.reading import Reading
 from cairn.text.tokenizer import Tokenizer
@@ -335,6 +335,7 @@ def run_engine(config: EngineConfig, endpoint: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    log = start_logging()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     # The other side never stops reading, and a limit on queued messages could only lose tokens.
@@ -346,12 +347,13 @@ def run_engine(config: EngineConfig, endpoint: str) -> None:
     except (ConfigError, LoadError) as error:
         socket.send(wire.encode(wire.Failed(str(error), usage=True)))
     except Exception as error:
-        traceback.print_exc()
+        _log.exception("the engine failed")
         what = str(error) if isinstance(error, CairnError) else f"{type(error).__name__}: {error}"
         socket.send(wire.encode(wire.Failed(what, usage=False)))
     finally:
         socket.close()
         context.term()
+        log.close()
 
 
 def _end_with_parent() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
@@ -19,7 +20,8 @@ from cairn.server.answer import Answer
 from cairn.server.api_error import ApiError
 from cairn.server.middleware import Record, record_of
 
-_CLIENT_LEFT = 499
+_log = logging.getLogger("cairn.server")
+
 _EVENT_STREAM: Message = {
     "type": "http.response.start",
     "status": 200,
@@ -47,7 +49,7 @@ class GeneratedResponse(Response):
         try:
             await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                record.status, record.error = _CLIENT_LEFT, "the client left"
+                record.client_left()
         finally:
             for task in (work, left):
                 task.cancel()
@@ -89,6 +91,9 @@ class GeneratedResponse(Response):
             with contextlib.suppress(TimeoutError):  # a client that does not read is not told
                 async with asyncio.timeout(1):
                     await fail(ApiError(504, message, code="timeout"))
+        except Exception as error:  # a stream must not end as if it were complete
+            _log.error("an answer failed", exc_info=error)
+            await fail(ApiError(500, f"the server failed on this answer: {type(error).__name__}"))
 
 
 async def _send(send: Send, events: bytes, *, more: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Wraps every HTTP request: its id, the API key, the size of its body, a line in the log.
+"""Wraps every HTTP request: its host, its id, the API key, the size of its body, a line in the log.
 
 Plain ASGI, so that the route that answers a client sees it leave.
 """
@@ -8,18 +8,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import ipaddress
 import json
 import re
 import secrets
+import socket
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import Message, Receive, Scope, Send
 
 from cairn.errors import ConfigError
 from cairn.server.api_error import ApiError
+from cairn.server.log import LineWriter
 from cairn.server.metrics import Metrics
 from cairn.server.options import ServeConfig
 
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 _NO_KEY = ("/", "/health", "/docs", "/openapi.json")
 _NO_KEY_FOLDER = "/web/"
 _POLLED = ("/health", "/metrics", "/stats")  # all the time, by machines: not logged
+_BODIES = 32  # all bodies that are being read may have this many times the largest size
 _DISCARDED, _DISCARD_SECONDS = 8, 5.0  # of a body that is too large: multiples of the limit, time
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _KEY = "cairn_record"
@@ -59,6 +63,9 @@ class Record:
     client_fields: dict[str, Any] = field(default_factory=dict)
     """What the client wants in the log: user, metadata and the like."""
 
+    def client_left(self) -> None:
+        self.status, self.error = 499, "the client left"
+
 
 def record_of(scope: Scope) -> Record:
     record: Record = scope["state"][_KEY]
@@ -69,12 +76,12 @@ class RequestLog:
     """One line of JSON per request."""
 
     def __init__(self, target: str) -> None:
-        self._file: TextIO | None = None
+        self._writer: LineWriter | None = None
         if target == "-":
-            self._file = sys.stderr
+            self._writer = LineWriter(sys.stderr)
         elif target != "off":
             try:
-                self._file = open(target, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+                self._writer = LineWriter(open(target, "a", encoding="utf-8"))  # noqa: SIM115
             except OSError as error:
                 raise ConfigError(
                     f"request_log {target} cannot be written: {error.strerror}; name another file, "
@@ -82,7 +89,7 @@ class RequestLog:
                 ) from error
 
     def write(self, record: Record) -> None:
-        if self._file is None:
+        if self._writer is None:
             return
         line = {
             "time": round(time.time(), 3),
@@ -91,11 +98,11 @@ class RequestLog:
             **record.client_fields,
         }
         known = {key: value for key, value in line.items() if value is not None}
-        self._file.write(json.dumps(known) + "\n")
+        self._writer.write(json.dumps(known))
 
     def close(self) -> None:
-        if self._file is not None and self._file is not sys.stderr:
-            self._file.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class RequestMiddleware:
@@ -103,7 +110,8 @@ class RequestMiddleware:
         self._app = app
         self._paths = {getattr(route, "path", "") for route in app.routes}
         self._key = None if serve.api_key is None else serve.api_key.encode()
-        self._max_body = serve.max_body_bytes
+        self._hosts = _allowed_hosts(serve)
+        self._bodies = _Bodies(serve.max_body_bytes)
         self._metrics = metrics
         self._log = log
 
@@ -118,7 +126,7 @@ class RequestMiddleware:
         path = scope["path"][:200]
         record = Record(name.decode(), scope["method"], path, time.perf_counter(), send)
         scope.setdefault("state", {})[_KEY] = record
-        body = _Body(receive, self._max_body)
+        body = _Body(receive, self._bodies)
         started = False
 
         async def send_with_id(message: Message) -> None:
@@ -132,6 +140,7 @@ class RequestMiddleware:
         try:
             if given is not None and not valid:
                 raise ApiError(400, "X-Request-ID must be 1 to 128 printable ASCII characters")
+            self._check_host(headers)
             self._check_key(path, headers)
             body.check_length(headers)
             await self._app(scope, body.receive, send_with_id)
@@ -143,11 +152,30 @@ class RequestMiddleware:
                 await body.discard()
             await error.response()(scope, receive, send_with_id)
         finally:
+            body.release()
             known = path if path in self._paths else "other"
             self._metrics.http.labels(known, str(record.status)).inc()
             polled = path in _POLLED or path.startswith(_NO_KEY_FOLDER)
             if record.error is not None or not polled:
                 self._log.write(record)
+
+    def _check_host(self, headers: dict[bytes, bytes]) -> None:
+        """A page of another site can reach this server under a name of that site (DNS rebinding).
+
+        It cannot choose an address as the name, and it does not know the key.
+        """
+        if self._hosts is None:
+            return
+        given = headers.get(b"host", b"").decode("latin-1").lower()
+        host = given.rpartition(":")[0] if re.search(r":[0-9]*$", given) else given
+        name = host.removeprefix("[").removesuffix("]").removesuffix(".")
+        if name not in self._hosts and not _is_address(name):
+            raise ApiError(
+                403,
+                f"this server is not known as {name[:100]!a}; start it with --allowed-host "
+                f"{name[:100]}, or with a key",
+                code="host_not_allowed",
+            )
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
         if self._key is None or path in _NO_KEY or path.startswith(_NO_KEY_FOLDER):
@@ -159,13 +187,40 @@ class RequestMiddleware:
             )
 
 
+def _allowed_hosts(serve: ServeConfig) -> set[str] | None:
+    """Names of this server besides addresses; None for any."""
+    if "*" in serve.allowed_host or (serve.api_key is not None and not serve.allowed_host):
+        return None
+    own = ("localhost", "", socket.gethostname(), serve.host, *serve.allowed_host)
+    return {name.lower() for name in own}
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+class _Bodies:
+    """The bodies that are being read, all together."""
+
+    def __init__(self, largest: int) -> None:
+        self.largest = largest
+        self.most = _BODIES * largest
+        self.held = 0
+
+
 class _Body:
     """Counts the bytes that arrive, whatever the headers say."""
 
-    def __init__(self, receive: Receive, limit: int) -> None:
+    def __init__(self, receive: Receive, all_bodies: _Bodies) -> None:
         self._receive = receive
-        self._limit = limit
+        self._all = all_bodies
+        self._limit = all_bodies.largest
         self._size = 0
+        self._held = 0
 
     def check_length(self, headers: dict[bytes, bytes]) -> None:
         length = headers.get(b"content-length", b"0")
@@ -175,10 +230,29 @@ class _Body:
     async def receive(self) -> Message:
         message = await self._receive()
         if message["type"] == "http.request":
-            self._size += len(message.get("body", b""))
-            if self._size > self._limit:
-                raise self._too_large()
+            self._hold(len(message.get("body", b"")))
+            if not message.get("more_body"):
+                self.release()
         return message
+
+    def _hold(self, size: int) -> None:
+        self._size += size
+        if self._size > self._limit:
+            raise self._too_large()
+        if self._all.held + size > self._all.most:
+            raise ApiError(
+                503,
+                f"clients are sending {self._all.held >> 20} MiB at once; send it again later",
+                code="too_many_bodies",
+                retry_after=5,
+            )
+        self._held += size
+        self._all.held += size
+
+    def release(self) -> None:
+        """The body is complete, or given up."""
+        self._all.held -= self._held
+        self._held = 0
 
     async def discard(self) -> None:
         """Read on for a while: a client that is cut off while it sends does not see the error."""

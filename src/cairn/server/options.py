@@ -31,12 +31,20 @@ class ServeConfig:
         "The page also offers cairn-nano, which finds facts in long texts. Its engine starts when "
         "a visitor asks it, on the CPU.",
     )
+    allowed_host: tuple[str, ...] = _option(
+        (),
+        "A name under which clients reach this server, besides localhost, addresses, and --host; "
+        "may be repeated; * for any. With a key and without this option any name is accepted.",
+    )
     max_body_mib: float = _option(8.0, "Largest request body.")
     max_concurrent_requests: int = _option(
         512, "Choices being answered or waiting at once; more get 429."
     )
     request_timeout: float = _option(
         600.0, "Seconds after which an answer that is not complete is ended with an error."
+    )
+    client_timeout: float = _option(
+        60.0, "Seconds that a client has to send the headers of a request, and then its body."
     )
     drain_timeout: float = _option(
         30.0, "Seconds that answers under way are given to complete when the server is stopped."
@@ -65,16 +73,23 @@ class ServeConfig:
                 raise ConfigError(
                     f"{name} is {value!r}; it must be a whole number from {low} to {high}"
                 )
-        for name in ("max_body_mib", "request_timeout", "drain_timeout", "engine_timeout"):
+        for name in (
+            *("max_body_mib", "request_timeout", "client_timeout"),
+            *("drain_timeout", "engine_timeout"),
+        ):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ConfigError(f"{name} is {value!r}; it must be a number above 0")
         for name in ("host", "request_log"):
             if not getattr(self, name):
                 raise ConfigError(f"{name} is empty")
-        object.__setattr__(self, "cors_origin", tuple(self.cors_origin))
-        if self.api_key is not None and (not self.api_key or not self.api_key.isascii()):
-            raise ConfigError("api_key must be a non-empty ASCII string")
+        for name in ("cors_origin", "allowed_host"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.api_key is not None:
+            # Blanks at the ends of a header do not reach the server.
+            object.__setattr__(self, "api_key", self.api_key.strip())
+            if not self.api_key or not self.api_key.isascii():
+                raise ConfigError("api_key must be a non-empty ASCII string")
 
     @property
     def max_body_bytes(self) -> int:

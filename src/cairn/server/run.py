@@ -6,15 +6,17 @@ import asyncio
 import logging
 import signal
 import socket
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import partial
 
 import uvicorn
 import uvloop
 
 from cairn.config import EngineConfig
 from cairn.errors import ConfigError
+from cairn.server.connection import Connection, ConnectionLimits, raise_file_limit
+from cairn.server.log import start_logging
 from cairn.server.middleware import RequestLog
 from cairn.server.options import ServeConfig
 from cairn.server.service import Service
@@ -28,10 +30,9 @@ _log = logging.getLogger("cairn.server")
 
 def run_server(engine: EngineConfig, serve: ServeConfig) -> None:
     """Returns after a signal and a clean stop. Raises if the engine cannot be started."""
-    logging.basicConfig(format="cairn: %(message)s", level=logging.INFO, stream=sys.stderr)
     listening = _listen(serve)
     log = RequestLog(serve.request_log)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with closing(start_logging()), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(engine, serve, listening, log))
 
 
@@ -46,10 +47,14 @@ async def _serve(
         # Imported here because it takes long, and the engine's process now loads meanwhile.
         from cairn.server.app import build_app
 
+        limits = ConnectionLimits(serve.client_timeout, raise_file_limit())
         config = uvicorn.Config(
             build_app(service, engine, serve, log),
             log_level="warning",
+            log_config=None,
             access_log=False,
+            http=partial(Connection, limits),  # type: ignore[arg-type]
+            ws="none",
             server_header=False,
             timeout_graceful_shutdown=int(serve.drain_timeout) + _AFTER_DRAIN,
         )

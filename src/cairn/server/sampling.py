@@ -70,5 +70,5 @@ def _make(
 
 def _token(key: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", key):
-        raise bad_request("logit_bias", f"logit_bias has the key {key!a}; keys are token ids")
+        raise bad_request("logit_bias", f"logit_bias has the key {key[:100]!a}; keys are token ids")
     return int(key)

@@ -123,7 +123,7 @@ class Service:
         if name is not None and name != self.model:
             raise ApiError(
                 404,
-                f"model is {name!a}; this server has {self.model!a}",
+                f"model is {name[:100]!a}; this server has {self.model!a}",
                 param="model",
                 code="model_not_found",
             )
@@ -283,10 +283,9 @@ class Service:
             self.client.release(answer)
             if answer.first_token is not None:
                 record.ttft = round(answer.first_token - answer.arrival, 4)
-            usage = form.usage()
-            record.prompt_tokens = usage["prompt_tokens"] or sum(map(len, prompts))
-            record.completion_tokens = usage["completion_tokens"]
-            record.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+            record.prompt_tokens = sum(map(len, prompts))
+            record.completion_tokens = sum(choice.tokens for choice in choices)
+            record.cached_tokens = form.usage()["prompt_tokens_details"]["cached_tokens"]
             record.finish = [choice.reason for choice in choices if choice.reason is not None]
             self.metrics.answered(answer)
 

@@ -70,12 +70,14 @@ class ToolParser:
 def _parse(text: str) -> dict[str, Any] | None:
     try:
         value = json.loads(text)
-    except ValueError:
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            return None
+        arguments = value.get("arguments", value.get("parameters", {}))
+        written = arguments
+        if not isinstance(arguments, str):
+            written = json.dumps(arguments, ensure_ascii=False)
+    except (ValueError, RecursionError):
         return None
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {
         "id": f"call_{secrets.token_hex(12)}",
         "type": "function",
