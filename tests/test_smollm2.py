@@ -45,7 +45,7 @@ def model() -> str:
 @pytest.mark.parametrize("count", [16, pytest.param(64, marks=pytest.mark.slow)])
 def test_greedy_text_equals_transformers_on_the_same_weights(model: str, count: int) -> None:
     baseline = TransformersBaseline(find_model(model), torch.float32, torch.device("cpu")).model
-    with LLM(model, device="cpu", dtype="float32") as llm:
+    with LLM(model, device="cpu", dtype="float32", quantization="none") as llm:
         assert llm.tokenizer is not None
         for prompt, result in zip(PROMPTS, llm.generate(PROMPTS, max_tokens=count), strict=True):
             ids = torch.tensor([llm.tokenizer.encode(prompt)])
@@ -61,7 +61,7 @@ def test_it_draws_tokens_as_its_makers_recommend(model: str) -> None:
 
 def test_int8_weights_stay_close_and_report_their_error(model: str) -> None:
     ids = list(range(1000, 1100))
-    with LLM(model, device="cpu") as llm:
+    with LLM(model, device="cpu", quantization="none") as llm:
         assert llm.tokenizer is not None
         ids = llm.tokenizer.encode("The quick brown fox jumps over the lazy dog. " * 6)
         exact = llm.logprobs(ids)
@@ -72,6 +72,25 @@ def test_int8_weights_stay_close_and_report_their_error(model: str) -> None:
         assert answer.text is not None and "Paris" in answer.text
     divergence = (exact.exp() * (exact - rounded)).sum(-1).mean()
     assert 0 <= divergence < 0.02
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(64, marks=pytest.mark.slow)])
+def test_weights_that_stay_quantised_give_the_same_text(model: str, count: int) -> None:
+    """Equal wherever the two best tokens differ by more than rounding does."""
+    with LLM(model, device="cpu", quantization="none") as llm:
+        assert llm.tokenizer is not None
+        prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
+        texts = [result.token_ids for result in llm.generate(prompts, max_tokens=count)]
+        dense = [llm.logprobs([*a, *b]) for a, b in zip(prompts, texts, strict=True)]
+    with LLM(model, device="cpu", quantization="keep") as llm:
+        assert "weights: Q4_1, Q8_0 as in the file" in llm.engine.notes
+        kept = [llm.logprobs([*a, *b]) for a, b in zip(prompts, texts, strict=True)]
+    first, second = torch.cat(dense), torch.cat(kept)
+    best = first.topk(2, -1).values
+    clear = best[:, 0] - best[:, 1] > 0.01
+    assert clear.float().mean() > 0.9
+    assert torch.equal(first.argmax(-1)[clear], second.argmax(-1)[clear])
+    assert (first.exp() * (first - second)).sum(-1).mean() < 1e-4
 
 
 def test_generate_names_paris_on_stdout_alone(model: str) -> None:
@@ -141,6 +160,13 @@ def test_quest_reads_a_quarter_of_the_pages_at_nearly_the_same_perplexity(model:
     # 16 of 64 pages beside the default window; and with small pages, 64 of 256 all told.
     assert perplexity(**QUEST, hsa_topk=16) < 1.02 * dense
     assert perplexity(**QUEST, page_size=16, hsa_topk=56, hsa_window=128) < 1.02 * dense
+
+
+@pytest.mark.slow
+def test_weights_that_stay_quantised_keep_the_perplexity(model: str) -> None:
+    assert perplexity(quantization="keep") == pytest.approx(
+        perplexity(quantization="none"), rel=0.002
+    )
 
 
 @pytest.mark.slow

@@ -116,7 +116,13 @@ class EngineConfig:
     )
     kv_cache_dtype: str = option("auto", "Type of the KV cache: auto is that of the weights.")
     quantization: str = option(
-        "none", "CPU: keep weights as int8, a quarter of the bytes.", "none", "int8"
+        "auto",
+        "CPU: keep matrices as they are quantised in the file, dequantise them (none), or round "
+        "all to int8. auto keeps them where a C++ compiler makes that fast.",
+        "auto",
+        "keep",
+        "none",
+        "int8",
     )
     tp: int = option(
         1,

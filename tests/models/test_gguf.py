@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from cairn import LLM
 from cairn.errors import ConfigError, LoadError
+from cairn.models.blocks import dense
 from cairn.models.gguf_file import GGUFFile
 from cairn.text.gguf_tokenizer import tokenizer_from_gguf
 from tests.helpers import TINY_LLAMA, byte_tokenizer, tokens_of, write_model
@@ -48,12 +49,18 @@ def permute(matrix: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write_gguf(
-    path: Path, folder: Path, metadata: dict[str, Any] | None = None, skip: str = ""
+    path: Path,
+    folder: Path,
+    metadata: dict[str, Any] | None = None,
+    skip: str = "",
+    config: dict[str, Any] = TINY_LLAMA,
+    kinds: tuple[dict[str, str], str] = ({}, "F32"),
 ) -> Path:
+    """`kinds` are the types of matrices by their names in the file, and that of the others."""
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_embedding_length(TINY_LLAMA["hidden_size"])
-    writer.add_block_count(TINY_LLAMA["num_hidden_layers"])
-    writer.add_feed_forward_length(TINY_LLAMA["intermediate_size"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
     writer.add_context_length(TINY_LLAMA["max_position_embeddings"])
@@ -74,8 +81,14 @@ def write_gguf(
             values = permute(values, HEADS)
         if ".k_proj" in name:
             values = permute(values, KV_HEADS)
-        if gguf_name(name) != skip:
-            writer.add_tensor(gguf_name(name), np.ascontiguousarray(values))
+        target = gguf_name(name)
+        if target == skip:
+            continue
+        special, usual = kinds
+        kind = special.get(target.split(".")[-2], usual) if values.ndim == 2 else "F32"
+        quantization = gguf.GGMLQuantizationType[kind]
+        data = gguf.quantize(np.ascontiguousarray(values), quantization)
+        writer.add_tensor(target, data, raw_dtype=quantization)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -100,7 +113,7 @@ def test_a_gguf_file_is_the_same_model_as_its_safetensors(folder: Path, tmp_path
 
 
 @pytest.mark.parametrize(
-    "kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "Q2_K"]
+    "kind", ["F32", "F16", "BF16", "Q8_0", "Q4_1", "Q5_0", "Q2_K", "Q3_K", "IQ4_XS", "IQ3_S"]
 )
 def test_every_listed_type_is_dequantised_and_others_are_refused(kind: str, tmp_path: Path) -> None:
     quantization = gguf.GGMLQuantizationType[kind]
@@ -120,14 +133,14 @@ def test_every_listed_type_is_dequantised_and_others_are_refused(kind: str, tmp_
     writer.write_tensors_to_file()
     writer.close()
     file = GGUFFile(path)
-    if kind == "Q2_K":
-        with pytest.raises(LoadError, match=r"blk.0.ffn_up.weight has type Q2_K"):
+    if kind == "IQ3_S":
+        with pytest.raises(LoadError, match=r"blk.0.ffn_up.weight of shape .* has type IQ3_S"):
             list(file.tensors())
         return
     ((_, name, tensor),) = file.tensors()
     assert name == "model.layers.0.mlp.up_proj.weight"
     expected = gguf.dequantize(data, quantization).reshape(4, columns)
-    assert torch.equal(tensor, torch.from_numpy(expected.astype(np.float32)))
+    assert torch.equal(dense(tensor), torch.from_numpy(expected.astype(np.float32)))
 
 
 def test_a_truncated_file_names_the_file_and_the_tensor(folder: Path, tmp_path: Path) -> None:
@@ -258,3 +271,45 @@ def test_sentencepiece_tokenizer_merges_by_score_and_falls_back_to_bytes() -> No
 def test_unknown_tokenizers_are_named(metadata: dict[str, Any], named: str) -> None:
     with pytest.raises(LoadError, match=named):
         tokenizer_from_gguf(metadata, Path("x.gguf"))
+
+
+WIDE = {**TINY_LLAMA, "hidden_size": 64, "intermediate_size": 96}
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with matrices of three types."""
+    folder = write_model(tmp_path_factory.mktemp("gguf-wide"), WIDE)
+    kinds = {"token_embd": "Q8_0", "attn_v": "Q8_0", "ffn_down": "Q5_0"}
+    return write_gguf(folder / "q.gguf", folder, config=WIDE, kinds=(kinds, "Q4_1"))
+
+
+def test_matrices_stay_quantised_and_give_the_dequantised_answer(quantized: Path) -> None:
+    ids = tokens_of(40)
+    with LLM(quantized, device="cpu", quantization="none") as llm:
+        expected = llm.logprobs(ids)
+    for choice in ("auto", "keep"):
+        with LLM(quantized, device="cpu", quantization=choice) as llm:
+            assert "weights: Q4_1, Q5_0, Q8_0 as in the file" in llm.engine.notes
+            result = llm.logprobs(ids)
+            assert not torch.equal(result, expected)
+            torch.testing.assert_close(result, expected, rtol=0, atol=2e-3)
+
+
+def test_without_a_compiler_auto_dequantises_and_keep_computes_in_torch(
+    quantized: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = tokens_of(40)
+    with LLM(quantized, device="cpu", quantization="keep") as llm:
+        expected = llm.logprobs(ids)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with LLM(quantized, device="cpu") as llm:
+        assert "is dequantised, because there is no C++ compiler" in llm.engine.notes[0]
+    with LLM(quantized, device="cpu", quantization="keep") as llm:
+        assert llm.engine.notes[0].startswith("products run in torch, slowly: there is no C++")
+        torch.testing.assert_close(llm.logprobs(ids), expected, rtol=0, atol=1e-3)
+
+
+def test_other_types_and_ranks_dequantise(quantized: Path) -> None:
+    with LLM(quantized, device="cpu", dtype="float64") as llm:
+        assert "Q4_1, Q5_0, Q8_0 is dequantised; only a CPU in float32" in llm.engine.notes[0]

@@ -24,6 +24,7 @@ from cairn.engine.resolve import resolve_device, resolve_dtype
 from cairn.engine.sampling_params import SamplingParams
 from cairn.errors import ConfigError
 from cairn.llm import LLM
+from cairn.models.blocks import dense
 from cairn.models.source import ModelSource
 
 
@@ -127,7 +128,7 @@ class TransformersBaseline:
             config = getattr(transformers, f"{name}Config")(**source.config.values())
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
             if source.gguf is not None:
-                tensors = {name: tensor for _, name, tensor in source.gguf.tensors()}
+                tensors = {name: dense(tensor) for _, name, tensor in source.gguf.tensors()}
                 missing, unexpected = model.load_state_dict(tensors, strict=False)
                 tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
                 assert set(missing) <= tied and not unexpected

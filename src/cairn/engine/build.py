@@ -17,6 +17,7 @@ from cairn.engine.graphs import most_decode_rows
 from cairn.engine.hisparse_options import prompt_stages
 from cairn.engine.locate import sampling_defaults
 from cairn.engine.memory_plan import MemoryPlan, plan_memory
+from cairn.engine.quantization import resolve_quantization
 from cairn.engine.resolve import EngineChoices, resolve, resolve_device, resolve_dtype
 from cairn.engine.runner import Runner
 from cairn.engine.scheduler import Scheduler
@@ -57,13 +58,6 @@ def build_engine(
     """
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, source.config, device)
-    if config.quantization != "none" and (
-        device.type != "cpu" or dtype != torch.float32 or config.model_impl == "transformers"
-    ):
-        raise ConfigError(
-            "quantization=int8 is for Cairn's own models on a CPU in float32; the device is "
-            f"{device.type}, dtype {dtype}, model_impl {config.model_impl}"
-        )
     ranks: Ranks | None = None
     if config.tp > 1:
         check_tp(config, source, device)
@@ -133,6 +127,7 @@ def check_tp(config: EngineConfig, source: ModelSource, device: torch.device) ->
     for name, impossible, possible in (
         ("model_impl", "transformers", "cairn"),
         ("quantization", "int8", "none"),
+        ("quantization", "keep", "none"),
     ):
         if getattr(config, name) == impossible:
             raise ConfigError(
@@ -159,7 +154,8 @@ def load_model(
         from cairn.models.hf_model import load_transformers_model
 
         return load_transformers_model(source.folder, dtype, device), []
-    notes: list[str] = []
+    quantization = resolve_quantization(config, source, dtype, device)
+    notes = [*quantization.notes]
     weights: WeightSource | None = None
     if config.load_format != "dummy":
         weights = _weights(config, source)
@@ -167,7 +163,8 @@ def load_model(
             notes.append(f"FP8 weights are widened to {str(dtype).removeprefix('torch.')} at load")
         if config.model_impl == "cairn":
             check_weights(source.config, weights)
-    model = build_model(source.config, dtype, device, parallel, config.model_impl)
+    keep, kernels = quantization.keep, quantization.kernels
+    model = build_model(source.config, dtype, device, parallel, config.model_impl, keep, kernels)
     if weights is None:
         fill_dummy(model, config.seed)
     else:

@@ -14,9 +14,10 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from cairn.models.blocks import BLOCK, BlockMatrix
 from cairn.models.decoder import MLP, FeedForward
 from cairn.models.layers import Factory, Module, TensorSlot, few_rows_product
-from cairn.models.quantize import Int8Matrix
+from cairn.models.quantize import to_int8
 from cairn.models.spec import DecoderSpec
 from cairn.models.split import share
 
@@ -162,7 +163,8 @@ class ExpertWeights(Module):
         self._own, self._count = own, count
         self.gate_up = factory.empty(own, 2 * inter, hidden)
         self.down = factory.empty(own, hidden, inter)
-        self._int8: list[tuple[Int8Matrix, Int8Matrix]] | None = None
+        self._cpu = factory.cpu
+        self._int8: list[tuple[BlockMatrix, BlockMatrix]] | None = None
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if self._own < self._count:
@@ -175,16 +177,17 @@ class ExpertWeights(Module):
     def _int8_product(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
         assert self._int8 is not None
         gate_up, down = self._int8[expert]
-        gate, up = gate_up.product(rows).chunk(2, -1)
-        return down.product(F.silu(gate).mul_(up))
+        return down.product(gate_up.product(rows), silu=True)
 
-    def quantize(self) -> Iterator[tuple[torch.Tensor, Int8Matrix]]:
-        """Replace the weights by their int8 form; yields each matrix in both forms."""
+    def quantize(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Round the weights to int8. Yields each matrix before and after."""
+        if self.gate_up.shape[-1] % BLOCK or self.down.shape[-1] % BLOCK:
+            return
         pairs = []
-        for dense in zip(self.gate_up, self.down, strict=True):
-            int8 = Int8Matrix.of(dense[0]), Int8Matrix.of(dense[1])
-            pairs.append(int8)
-            yield from zip(dense, int8, strict=True)
+        for before in zip(self.gate_up, self.down, strict=True):
+            gate_up, down = (BlockMatrix(to_int8(matrix), self._cpu) for matrix in before)
+            pairs.append((gate_up, down))
+            yield from zip(before, (gate_up.dense(), down.dense()), strict=True)
         self._int8 = pairs
         self.gate_up = self.down = self.gate_up.new_empty(0)
 

@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from cairn.errors import ConfigError, LoadError
+from cairn.models.checkpoint import Checkpoint
 from cairn.models.config_reader import ConfigReader, shown
-
-if TYPE_CHECKING:
-    from cairn.models.loader import WeightSource
 
 _SCALE = "_scale_inv"
 _FORMAT = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
@@ -47,7 +44,7 @@ def read_block_size(config: ConfigReader) -> tuple[int, int] | None:
 class BlockScaled:
     """A checkpoint's tensors with FP8 weights dequantised."""
 
-    source: WeightSource
+    source: Checkpoint
     block_size: tuple[int, int]
 
     @property

@@ -1,4 +1,4 @@
-"""GGUF files: config, weights and tokenizer in one. Quantised tensors are dequantised at load."""
+"""GGUF files: config, weights and tokenizer in one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from cairn.models.gguf_header import GGUFTensor, read_header
 if TYPE_CHECKING:
     import torch
 
-_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
+    from cairn.models.blocks import Codes
+
+_FLOAT_TYPES = ("F32", "F16", "BF16")
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -116,35 +118,45 @@ class GGUFFile:
 
     # -- weights ------------------------------------------------------------------------------
 
-    def tensors(self) -> Iterator[tuple[Path, str, torch.Tensor]]:
-        """All tensors as float32, one at a time, under their checkpoint names."""
+    def quantized_types(self) -> tuple[str, ...]:
+        """Types of its matrices, without float ones."""
+        types = {tensor.kind.name for tensor in self._tensors.values()}
+        return tuple(sorted(types.difference(_FLOAT_TYPES)))
+
+    def tensors(self) -> Iterator[tuple[Path, str, torch.Tensor | Codes]]:
+        """All tensors, one at a time, under their checkpoint names; float ones as float32."""
         for name, tensor in self._tensors.items():
-            yield self.path, name, self._dequantized(tensor)
+            yield self.path, name, self._read(tensor)
 
-    def _dequantized(self, tensor: GGUFTensor) -> torch.Tensor:
-        from gguf import dequantize
-
-        if tensor.kind.name not in _TYPES:
-            raise LoadError(
-                f"{self.path}: tensor {tensor.name} has type {tensor.kind.name}; "
-                f"supported: {', '.join(_TYPES)}"
-            )
-        values = dequantize(tensor.data, tensor.kind)
-        if self.metadata["general.architecture"] == "llama":
-            values = self._unpermuted(tensor.name, values)
+    def _read(self, tensor: GGUFTensor) -> torch.Tensor | Codes:
         import torch  # here, so that reading the tokenizer alone does not wait for it
+        from gguf import GGML_QUANT_SIZES, dequantize
 
-        return torch.from_numpy(np.array(values, dtype=np.float32))
+        from cairn.models.gguf_blocks import BLOCK_TYPES, read_blocks
 
-    def _unpermuted(self, name: str, values: np.ndarray) -> np.ndarray:
-        """Llama files interleave the two halves of every query and key head; undo it."""
+        kind, shape = tensor.kind.name, tensor.shape
+        order = self._row_order(tensor.name, shape[0])
+        if kind in _FLOAT_TYPES:
+            values = np.array(dequantize(tensor.data, tensor.kind), dtype=np.float32)
+            wide = torch.from_numpy(values)
+            return wide if order is None else wide[torch.from_numpy(order)]
+        if kind not in BLOCK_TYPES or len(shape) != 2:
+            raise LoadError(
+                f"{self.path}: tensor {tensor.name} of shape {list(shape)} has type {kind}; "
+                f"supported: {', '.join(_FLOAT_TYPES)}, and for matrices {', '.join(BLOCK_TYPES)}"
+            )
+        data = torch.from_numpy(np.array(tensor.data))
+        codes = read_blocks(kind, data, GGML_QUANT_SIZES[tensor.kind][1])
+        return codes if order is None else codes.with_rows(torch.from_numpy(order))
+
+    def _row_order(self, name: str, rows: int) -> np.ndarray | None:
+        """Llama files interleave the two halves of every query and key head; this undoes it."""
         kind = name.split(".")[-2]
-        if kind not in ("attn_q", "attn_k"):
-            return values
+        if self.metadata["general.architecture"] != "llama" or kind not in ("attn_q", "attn_k"):
+            return None
         key = "attention.head_count" if kind == "attn_q" else "attention.head_count_kv"
         heads = self._get("llama", key, self._get("llama", "attention.head_count", 1))
-        shape = values.shape
-        return values.reshape(heads, -1, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+        return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).flatten()
 
 
 def _checkpoint_name(name: str) -> str:

@@ -10,9 +10,11 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from cairn.kernels.cpu import CpuKernels
 from cairn.kernels.interface import FEW_ROWS
+from cairn.models.blocks import BLOCK, BlockMatrix, BlockStack, Codes
 from cairn.models.parallel import Alone, Parallel
-from cairn.models.quantize import Int8Matrix
+from cairn.models.quantize import to_int8
 
 
 class Module:
@@ -60,6 +62,10 @@ class Factory:
     fused: bool = False
     """Use Triton kernels for what lies between matrix products."""
     parallel: Parallel = field(default_factory=Alone)
+    keep: bool = False
+    """Matrices that come quantised stay so, on a CPU in float32."""
+    cpu: CpuKernels | None = None
+    """Kernels for quantised matrices; without them torch multiplies, slowly."""
 
     @property
     def few_rows(self) -> int:
@@ -72,7 +78,7 @@ class Factory:
 
     def fuses_norms(self, rows: int) -> bool:
         """Products of this many rows include the norm before them and the addition after them."""
-        return 0 < rows <= self.few_rows and self.parallel.size == 1
+        return (self.cpu is not None or 0 < rows <= self.few_rows) and self.parallel.size == 1
 
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -85,6 +91,8 @@ class TensorSlot:
     shape: tuple[int, ...]
     write: Callable[[torch.Tensor], object]
     is_norm: bool = False
+    keep: Callable[[Codes], object] | None = None
+    """Takes a quantised matrix that is to stay quantised; None where that is not possible."""
 
     def share(self, dim: int, parallel: Parallel, total: int | None = None) -> TensorSlot:
         """The same slot for a checkpoint tensor of which it takes this rank's share along `dim`.
@@ -106,7 +114,8 @@ class TensorSlot:
                 own = torch.cat((own, own.new_zeros(padding)), dim)
             self.write(own)
 
-        return replace(self, shape=(*self.shape[:dim], whole, *self.shape[dim + 1 :]), write=write)
+        shape = (*self.shape[:dim], whole, *self.shape[dim + 1 :])
+        return replace(self, shape=shape, write=write, keep=None)
 
 
 class Embedding(Module):
@@ -119,13 +128,14 @@ class Embedding(Module):
         self._first = self._parallel.rank * own
         self.weight = factory.empty(own, dim)
         self._few_rows = factory.few_rows
-        self._int8: Int8Matrix | None = None
+        self._keeps, self._cpu = factory.keep, factory.cpu
+        self._stored: BlockMatrix | None = None
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         if self._parallel.size > 1:
             return self._parallel.sum(self._own_rows(ids))
-        if self._int8 is not None:
-            return self._int8.rows(ids)
+        if self._stored is not None:
+            return self._stored.rows(ids)
         return F.embedding(ids, self.weight)
 
     def _own_rows(self, ids: torch.Tensor) -> torch.Tensor:
@@ -137,25 +147,37 @@ class Embedding(Module):
 
     def agrees_with(self, table: torch.Tensor) -> bool:
         """Whether a copy of the whole table in the checkpoint equals this rank's rows."""
-        if tuple(table.shape) != (self._rows, self.weight.shape[1]):
+        weight = self.dense()
+        if tuple(table.shape) != (self._rows, weight.shape[1]):
             return False
-        own = table[self._first : self._first + len(self.weight)]
-        return torch.equal(own.to(self.weight), self.weight[: len(own)])
+        own = table[self._first : self._first + len(weight)]
+        return torch.equal(own.to(weight), weight[: len(own)])
 
-    def quantize(self) -> tuple[torch.Tensor, Int8Matrix]:
-        """Replace the weight by its int8 form; returns both."""
-        dense, self._int8 = self.weight, Int8Matrix.of(self.weight)
+    def quantize(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Round the weight to int8, if it is a multiple of 32 wide. Yields it before and after."""
+        if self.weight.shape[1] % BLOCK == 0:
+            before = self.weight
+            self._keep(to_int8(before))
+            yield before, self.dense()
+
+    def _keep(self, codes: Codes) -> None:
+        """Replace the weight by a quantised one."""
+        self._stored = BlockMatrix(codes, self._cpu)
         self.weight = self.weight.new_empty(0)
-        return dense, self._int8
+
+    def dense(self) -> torch.Tensor:
+        """The weight as checkpoints have it, [rows, dim]."""
+        return self.weight if self._stored is None else self._stored.dense()
 
     def slots(self, name: str) -> Iterator[tuple[str, TensorSlot]]:
-        slot = TensorSlot(tuple(self.weight.shape), self.weight.copy_)
+        keep = self._keep if self._keeps else None
+        slot = TensorSlot(tuple(self.weight.shape), self.weight.copy_, keep=keep)
         yield f"{name}.weight", slot.share(0, self._parallel, self._rows)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The embedding as output head: [rows, dim] -> [rows, vocab], or a rank's part of it."""
-        if self._int8 is not None:
-            return self._int8.product(hidden)
+        if self._stored is not None:
+            return self._stored.product(hidden)
         if 0 < hidden.shape[0] <= self._few_rows:
             from cairn.kernels.gemv import gemv
 
@@ -286,14 +308,10 @@ class Linear(Module):
         self.bias = factory.empty(out_features) if bias else None
         self._fused = factory.fused
         self._few_rows = factory.few_rows
-        self._int8: Int8Matrix | None = None
-
-    def quantize(self) -> tuple[torch.Tensor, Int8Matrix]:
-        """Replace the weight by its int8 form; returns both."""
-        dense = self.dense()
-        self._int8 = Int8Matrix.of(dense)
-        self.weight = self.weight.new_empty(0)
-        return dense, self._int8
+        self._keeps, self._cpu = factory.keep, factory.cpu
+        self._codes: dict[int, Codes] = {}  # parts that have come quantised, by first output
+        self._any_dense = False
+        self._stored: BlockStack | None = None
 
     def __call__(
         self, x: torch.Tensor, *, norm: RMSNorm | None = None, add_to: torch.Tensor | None = None
@@ -304,13 +322,26 @@ class Linear(Module):
 
             weights = None if norm is None else (norm.weight, norm.eps)
             return gemv(x.contiguous(), self.weight, norm=weights, add_to=add_to)
+        if self._stored is not None:
+            weights = None if norm is None else (norm.weight, norm.eps)
+            return self._of_stored(self._stored, x, weights, silu=False, add_to=add_to)
         out = self._product(x if norm is None else norm(x))
         return out if add_to is None else add_to.add_(out)
 
+    def _of_stored(
+        self,
+        matrix: BlockStack,
+        x: torch.Tensor,
+        norm: tuple[torch.Tensor, float] | None,
+        *,
+        silu: bool,
+        add_to: torch.Tensor | None,
+    ) -> torch.Tensor:
+        out = matrix.product(x, add_to, norm=norm, silu=silu, add=add_to is not None)
+        return out if self.bias is None else out.add_(self.bias)
+
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        if self._int8 is not None:
-            out = self._int8.product(x)
-        elif not self._blocks:
+        if not self._blocks:
             return F.linear(x, self.weight, self.bias)
         elif len(x) > _MANY_ROWS:
             in_out = self.weight.transpose(0, 1).reshape(self.in_features, self._out_features)
@@ -331,6 +362,8 @@ class Linear(Module):
             if self.bias is None and 0 < gate_up.shape[0] <= self._few_rows:
                 return gemv(gate_up, self.weight, silu=True, add_to=add_to)
             return self(silu_and_mul(gate_up), add_to=add_to)
+        if self._stored is not None:
+            return self._of_stored(self._stored, gate_up, None, silu=True, add_to=add_to)
         gate, up = gate_up.chunk(2, dim=-1)
         return self(F.silu(gate).mul_(up), add_to=add_to)
 
@@ -340,8 +373,12 @@ class Linear(Module):
         for part, rows in self.parts.items():
             target = f"{parent}.{part}" if parent else part
             split = "none" if part in self._whole else self._split
-            write = partial(self._write, begin, self._orders.get(part))
-            slot = TensorSlot((rows, self.in_features), write)
+            order = self._orders.get(part)
+            slot = TensorSlot(
+                (rows, self.in_features),
+                partial(self._write_part, begin, order),
+                keep=partial(self._keep_part, begin, order) if self._keeps else None,
+            )
             if split == "out":
                 slot = slot.share(0, self._parallel, self._total)
             elif split == "in":
@@ -357,6 +394,34 @@ class Linear(Module):
             return TensorSlot(tuple(bias.shape), lambda _: bias.zero_())
         slot = TensorSlot(tuple(bias.shape), bias.copy_)
         return slot.share(0, self._parallel) if split == "out" else slot
+
+    def quantize(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Round the weight to int8. Yields it before and after."""
+        if self.in_features % BLOCK == 0:
+            before = self.dense()
+            self._store([to_int8(before)])
+            yield before, self.dense()
+
+    def _keep_part(self, begin: int, order: torch.Tensor | None, codes: Codes) -> None:
+        """Keep a quantised checkpoint matrix. Once all parts have come, they replace the weight."""
+        if self._any_dense:
+            self._write(begin, order, codes.dense())
+            return
+        self._codes[begin] = codes if order is None else codes.with_rows(order)
+        if sum(len(part.codes) for part in self._codes.values()) == self._out_features:
+            self._store([self._codes.pop(first) for first in sorted(self._codes)])
+
+    def _store(self, parts: list[Codes]) -> None:
+        self._stored = BlockStack(parts, self._cpu)
+        self.weight = self.weight.new_empty(0)
+
+    def _write_part(self, begin: int, order: torch.Tensor | None, matrix: torch.Tensor) -> None:
+        """Write a float checkpoint matrix, and with it the parts that have come quantised."""
+        self._any_dense = True
+        while self._codes:
+            first, codes = self._codes.popitem()
+            self._write(first, None, codes.dense())
+        self._write(begin, order, matrix)
 
     def _write(self, begin: int, order: torch.Tensor | None, matrix: torch.Tensor) -> None:
         """Copy a checkpoint matrix [rows, in] to output rows `begin` onwards."""
@@ -375,6 +440,8 @@ class Linear(Module):
 
     def dense(self) -> torch.Tensor:
         """The weight as checkpoints have it, [out, in]; a copy on a CPU."""
+        if self._stored is not None:
+            return self._stored.dense()
         if not self._blocks:
             return self.weight
         return (

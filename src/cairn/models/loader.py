@@ -9,13 +9,15 @@ from typing import Protocol
 
 import torch
 
-from cairn.errors import LoadError
+from cairn.errors import ConfigError, LoadError
+from cairn.kernels.cpu import CpuKernels
+from cairn.models.blocks import BLOCK, Codes, Weight, dense
 from cairn.models.config_reader import ConfigReader
 from cairn.models.experts import ExpertWeights
 from cairn.models.interface import LanguageModel
 from cairn.models.layers import Embedding, Factory, Linear, TensorSlot, named_slots
 from cairn.models.parallel import Alone, Parallel
-from cairn.models.quantize import Int8Matrix, QuantizationError
+from cairn.models.quantize import QuantizationError
 from cairn.models.registry import build
 
 Progress = Callable[[int, int], None]
@@ -31,14 +33,16 @@ def build_model(
     device: torch.device,
     parallel: Parallel | None = None,
     impl: str = "cairn",
+    keep: bool = False,
+    cpu: CpuKernels | None = None,
 ) -> LanguageModel:
     """The model that config.json describes, without its weights, or a rank's part of it."""
     fused = device.type == "cuda" and dtype != torch.float64 and find_spec("triton") is not None
-    return build(config, Factory(dtype, device, fused, parallel or Alone()), impl)
+    return build(config, Factory(dtype, device, fused, parallel or Alone(), keep, cpu), impl)
 
 
 class WeightSource(Protocol):
-    """Tensors by their checkpoint names: safetensors or GGUF."""
+    """Weights by their checkpoint names: safetensors or GGUF."""
 
     @property
     def path(self) -> Path:
@@ -48,8 +52,8 @@ class WeightSource(Protocol):
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
-    def tensors(self) -> Iterator[tuple[Path, str, torch.Tensor]]:
-        """(file, name, tensor), one at a time."""
+    def tensors(self) -> Iterator[tuple[Path, str, Weight]]:
+        """(file, name, weight), one at a time."""
         ...
 
 
@@ -68,7 +72,7 @@ def fill(model: LanguageModel, weights: WeightSource, progress: Progress | None 
     """Stream weights into the model."""
     _check_shapes(model, weights)
 
-    def counted() -> Iterator[tuple[Path, str, torch.Tensor]]:
+    def counted() -> Iterator[tuple[Path, str, Weight]]:
         for done, found in enumerate(weights.tensors(), start=1):
             yield found
             if progress is not None:
@@ -79,29 +83,34 @@ def fill(model: LanguageModel, weights: WeightSource, progress: Progress | None 
 
 def write_tensors(
     model: LanguageModel,
-    tensors: Iterable[tuple[Path | str, str, torch.Tensor]],
+    tensors: Iterable[tuple[Path | str, str, Weight]],
     source: Path | str,
 ) -> None:
     """Write (file, name, tensor) to the model, which must need all of them and no others."""
     slots = _all_slots(model)
-    copies: list[tuple[Path | str, str, torch.Tensor]] = []
+    copies: list[tuple[Path | str, str, Weight]] = []
     names = set()
     for path, name, tensor in tensors:
         names.add(name)
         if name in model.tied:
             copies.append((path, name, tensor))
         elif name in slots:
-            _check_shape(path, name, tuple(tensor.shape), slots[name].shape)
+            slot = slots[name]
+            _check_shape(path, name, tuple(tensor.shape), slot.shape)
+            if isinstance(tensor, Codes) and slot.keep is not None:
+                slot.keep(tensor)
+                continue
+            tensor = dense(tensor)
             if tensor.dtype not in _TYPES:
                 raise LoadError(
                     f"{path}: tensor {name} has type {tensor.dtype}; only float weights are read, "
                     "and FP8 with scales of blocks"
                 )
-            slots[name].write(tensor)
+            slot.write(tensor)
     _check_names(model, names, source)
     for path, name, tensor in copies:
         # A copy in the file is redundant; a different one means the config is wrong.
-        if not model.tied[name].agrees_with(tensor):
+        if not model.tied[name].agrees_with(dense(tensor)):
             raise LoadError(
                 f"{path}: tensor {name} differs from the embedding although "
                 "tie_word_embeddings is true; set it to false in config.json"
@@ -164,24 +173,24 @@ def fill_dummy(model: LanguageModel, seed: int) -> None:
 
 
 def quantize(model: LanguageModel) -> QuantizationError:
-    """Turn all matrices to int8, one after the other, and measure what that changes."""
+    """Turn all matrices to int8, one after the other, and measure what that changes. Those whose
+    width is no multiple of 32 stay as they are."""
     lost = kept = 0.0
     errors: dict[str, float] = {}
     for name, module in model.named_modules():
-        if isinstance(module, Linear | Embedding):
-            own: Iterable[tuple[torch.Tensor, Int8Matrix]] = [module.quantize()]
-        elif isinstance(module, ExpertWeights):
-            own = module.quantize()
-        else:
-            continue
-        difference = size = 0.0
-        for dense, int8 in own:
-            difference += (int8.dense() - dense).square().sum().item()
-            size += dense.float().square().sum().item()
-        lost, kept = lost + difference, kept + size
-        errors[name] = (difference / size) ** 0.5 if size else 0.0
+        if isinstance(module, Linear | Embedding | ExpertWeights):
+            difference = size = 0.0
+            for before, after in module.quantize():
+                difference += (after - before).square().sum().item()
+                size += before.float().square().sum().item()
+            lost, kept = lost + difference, kept + size
+            errors[name] = (difference / size) ** 0.5 if size else 0.0
+    if not kept:
+        raise ConfigError(
+            f"quantization=int8 has nothing to round: no matrix is a multiple of {BLOCK} wide"
+        )
     worst = max(errors, key=lambda name: errors[name])
-    return QuantizationError((lost / kept) ** 0.5 if kept else 0.0, errors[worst], worst)
+    return QuantizationError((lost / kept) ** 0.5, errors[worst], worst)
 
 
 def _listed(names: list[str]) -> str:

@@ -1,51 +1,21 @@
-"""Weight-only int8: each output row of a matrix as int8 numbers and one scale.
-
-A CPU that generates one token at a time waits for weights, and int8 has a quarter of the bytes.
-Activations are rounded to bfloat16 for the int8 product. With many rows compute is the limit, not
-memory, so the weights are widened again. Both ways agree up to the order of sums.
-"""
+"""int8 weights: codes of 8 bits, with a scale for every 32 of them, made from float weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-_FEW_ROWS = 16
+from cairn.models.blocks import BLOCK, Codes
 
 
-@dataclass(frozen=True, slots=True)
-class Int8Matrix:
-    """[out, in] weights as int8, with a scale per output row."""
-
-    weight: torch.Tensor  # [out, in] int8
-    scale: torch.Tensor  # [out] float32
-    scale_bf16: torch.Tensor  # [out]
-
-    @classmethod
-    def of(cls, dense: torch.Tensor) -> Int8Matrix:
-        wide = dense.float()
-        # Rounded to what the product multiplies by, so that both ways agree.
-        scale = (wide.abs().amax(1) / 127).clamp(min=1e-12).to(torch.bfloat16)
-        weight = (wide / scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
-        return cls(weight, scale.float(), scale)
-
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, in] -> [rows, out], both rounded to bfloat16 however many rows there are."""
-        rounded = x.to(torch.bfloat16)
-        # torch's kernel reads columns by 16, and beyond the end of other matrices.
-        if 0 < x.shape[0] <= _FEW_ROWS and x.shape[1] % 16 == 0:
-            packed = torch._weight_int8pack_mm(rounded, self.weight, self.scale_bf16)
-            return packed.to(x.dtype)
-        return F.linear(rounded.to(x.dtype), self.dense()).to(torch.bfloat16).to(x.dtype)
-
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows by number, widened: an embedding lookup."""
-        return self.weight[ids].float() * self.scale[ids, None]
-
-    def dense(self) -> torch.Tensor:
-        return self.weight.float() * self.scale[:, None]
+def to_int8(dense: torch.Tensor) -> Codes:
+    """The matrix [outputs, columns] rounded to 8 bits; columns are a multiple of 32."""
+    blocks = torch.unflatten(dense.float(), 1, (-1, BLOCK))
+    # Rounded to float16 first, so that the codes fit the scale that is kept.
+    scale = (blocks.abs().amax(-1) / 127).to(torch.float16)
+    codes = (blocks / scale.float()[..., None]).nan_to_num(0, 0, 0).round().clamp(-127, 127)
+    return Codes((codes.flatten(1) + 128).to(torch.uint8), scale, offset=128, bits=8)
 
 
 @dataclass(frozen=True, slots=True)
