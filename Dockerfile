@@ -1,6 +1,9 @@
 # docker build -t cairn . && docker run -p 8000:8000 -v cairn:/models cairn
 # For a GPU: --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu128 --build-arg EXTRAS=server,grammar,gpu
-FROM python:3.11-slim
+# The tag may move. To build on the same base every time, name its digest, which
+# `docker buildx imagetools inspect python:3.11-slim` prints: --build-arg BASE=python:3.11-slim@sha256:...
+ARG BASE=python:3.11-slim
+FROM $BASE
 
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG EXTRAS=server,grammar

