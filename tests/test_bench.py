@@ -340,6 +340,15 @@ def test_tier_bandwidth(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert all(row["gb_per_s"] > 0 for row in rows)
 
 
+def test_experts_beside_transformers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "moe", "--device", "cpu", "--rows", "1,3"]) == 0
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["rows"] for row in record["results"]] == [1, 3]
+    assert all(row["cairn_us"] > 0 and row["ratio"] > 0 for row in record["results"])
+    assert main(["bench", "moe", "--model", "qwen3-0.6b"]) == 2
+    assert "bench moe has qwen3-30b-a3b, moe-toy" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

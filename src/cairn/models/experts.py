@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from cairn.models.blocks import BLOCK, BlockMatrix
 from cairn.models.decoder import MLP, FeedForward
-from cairn.models.layers import Factory, Module, TensorSlot, few_rows_product
+from cairn.models.layers import Factory, Module, TensorSlot
 from cairn.models.quantize import to_int8
 from cairn.models.spec import DecoderSpec
 from cairn.models.split import share
@@ -79,11 +79,34 @@ def experts(
     """The weighted sum of the chosen experts' outputs, [rows, hidden]. On a CPU only the weights of
     chosen experts are read."""
 
+    if len(x) == 1 and not x.is_cuda:
+        return _one_row(x[0], ids[0].tolist(), weights[0], gate_up, down)[None]
+
     def one(expert: int, rows: torch.Tensor) -> torch.Tensor:
-        gate, up = few_rows_product(rows, gate_up[expert]).chunk(2, -1)
-        return few_rows_product(F.silu(gate).mul_(up), down[expert])
+        gate, up = F.linear(rows, gate_up[expert]).chunk(2, -1)
+        return F.linear(F.silu(gate).mul_(up), down[expert])
 
     return by_expert(x, ids, weights, len(gate_up), one)
+
+
+def _one_row(
+    x: torch.Tensor,  # [hidden]
+    ids: list[int],
+    weights: torch.Tensor,  # [k]
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+) -> torch.Tensor:
+    """`experts` of a single row, with two operations for each expert."""
+    chosen = [(slot, expert) for slot, expert in enumerate(ids) if expert >= 0]
+    both = x.new_empty(len(ids), gate_up.shape[1])
+    for slot, expert in chosen:
+        torch.mv(gate_up[expert], x, out=both[slot])
+    gate, up = both.chunk(2, -1)
+    inner = F.silu(gate).mul_(up).mul_(weights.to(x.dtype)[:, None])
+    out = torch.zeros_like(x)
+    for slot, expert in chosen:
+        out.addmv_(down[expert], inner[slot])
+    return out
 
 
 def by_expert(
@@ -102,12 +125,6 @@ def by_expert(
         for expert in range(count):
             weight = torch.where(ids == expert, weights, 0).sum(-1, keepdim=True)
             out += weight * one(expert, x)
-        return out
-    if len(x) == 1:
-        # Which row belongs to which expert needs no search.
-        for expert, weight in zip(ids[0].tolist(), weights[0], strict=True):
-            if expert >= 0:
-                out.addcmul_(one(expert, x), weight)
         return out
     per_token = ids.shape[1]
     chosen, order = ids.flatten().sort(stable=True)
@@ -162,7 +179,11 @@ class ExpertWeights(Module):
         self.first = factory.parallel.rank * own
         self._own, self._count = own, count
         self.gate_up = factory.empty(own, 2 * inter, hidden)
-        self.down = factory.empty(own, hidden, inter)
+        if factory.device.type == "cpu":
+            # A CPU reads rows of `hidden` numbers faster than the shorter ones.
+            self.down = factory.empty(own, inter, hidden).transpose(1, 2)
+        else:
+            self.down = factory.empty(own, hidden, inter)
         self._cpu = factory.cpu
         self._int8: list[tuple[BlockMatrix, BlockMatrix]] | None = None
 

@@ -37,8 +37,13 @@ def build_model(
     cpu: CpuKernels | None = None,
 ) -> LanguageModel:
     """The model that config.json describes, without its weights, or a rank's part of it."""
-    fused = device.type == "cuda" and dtype != torch.float64 and find_spec("triton") is not None
-    return build(config, Factory(dtype, device, fused, parallel or Alone(), keep, cpu), impl)
+    factory = Factory(dtype, device, use_kernels(dtype, device), parallel or Alone(), keep, cpu)
+    return build(config, factory, impl)
+
+
+def use_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether Triton's kernels compute what lies between matrix products."""
+    return device.type == "cuda" and dtype != torch.float64 and find_spec("triton") is not None
 
 
 class WeightSource(Protocol):
