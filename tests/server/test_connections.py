@@ -19,7 +19,8 @@ import pytest
 
 from cairn.errors import ConfigError
 from cairn.server.options import ServeConfig
-from cairn.server.tools import ToolParser
+from cairn.server.tools.hermes import Hermes
+from cairn.server.tools.parser import ToolParser
 from tests.server.process import COMMAND, ServerProcess
 
 CHAT = "/v1/chat/completions"
@@ -177,7 +178,7 @@ def test_deep_nesting_is_no_failure(server: ServerProcess) -> None:
 
 def test_a_deep_call_of_a_model_is_text() -> None:
     text = f'<tool_call>{{"name": "f", "arguments": {DEEP}'
-    assert ToolParser().push(text, final=True) == (text, [])
+    assert ToolParser(Hermes(), {}).push(text, final=True) == (text, [])
 
 
 @pytest.mark.parametrize("key", ["secret ", " secret", "secret\n"])

@@ -8,10 +8,11 @@ from typing import Any
 import openai
 import pytest
 
-from cairn.server.grammar import chat_grammar
+from cairn.server.grammar import ModelForms, chat_grammar
 from cairn.server.grammars import Follower, Grammars
 from cairn.server.schema import ChatRequest
-from cairn.server.tools import ToolParser
+from cairn.server.tools.hermes import Hermes
+from cairn.server.tools.parser import ToolParser
 from cairn.text.tokenizer import Tokenizer
 from tests.helpers import byte_tokenizer
 from tests.server.process import ServerProcess
@@ -172,7 +173,7 @@ def test_a_call_once_begun_is_a_whole_one() -> None:
     fast = byte_tokenizer()
     grammars = Grammars(Tokenizer(fast, None), 256, frozenset({end}))
     body = ChatRequest.model_validate({"messages": QUESTION, "tools": TOOLS})
-    grammar = chat_grammar(body)
+    grammar = chat_grammar(body, ModelForms(Hermes(), None, {}), None)
     assert grammar is not None
 
     def follows(text: str) -> set[int]:
@@ -206,7 +207,6 @@ def test_what_cannot_be_followed_is_refused(client: openai.OpenAI, server: Serve
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "no"}}},
         ),
         ("tools", {"tools": [*TOOLS, TOOLS[0]]}),
-        ("parallel_tool_calls", {"parallel_tool_calls": True}),
         ("response_format", {"tools": TOOLS, "response_format": {"type": "json_object"}}),
         (
             "ignore_eos",
@@ -215,7 +215,7 @@ def test_what_cannot_be_followed_is_refused(client: openai.OpenAI, server: Serve
     ):
         with pytest.raises(openai.BadRequestError) as refused:
             ask(client, server, **options)
-        assert refused.value.param == name, refused.value
+        assert (refused.value.param or "").split(".")[0] == name, refused.value
     assert server.get("/health").status_code == 200
 
 
@@ -239,9 +239,9 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 def test_calls_are_found_however_the_text_comes(
     text: str, said: str, calls: int, step: int
 ) -> None:
-    parser = ToolParser()
+    parser = ToolParser(Hermes(), {})
     pieces = [text[i : i + step] for i in range(0, len(text), step)]
     results = [parser.push(piece, final=False) for piece in pieces] + [parser.push("", final=True)]
     assert "".join(words for words, _ in results) == said
     found = [call for _, each in results for call in each]
-    assert [call["function"] for call in found] == [{"name": "f", "arguments": '{"x": 1}'}] * calls
+    assert [(call.name, call.arguments) for call in found] == [("f", '{"x": 1}')] * calls

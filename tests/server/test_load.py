@@ -91,7 +91,7 @@ def test_two_hundred_streams_lose_and_repeat_nothing(model_folder: Path, tmp_pat
 
 
 def _spelling() -> dict[str, int]:
-    from cairn.server.formats import byte_alphabet
+    from cairn.server.token_texts import byte_alphabet
     from cairn.text.tokenizer import Tokenizer
     from tests.helpers import byte_tokenizer
 

@@ -79,9 +79,9 @@ def test_the_engine_gets_the_parameters_that_were_checked() -> None:
     decoded = wire.decode_to_engine(wire.encode(message))
     assert isinstance(decoded, wire.Submit) and decoded.params == params
     assert decoded.params.bias == ((7, -1.5),) and decoded.params.stop_strings == ("a", "b")
-    with pytest.raises(ApiError, match="top_k is 0") as refused:
-        completion_params(body.model_copy(update={"top_k": 0}), 9, {})
-    assert refused.value.param == "top_k"
+    with pytest.raises(ApiError, match="top_p is 0") as refused:
+        completion_params(body.model_copy(update={"top_p": 0}), 9, {})
+    assert refused.value.param == "top_p"
 
 
 def test_so_has_the_user_of_a_chat() -> None:

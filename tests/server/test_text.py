@@ -272,8 +272,8 @@ def test_tokens_that_were_under_way_are_dropped(
 class FailingDetokenizer(Detokenizer):
     """Fails on the fifth token of the prompt that asks for it."""
 
-    def __init__(self, tokenizer: Any, stop: Any, prompt_ids: Any) -> None:
-        super().__init__(tokenizer, stop, prompt_ids)
+    def __init__(self, tokenizer: Any, stop: Any, prompt_ids: Any, **options: Any) -> None:
+        super().__init__(tokenizer, stop, prompt_ids, **options)
         self._left = 5 if tokenizer.decode(prompt_ids) == "fail" else -1
 
     def push(self, token_ids: Any) -> str:

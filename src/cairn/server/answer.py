@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from cairn.engine.logprobs import TokenLogprob
 from cairn.server.api_error import ApiError
 from cairn.server.outlet import Outlet
+from cairn.server.tools.form import Call
 from cairn.server.wire import Detail, Start
 from cairn.text.detokenizer import Detokenizer
 
@@ -28,8 +29,15 @@ class Choice:
     """
 
     def __init__(
-        self, number: int, index: int, prompt_tokens: int, detokenizer: Detokenizer | None
+        self,
+        number: int,
+        index: int,
+        prompt_tokens: int,
+        detokenizer: Detokenizer | None,
+        *,
+        silent: bool = False,
     ) -> None:
+        """`silent`: only the prompt is wanted. The engine makes one token, which is dropped."""
         self.number = number  # its name in messages to and from the engine
         self.index = index  # in the answer
         self.answer: Answer  # set by the answer
@@ -38,29 +46,38 @@ class Choice:
         self.start: Start | None = None  # sent with the first token
         self.last_token: float | None = None  # time it came
         self.reason: Literal["stop", "length"] | None = None  # set when the choice ends
+        self.stop_text: str | None = None  # the stop string that ended it
+        self.stop_token: int | None = None  # the token that ended it
         self._detokenizer = detokenizer
+        self._silent = silent
         # Used by the format: the output so far or, in a stream, what the next event needs.
         self.texts: list[str] = []
-        self.logprobs: list[TokenLogprob | None] = []
+        self.thoughts: list[str] = []
+        self.logprobs: list[TokenLogprob] = []
         self.reads: list[dict[str, Any]] = []
-        self.calls: list[dict[str, Any]] = []
+        self.ids: list[int] = []
+        self.calls: list[Call] = []
         self.offset = 0  # characters, for text_offset of completions
         self.around = b"", b""  # bytes of an event before and after its text
         self.echo = ""  # text to send before the first token's
 
     def take(self, token: int, detail: Detail | None) -> bytes:
         """The events of a new token, maybe none. Sets `reason` if it ends the choice."""
-        self.tokens += 1
+        self.tokens += not self._silent
         reason = None if detail is None else detail.reason
         text = ""
-        if self._detokenizer is not None:
+        if self._silent:
+            reason = "length"
+        elif self._detokenizer is not None:
             if reason != "stop":  # a stop token has no text
                 text = self._detokenizer.push((token,))
             if reason is not None:
                 text += self._detokenizer.finish()
             if self._detokenizer.stopped:
-                reason = "stop"
-        if detail is None and reason is None:
+                reason, self.stop_text = "stop", self._detokenizer.matched
+        if reason == "stop" and self.stop_text is None:
+            self.stop_token = token
+        if detail is None and reason is None and self.answer.form.plain:
             return self.answer.form.add_text(self, text)
         if detail is not None and detail.start is not None:
             self.start = detail.start

@@ -1,9 +1,10 @@
-"""Errors in the form that OpenAI's clients expect."""
+"""Errors in the form that OpenAI's clients expect, or Anthropic's."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import fields
+from typing import Any
 
 from starlette.responses import Response
 
@@ -16,10 +17,19 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+_ANTHROPIC = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_ANTHROPIC_PATHS = ("/messages", "/messages/count_tokens")
 _FIELDS = {
     "cache_salt",
-    "response_format",
-    "tools",
+    *("response_format", "structured_outputs", "tools", "json_schema", "regex", "ebnf"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *(option.name for option in fields(SamplingParams)),
 }
 
@@ -52,6 +62,13 @@ class ApiError(Exception):
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode()
 
+    def anthropic(self) -> dict[str, Any]:
+        """The body that Anthropic's clients expect."""
+        kind = _ANTHROPIC.get(self.status)
+        if kind is None:
+            kind = "invalid_request_error" if self.status < 500 else "api_error"
+        return {"type": "error", "error": {"type": kind, "message": str(self)}}
+
     def headers(self) -> dict[str, str]:
         headers = {"content-type": "application/json"}
         if self.retry_after is not None:
@@ -62,8 +79,12 @@ class ApiError(Exception):
             headers["connection"] = "close"  # there may be more of the body
         return headers
 
-    def response(self) -> Response:
-        return Response(self.encoded(), self.status, self.headers())
+    def response(self, path: str = "") -> Response:
+        """In the form of the API that has this path."""
+        body = self.encoded()
+        if path.endswith(_ANTHROPIC_PATHS):
+            body = json.dumps(self.anthropic()).encode()
+        return Response(body, self.status, self.headers())
 
 
 def bad_request(param: str | None, message: str, code: str | None = None) -> ApiError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -78,7 +79,7 @@ def build_app(
         lifespan=lifespan,
     )
     _add_errors(app)
-    _add_model_routes(app, service)
+    _add_model_routes(app, service, serve)
     _add_state_routes(app, service, serve)
     _add_worker_routes(app, service, engine)
     _add_pages(app)
@@ -98,37 +99,38 @@ def build_app(
     return outer
 
 
-def _add_model_routes(app: FastAPI, service: Service) -> None:
-    def describe() -> dict[str, Any]:
-        described = {"id": service.model, "object": "model", "created": service.created}
+def _add_model_routes(app: FastAPI, service: Service, serve: ServeConfig) -> None:
+    def describe(name: str) -> dict[str, Any]:
+        described = {"id": name, "object": "model", "created": service.created}
         return {**described, "owned_by": "cairn", "max_model_len": service.max_tokens}
+
+    read = partial(read_body, strict=serve.strict_fields)
 
     @app.post("/v1/chat/completions", tags=["OpenAI"], summary="Answer a conversation.")
     async def chat(request: Request) -> Response:
-        return service.chat(await read_body(request, ChatRequest))
+        return service.chat(await read(request, ChatRequest))
 
     @app.post("/v1/completions", tags=["OpenAI"], summary="Complete a prompt.")
     async def complete(request: Request) -> Response:
-        return service.complete(await read_body(request, CompletionRequest))
+        return service.complete(await read(request, CompletionRequest))
 
     @app.get("/v1/models", tags=["OpenAI"], summary="The model this server has.")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [describe()]}
+        return {"object": "list", "data": [describe(name) for name in service.names]}
 
     @app.get("/v1/models/{name:path}", tags=["OpenAI"], summary="One model.")
     async def model(name: str) -> dict[str, Any]:
-        service.check_model(name)
-        return describe()
+        return describe(service.check_model(name))
 
     @app.post("/tokenize", tags=["tokens"], summary="Token ids of a text or a conversation.")
     async def tokenize(request: Request) -> Response:
-        answer = await service.tokenize(await read_body(request, TokenizeRequest))
+        answer = await service.tokenize(await read(request, TokenizeRequest))
         # FastAPI would check each id, of which there may be a hundred thousand.
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
     @app.post("/detokenize", tags=["tokens"], summary="The text of token ids.")
     async def detokenize(request: Request) -> dict[str, Any]:
-        body = await read_body(request, DetokenizeRequest)
+        body = await read(request, DetokenizeRequest)
         service.check_model(body.model)
         return await service.detokenize(body.tokens)
 
@@ -208,14 +210,14 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def own(request: Request, error: ApiError) -> Response:
         record_of(request.scope).error = str(error)
-        return error.response()
+        return error.response(request.url.path)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         path = request.url.path[:100]
         what = {404: f"there is nothing at {path!a}", 405: f"{path!a} takes another method"}
         status = error.status_code
-        response = ApiError(status, what.get(status, str(error.detail))).response()
+        response = ApiError(status, what.get(status, str(error.detail))).response(path)
         response.headers.update(error.headers or {})
         return response
 
@@ -228,7 +230,8 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
         record_of(request.scope).error = f"{type(error).__name__}: {error}"
-        return ApiError(500, "the server failed on this request; its log says why").response()
+        failed = ApiError(500, "the server failed on this request; its log says why")
+        return failed.response(request.url.path)
 
 
 def _schema(app: FastAPI) -> Callable[[], dict[str, Any]]:

@@ -6,14 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from cairn.server import tools as tool_text
-from cairn.server.schema import (
-    AssistantMessage,
-    ChatMessage,
-    Content,
-    Tool,
-    ToolMessage,
-)
+from cairn.server.schema import ChatMessage, Content, Tool
+from cairn.server.tools.hermes import system_message, written_call
 
 
 def template_messages(
@@ -27,7 +21,7 @@ def template_messages(
     listed = [tool.model_dump(exclude_none=True) for tool in tools]
     if "tools" in template:
         return rendered, listed
-    told = tool_text.system_message(listed)
+    told = system_message(listed)
     if rendered[0]["role"] == "system":
         rendered[0]["content"] += "\n\n" + told
         return rendered, None
@@ -36,13 +30,15 @@ def template_messages(
 
 def _message(message: ChatMessage, *, knows_calls: bool) -> dict[str, Any]:
     content = _text(message.content)
-    if isinstance(message, ToolMessage):
-        return {"role": "tool", "content": content, "tool_call_id": message.tool_call_id}
     role = "system" if message.role == "developer" else message.role
     result: dict[str, Any] = {"role": role, "content": content}
-    if message.name is not None:
-        result["name"] = message.name
-    if isinstance(message, AssistantMessage) and message.tool_calls:
+    for name in ("name", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            result[name] = value
+    thoughts = message.reasoning_content or message.reasoning
+    if thoughts:
+        result["reasoning_content"] = thoughts
+    if message.tool_calls:
         calls = [
             {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
             for call in message.tool_calls
@@ -53,19 +49,25 @@ def _message(message: ChatMessage, *, knows_calls: bool) -> dict[str, Any]:
                 for own, call in zip(message.tool_calls, calls, strict=True)
             ]
         else:
-            written = [f"{tool_text.BEGIN}\n{json.dumps(c)}\n{tool_text.END}" for c in calls]
+            written = [written_call(call["name"], call["arguments"]) for call in calls]
             result["content"] = "\n".join(filter(None, [content, *written]))
     return result
+
+
+def message_text(message: ChatMessage) -> str:
+    return _text(message.content)
 
 
 def _text(content: Content | None) -> str:
     if content is None:
         return ""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    return content if isinstance(content, str) else "".join(part.text or "" for part in content)
 
 
-def _arguments(text: str) -> object:
+def _arguments(text: str | dict[str, Any] | None) -> Any:
     """Templates write arguments as JSON themselves. Text that is not JSON stays as it is."""
+    if not isinstance(text, str):
+        return text or {}
     try:
         value: object = json.loads(text)
         json.dumps(value)  # as templates do; both fail on values that are nested too deeply

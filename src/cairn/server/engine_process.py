@@ -70,6 +70,7 @@ class EngineLoop(Driver[int]):
             context_length=engine.context_length,
             max_tokens=engine.max_tokens,
             vocab_size=engine.spec.vocab_size,
+            eos_token_ids=sorted(engine.eos_token_ids),
             page_size=geometry.page_size,
             tokens_per_page=geometry.tokens_per_page,
             can_trace=engine.can_trace,

@@ -6,26 +6,53 @@ are dicts that msgspec encodes. Traces are in a field `cairn` of each choice.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import msgspec
-from tokenizers import pre_tokenizers
 
 from cairn.engine.logprobs import TokenLogprob
 from cairn.server.answer import Choice
-from cairn.server.tools import ToolParser
+from cairn.server.api_error import ApiError
+from cairn.server.output import OutputParser, Parsed
+from cairn.server.token_texts import TokenTexts
+from cairn.server.tools.form import Call
 from cairn.server.wire import Detail
-from cairn.text.tokenizer import Tokenizer
 
 _encode = msgspec.json.Encoder().encode
 _TEXT = "\0"  # stands for the text in an event that is encoded in advance
-_CACHED_TOKENS = 1 << 17
+_UNKNOWN = -math.inf  # log-probability of a prompt's first token
+
+Scores = list[TokenLogprob]
+Reads = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class FormOptions:
+    """What a request asks of the form of its answer."""
+
+    streams: bool = False
+    with_usage: bool = False
+    continuous_usage: bool = False
+    token_ids: bool = False
+    """Add the ids of the prompt's and the answer's tokens."""
+    prompt_logprobs: bool = False
+    echo: Sequence[str] | None = None
+    """What answers begin with, one text for each prompt."""
+    scores_echo: bool = False
+    trace: dict[str, Any] | None = None
+    """The prompt's pages, if the request is traced."""
+    parsers: Sequence[OutputParser] | None = None
+    """One for each choice; None if everything is content."""
 
 
 class Format:
+    """An answer in some API's format. Subclasses are OpenAI's completions and other APIs."""
+
     kind = ""
     chunk_kind = ""
 
@@ -33,257 +60,336 @@ class Format:
         self,
         answer_id: str,
         model: str,
+        prompts: Sequence[Sequence[int]],
         choices: Sequence[Choice],
         token_texts: TokenTexts,
-        *,
-        prompts: int = 1,
-        streams: bool = False,
-        with_usage: bool = False,
-        trace: dict[str, Any] | None = None,
-        tools: bool = False,
+        options: FormOptions,
     ) -> None:
-        """`trace` describes the prompt's pages, if the request is traced."""
-        self.streams = streams
+        self.streams = options.streams
         self.choices = choices
-        self._token_texts = token_texts
-        self._prompts = prompts
-        self._with_usage = with_usage
-        self._trace = trace
-        self._parsers = [ToolParser() for _ in choices] if tools else None
-        self._head = {"id": answer_id, "created": int(time.time()), "model": model}
-        for choice in choices if streams else ():
-            event = self._event(self._chunk_choice(choice.index, _TEXT, []))
-            # What follows the text is not the client's, so it cannot contain the placeholder.
-            before, _, after = event.rpartition(_encode(_TEXT))
-            choice.around = before, after
+        self.prompts = prompts
+        self.options = options
+        self.token_texts = token_texts
+        self.head = {"id": answer_id, "created": int(time.time()), "model": model}
+        self.plain = not (options.parsers or options.token_ids or options.continuous_usage)
+        """A token that brings only text has only text to say: `add_text` may be used."""
+        if options.echo is not None:
+            for choice in choices:
+                choice.echo = options.echo[self.prompt_of(choice)]
 
-    # -- what the two kinds of completion define ----------------------------------------------
+    def prompt_of(self, choice: Choice) -> int:
+        """Index of the prompt that a choice answers."""
+        return choice.index * len(self.prompts) // len(self.choices)
+
+    # -- what each API defines ----------------------------------------------------------------
 
     def first(self) -> bytes:
         """Events before any token."""
+        return b""
+
+    def emit(
+        self, choice: Choice, new: Parsed, scores: Scores, reads: Reads, ids: list[int]
+    ) -> bytes:
+        """The events for what new tokens brought."""
         raise NotImplementedError
 
-    def _chunk_choice(self, index: int, text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
-        """A choice of a chunk that has this text and these tool calls."""
+    def last(self) -> bytes:
+        """Events after all choices have ended."""
+        return b""
+
+    def whole(self) -> dict[str, Any]:
+        """The answer in one piece, after all choices have ended."""
         raise NotImplementedError
 
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _scores(self, scores: Sequence[TokenLogprob | None], offset: int) -> dict[str, Any]:
-        raise NotImplementedError
+    def failure(self, error: ApiError) -> bytes:
+        """The last event of a stream that fails."""
+        return b"data: " + error.encoded() + b"\n\n"
 
     # -- tokens -------------------------------------------------------------------------------
 
     def add_text(self, choice: Choice, text: str) -> bytes:
         """The event of a token that brought only text; b"" for none."""
-        if self._parsers is not None:
-            return self.add(choice, 0, text, None)
         if not self.streams:
             choice.texts.append(text)
             return b""
-        if choice.echo:
-            text, choice.echo = choice.echo + text, ""
-        if not text:
-            return b""
-        before, after = choice.around
-        return before + _encode(text) + after
+        text, choice.echo = choice.echo + text, ""
+        return self.emit(choice, Parsed(text), [], [], []) if text else b""
 
     def add(self, choice: Choice, token: int, text: str, detail: Detail | None) -> bytes:
         """Likewise of any token."""
-        calls: list[dict[str, Any]] = []
-        if self._parsers is not None:
-            parser = self._parsers[choice.index]
-            text, calls = parser.push(text, final=choice.reason is not None)
-            for call in calls:
-                call["index"] = len(choice.calls)
-                choice.calls.append(call)
-        scores: list[TokenLogprob | None] = []
-        reads: list[dict[str, Any]] = []
-        if detail is not None and detail.logprob is not None:
+        new = Parsed(text)
+        if self.options.parsers is not None:
+            new = self.options.parsers[choice.index].push(text, choice.reason)
+        choice.calls += new.calls
+        scores: Scores = []
+        reads: Reads = []
+        ids = [token] if self.options.token_ids and choice.tokens else []
+        if detail is not None and detail.start is not None and self.options.scores_echo:
+            scores += self._prompt_scores(choice)
+        if detail is not None and detail.logprob is not None and choice.tokens:
             scores.append(detail.logprob)
         if detail is not None and detail.reads is not None:
-            token_text, read = self._token_texts.text(token), detail.reads
+            token_text, read = self.token_texts.text(token), detail.reads
             layers = {"window_page": read.window_page, "layers": read.layers}
             reads.append({"token": token_text, **layers})
         if not self.streams:
-            choice.texts.append(text)
+            choice.texts.append(new.text)
+            choice.thoughts.append(new.reasoning)
             choice.logprobs += scores
             choice.reads += reads
+            choice.ids += ids
             return b""
-        text, choice.echo = choice.echo + text, ""
-        if not (text or calls or scores or reads or choice.reason):
+        if choice.echo:
+            new, choice.echo = new._replace(text=choice.echo + new.text), ""
+        if not (any(new) or scores or reads or ids or choice.reason):
             return b""
-        chunk = self._chunk_choice(choice.index, text, calls)
-        if scores:
-            chunk["logprobs"] = self._scores(scores, choice.offset)
-        if reads:
-            chunk["cairn"] = {"reads": reads}
-        chunk["finish_reason"] = self._reason(choice)
-        choice.offset += len(text)
-        return self._event(chunk)
+        return self.emit(choice, new, scores, reads, ids)
 
-    def _reason(self, choice: Choice) -> str | None:
+    def _prompt_scores(self, choice: Choice) -> Scores:
+        """Scores of the prompt's tokens; the first one has only its id."""
+        found = None if choice.start is None else choice.start.prompt_logprobs
+        if not found:
+            return []
+        first = self.prompts[self.prompt_of(choice)][0]
+        return [TokenLogprob(first, _UNKNOWN), *(score for score in found if score is not None)]
+
+    # -- parts of answers ---------------------------------------------------------------------
+
+    def text_of(self, choice: Choice) -> str:
+        return choice.echo + "".join(choice.texts)
+
+    def reason_of(self, choice: Choice) -> str | None:
         return "tool_calls" if choice.calls and choice.reason == "stop" else choice.reason
 
-    # -- the end ------------------------------------------------------------------------------
+    def usage(self) -> dict[str, Any]:
+        """Choices of one prompt share its tokens."""
+        each = len(self.choices) // len(self.prompts)
+        firsts = [choice for choice in self.choices[::each] if choice.reason is not None]
+        prompt = sum(choice.prompt_tokens for choice in firsts)
+        completion = sum(choice.tokens for choice in self.choices if choice.reason is not None)
+        cached = sum(choice.start.cached_tokens for choice in firsts if choice.start is not None)
+        return _usage(prompt, completion, cached)
+
+
+class OpenAIFormat(Format):
+    """What chat and text completions share."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        for choice in self.choices if self.streams else ():
+            event = self._event(self._chunk_choice(choice.index, Parsed(_TEXT)))
+            # What follows the text is not the client's, so it cannot contain the placeholder.
+            before, _, after = event.rpartition(_encode(_TEXT))
+            choice.around = before, after
+
+    def _chunk_choice(self, index: int, new: Parsed) -> dict[str, Any]:
+        """A choice of a chunk."""
+        raise NotImplementedError
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _scores(self, scores: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def add_text(self, choice: Choice, text: str) -> bytes:
+        if choice.echo or not (self.streams and text):
+            return super().add_text(choice, text)
+        before, after = choice.around
+        return before + _encode(text) + after
+
+    def emit(
+        self, choice: Choice, new: Parsed, scores: Scores, reads: Reads, ids: list[int]
+    ) -> bytes:
+        chunk = self._chunk_choice(choice.index, new)
+        if scores:
+            chunk["logprobs"] = self._scores(scores, choice.offset)
+            choice.offset += sum(len(self.token_texts.text(s.token_id)) for s in scores)
+        if reads:
+            chunk["cairn"] = {"reads": reads}
+        if self.options.token_ids:
+            chunk["token_ids"] = ids
+        if choice.reason is not None:
+            chunk.update(self._end(choice))
+        return self._event(chunk, self._usage_so_far(choice))
+
+    def _end(self, choice: Choice) -> dict[str, Any]:
+        """Why a choice ended: OpenAI's, vLLM's and SGLang's fields."""
+        own = choice.stop_text is None and choice.stop_token in self.token_texts.ends
+        reason = choice.stop_text if choice.stop_text is not None else choice.stop_token
+        return {
+            "finish_reason": self.reason_of(choice),
+            "stop_reason": None if own else reason,
+            "matched_stop": reason,
+        }
+
+    def _usage_so_far(self, choice: Choice) -> dict[str, Any] | None:
+        if not self.options.continuous_usage:
+            return None
+        cached = 0 if choice.start is None else choice.start.cached_tokens
+        return _usage(choice.prompt_tokens, choice.tokens, cached)
 
     def last(self) -> bytes:
-        """Events after all choices have ended."""
-        return self._event(None, self.usage()) if self._with_usage else b""
+        done = b"data: [DONE]\n\n"
+        return self._event(None, self.usage()) + done if self.options.with_usage else done
 
     def whole(self) -> dict[str, Any]:
-        """The answer in one piece, after all choices have ended."""
         choices = []
         for choice in self.choices:
             body = {
                 "index": choice.index,
                 **self._whole_choice(choice),
                 "logprobs": self._scores(choice.logprobs, 0) if choice.logprobs else None,
-                "finish_reason": self._reason(choice),
+                **self._end(choice),
+                "token_ids": choice.ids if self.options.token_ids else None,
             }
-            if self._trace is not None:
-                body["cairn"] = {"pages": self._trace, "reads": choice.reads}
+            if self.options.trace is not None:
+                body["cairn"] = {"pages": self.options.trace, "reads": choice.reads}
             choices.append(body)
-        return {**self._head, "object": self.kind, "choices": choices, "usage": self.usage()}
+        return {**self.head, "object": self.kind, "choices": choices, "usage": self.usage()}
 
-    def usage(self) -> dict[str, Any]:
-        """Choices of one prompt share its tokens."""
-        each = len(self.choices) // self._prompts
-        firsts = [choice for choice in self.choices[::each] if choice.reason is not None]
-        prompt = sum(choice.prompt_tokens for choice in firsts)
-        completion = sum(choice.tokens for choice in self.choices if choice.reason is not None)
-        cached = sum(choice.start.cached_tokens for choice in firsts if choice.start is not None)
+    def _of_prompt(self, choice: Choice) -> dict[str, Any]:
+        """vLLM's fields about a choice's prompt."""
+        ids = list(self.prompts[self.prompt_of(choice)]) if self.options.token_ids else None
+        scores = None
+        if self.options.prompt_logprobs and choice.start is not None:
+            scores = [
+                None if score is None else self._ranked(score)
+                for score in choice.start.prompt_logprobs or ()
+            ]
+        return {"prompt_token_ids": ids, "prompt_logprobs": scores}
+
+    def _ranked(self, score: TokenLogprob) -> dict[str, Any]:
+        """Log-probabilities by token id. The rank of a token that is not among the top ones is not
+        known."""
+        ranks = {token: place for place, (token, _) in enumerate(score.top, 1)}
+        found = dict(score.top) | {score.token_id: score.logprob}
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            str(token): {
+                "logprob": value,
+                "rank": ranks.get(token),
+                "decoded_token": self.token_texts.text(token),
+            }
+            for token, value in found.items()
         }
 
-    def _event(self, choice: dict[str, Any] | None, usage: dict[str, Any] | None = None) -> bytes:
+    def _event(
+        self,
+        choice: dict[str, Any] | None,
+        usage: dict[str, Any] | None = None,
+        **extra: Any,
+    ) -> bytes:
         choices = [] if choice is None else [choice]
-        chunk = {**self._head, "object": self.chunk_kind, "choices": choices}
-        if self._with_usage:
+        chunk = {**self.head, "object": self.chunk_kind, "choices": choices, **extra}
+        if self.options.with_usage:
             chunk["usage"] = usage
         return b"data: " + _encode(chunk) + b"\n\n"
 
 
-class CompletionFormat(Format):
+class CompletionFormat(OpenAIFormat):
     kind = chunk_kind = "text_completion"
 
-    def __init__(self, *given: Any, echo: Sequence[str] | None = None, **options: Any) -> None:
-        """`echo` are the prompts, if they are to be repeated."""
-        super().__init__(*given, **options)
-        self._echo = echo
-        if echo is not None:
-            for choice in self.choices:
-                choice.echo = echo[choice.index * len(echo) // len(self.choices)]
-
     def first(self) -> bytes:
-        if self._trace is None:
-            return b""
-        return self._event({**self._chunk_choice(0, "", []), "cairn": {"pages": self._trace}})
+        events = []
+        if self.options.trace is not None:
+            pages = {"pages": self.options.trace}
+            events.append(self._event({**self._chunk_choice(0, Parsed()), "cairn": pages}))
+        if self.options.token_ids:
+            for choice in self.choices:
+                ids = {"prompt_token_ids": self._of_prompt(choice)["prompt_token_ids"]}
+                chunk = {**self._chunk_choice(choice.index, Parsed()), **ids}
+                events.append(self._event(chunk, self._usage_so_far(choice)))
+        return b"".join(events)
 
-    def _chunk_choice(self, index: int, text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+    def _chunk_choice(self, index: int, new: Parsed) -> dict[str, Any]:
+        return {"index": index, "text": new.text, "logprobs": None, "finish_reason": None}
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        if self._echo is not None and choice.start is not None and choice.start.prompt_logprobs:
-            choice.logprobs[:0] = choice.start.prompt_logprobs
-        return {"text": choice.echo + "".join(choice.texts)}
+        return {"text": self.text_of(choice), **self._of_prompt(choice)}
 
-    def _scores(self, scores: Sequence[TokenLogprob | None], offset: int) -> dict[str, Any]:
-        find = self._token_texts.text
-        tokens, offsets = [], []
-        for score in scores:
-            tokens.append("" if score is None else find(score.token_id))
-            offsets.append(offset)
-            offset += len(tokens[-1])
+    def _scores(self, scores: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+        find = self.token_texts.text
+        tokens = [find(score.token_id) for score in scores]
+        offsets = list(accumulate(map(len, tokens), initial=offset))[:-1]
+        known = [None if score.logprob == _UNKNOWN else score for score in scores]
         return {
             "tokens": tokens,
-            "token_logprobs": [None if s is None else s.logprob for s in scores],
-            "top_logprobs": [None if s is None else {find(t): p for t, p in s.top} for s in scores],
+            "token_logprobs": [None if s is None else s.logprob for s in known],
+            "top_logprobs": [
+                None
+                if s is None
+                else {**{find(t): p for t, p in reversed(s.top)}, find(s.token_id): s.logprob}
+                for s in known
+            ],
             "text_offset": offsets,
         }
 
 
-class ChatFormat(Format):
+class ChatFormat(OpenAIFormat):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
     def first(self) -> bytes:
         events = []
         for choice in self.choices:
-            body = self._chunk_choice(choice.index, "", [])
+            body = self._chunk_choice(choice.index, Parsed())
             body["delta"] = {"role": "assistant", "content": ""}
-            if choice.index == 0 and self._trace is not None:
-                body["cairn"] = {"pages": self._trace}
-            events.append(self._event(body))
+            if choice.index == 0 and self.options.trace is not None:
+                body["cairn"] = {"pages": self.options.trace}
+            extra = {}
+            if choice.index == 0 and self.options.token_ids:
+                extra["prompt_token_ids"] = list(self.prompts[0])
+            events.append(self._event(body, self._usage_so_far(choice), **extra))
         return b"".join(events)
 
-    def _chunk_choice(self, index: int, text: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
-        delta: dict[str, Any] = {"content": text} if text else {}
-        if calls:
-            delta["tool_calls"] = calls
+    def _chunk_choice(self, index: int, new: Parsed) -> dict[str, Any]:
+        delta: dict[str, Any] = {"content": new.text} if new.text else {}
+        if new.reasoning:
+            delta["reasoning_content"] = new.reasoning
+        if new.calls:
+            begin = len(self.choices[index].calls) - len(new.calls)
+            delta["tool_calls"] = [
+                {"index": begin + i, **_call(call)} for i, call in enumerate(new.calls)
+            ]
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        text = "".join(choice.texts)
+        text = self.text_of(choice)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self.options.parsers is not None:
+            message["reasoning_content"] = "".join(choice.thoughts) or None
         if choice.calls:
             message["content"] = text or None
-            message["tool_calls"] = [
-                {key: value for key, value in call.items() if key != "index"}
-                for call in choice.calls
-            ]
+            message["tool_calls"] = [_call(call) for call in choice.calls]
         return {"message": message}
 
-    def _scores(self, scores: Sequence[TokenLogprob | None], offset: int) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
+        return {**super().whole(), **self._of_prompt(self.choices[0])}
+
+    def _scores(self, scores: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
         content = [
             {
                 **self._entry(score.token_id, score.logprob),
                 "top_logprobs": [self._entry(token, value) for token, value in score.top],
             }
             for score in scores
-            if score is not None
         ]
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        texts = self._token_texts
+        texts = self.token_texts
         return {"token": texts.text(token), "logprob": logprob, "bytes": texts.bytes(token)}
 
 
-class TokenTexts:
-    """Text and bytes of single tokens. The text of a partial character is a replacement."""
-
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
-        self._alphabet = byte_alphabet(tokenizer)
-        self.text = lru_cache(_CACHED_TOKENS)(self._text)
-        self.bytes = lru_cache(_CACHED_TOKENS)(self._find_bytes)
-
-    def _text(self, token: int) -> str:
-        if self._tokenizer is None:
-            return f"token_id:{token}"
-        return str(self._tokenizer.fast.decode([token], skip_special_tokens=False))
-
-    def _find_bytes(self, token: int) -> list[int]:
-        if self._alphabet is not None and self._tokenizer is not None:
-            spelling = self._tokenizer.fast.id_to_token(token)
-            if spelling is not None and all(c in self._alphabet for c in spelling):
-                return [self._alphabet[c] for c in spelling]
-        return list(self.text(token).encode())
+def _usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
 
 
-def byte_alphabet(tokenizer: Tokenizer | None) -> dict[str, int] | None:
-    """The character that byte-level tokenizers write for each byte; None for other tokenizers."""
-    if tokenizer is None or "ByteLevel" not in str(tokenizer.fast.decoder):
-        return None
-    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    moved = [byte for byte in range(256) if byte not in kept]
-    alphabet = {chr(byte): byte for byte in kept}
-    alphabet.update({chr(256 + i): byte for i, byte in enumerate(moved)})
-    assert set(alphabet) == set(pre_tokenizers.ByteLevel.alphabet())
-    return alphabet
+def _call(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}

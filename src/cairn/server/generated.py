@@ -18,6 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from cairn.server.answer import Answer
 from cairn.server.api_error import ApiError
+from cairn.server.formats import Format
 from cairn.server.middleware import Record, record_of
 
 _log = logging.getLogger("cairn.server")
@@ -40,7 +41,7 @@ class GeneratedResponse(Response):
         super().__init__()
         self._open = open_answer
         self._timeout = timeout
-        self._streaming = False
+        self._form: Format | None = None  # of a stream that has begun
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = record_of(scope)
@@ -61,22 +62,22 @@ class GeneratedResponse(Response):
 
         async def fail(error: ApiError) -> None:
             record.error = str(error)
-            if self._streaming:
-                await _send(send, b"data: " + error.encoded() + b"\n\n")
+            if self._form is not None:
+                await _send(send, self._form.failure(error))
             else:
-                await error.response()(scope, receive, send)
+                await error.response(scope["path"])(scope, receive, send)
 
         try:
             async with asyncio.timeout(self._timeout), self._open(record) as answer:
                 await answer.accepted()
                 if answer.form.streams:
-                    self._streaming = True
+                    self._form = answer.form
                     await send(_EVENT_STREAM)
                     if first := answer.form.first():
                         await _send(send, first, more=True)
                     answer.outlet.open(record.send)
                     await answer.complete()
-                    await _send(send, answer.form.last() + b"data: [DONE]\n\n")
+                    await _send(send, answer.form.last())
                 else:
                     await answer.complete()
                     body = msgspec.json.encode(answer.form.whole())

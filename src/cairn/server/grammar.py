@@ -1,85 +1,181 @@
-"""Grammars that answers must follow: JSON, a JSON schema, tool calls.
+"""Grammars that answers must follow: JSON, a regular expression, tool calls and the like.
 
-The API process writes them here. `server/grammars.py` compiles and follows them. Both need
-llguidance, the `grammar` extra.
+The API process writes them here, in llguidance's dialect of Lark. `server/grammars.py` compiles and
+follows them. Both need llguidance, the `grammar` extra.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cairn.server.api_error import bad_request
-from cairn.server.schema import ChatRequest, Tool, ToolChoice
-from cairn.server.tools import BEGIN, END
+from cairn.server.reasoning import Place, ReasoningForm
+from cairn.server.schema import ChatRequest, Sampling, Tool, ToolChoice
+from cairn.server.tools.form import ToolForm, json_rule, literal
 from cairn.server.wire import Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-# No optional white space: a model could add it without end.
-_COMPACT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _LARGEST = 256 * 1024  # characters
+_TEXT = "TEXT: /(.|\\n)*/"
 
 
-def chat_grammar(body: ChatRequest) -> Grammar | None:
-    """The grammar that a request's answers must follow; None for free text."""
-    written, param = _response_grammar(body), "response_format"
-    tools = _tool_grammar(body)
+@dataclass(frozen=True, slots=True)
+class ModelForms:
+    """How a model writes what is not plain content."""
+
+    tools: ToolForm
+    reasoning: ReasoningForm | None
+    special: Mapping[str, int]
+    """Ids of the special tokens among them."""
+
+
+class _Bound(NamedTuple):
+    """What binds an answer."""
+
+    lines: list[str]
+    """Of a grammar; the first one is the rule `start`."""
+    param: str
+    """The field that asks for it."""
+    whole: bool = False
+    """Nothing may come before it, not even thoughts."""
+
+
+def chat_grammar(body: ChatRequest, forms: ModelForms, place: Place | None) -> Grammar | None:
+    """The grammar that a chat's answers must follow; None for free text.
+
+    `place` says where in its thoughts the answer begins; None if it has none.
+    """
+    bound, tools = _bound(body), _tool_lines(body, forms)
+    if bound is not None and tools is not None:
+        raise bad_request(
+            bound.param,
+            f"{bound.param} and tools bind the answer in two ways; give one, or set tool_choice "
+            "to none",
+        )
     if tools is not None:
-        if written is not None:
-            raise bad_request(
-                "response_format",
-                "response_format and tools bind the answer in two ways; give one, or set "
-                "tool_choice to none",
-            )
-        written, param = tools, "tools"
-    if written is None:
+        bound = _Bound(tools, "tools", whole=tools[0].startswith("start: said"))
+    if bound is None:
         return None
+    if forms.reasoning is not None and place in ("before", "inside") and not bound.whole:
+        bound = bound._replace(lines=_after_thoughts(bound.lines, forms.reasoning, place))
+    return _checked(body, bound)
+
+
+def completion_grammar(body: Sampling) -> Grammar | None:
+    bound = _bound(body)
+    return None if bound is None else _checked(body, bound)
+
+
+def _checked(body: Sampling, bound: _Bound) -> Grammar:
+    param = bound.param
     for name in ("ignore_eos", "min_tokens"):
         if getattr(body, name):
             raise bad_request(
                 name, f"{name} does not go with {param}: the grammar says when it ends"
             )
-    _check_length(param, written)
-    return Grammar(written, param)
-
-
-def _check_length(param: str, written: str) -> None:
+    written = "\n".join(bound.lines)
     if len(written) > _LARGEST:
         raise bad_request(param, f"{param} is {len(written)} characters long, at most {_LARGEST}")
+    return Grammar(str(_library().grammar_from_lark(written)), param)
 
 
-def _response_grammar(body: ChatRequest) -> str | None:
+def _after_thoughts(lines: list[str], reasoning: ReasoningForm, place: Place | None) -> list[str]:
+    """The same grammar, behind the thoughts of a model that thinks."""
+    thought = "thought"
+    if place == "before":
+        thought = f"({literal(reasoning.begin)} thought)?"
+    start = lines[0].removeprefix("start: ")
+    return [
+        f"start: {thought} answer",
+        f"answer: {start}",
+        f"thought[lazy]: /(.|\\n)*/ {literal(reasoning.end)}",
+        *lines[1:],
+    ]
+
+
+# -- answers ----------------------------------------------------------------------------------
+
+
+def _bound(body: Sampling) -> _Bound | None:
+    own = body.structured_outputs
+    given: list[tuple[str, str, Any]] = [
+        ("guided_json", "json", body.guided_json),
+        ("json_schema", "json", body.json_schema),
+        ("guided_regex", "regex", body.guided_regex),
+        ("regex", "regex", body.regex),
+        ("guided_choice", "choice", body.guided_choice),
+        ("guided_grammar", "grammar", body.guided_grammar),
+        ("ebnf", "grammar", body.ebnf),
+        *(
+            ("structured_outputs", kind, value)
+            for kind, value in (
+                ("json", own and own.json_),
+                ("json", {"type": "object"} if own and own.json_object else None),
+                ("regex", own and own.regex),
+                ("choice", own and own.choice),
+                ("grammar", own and own.grammar),
+            )
+        ),
+    ]
     form = body.response_format
-    if form is None or form.type == "text":
+    if form is not None and form.type == "json_object":
+        given.append(("response_format", "json", {"type": "object"}))
+    elif form is not None and form.type == "json_schema":
+        if form.json_schema.schema_ is None:
+            raise bad_request("response_format", "response_format.json_schema.schema is missing")
+        given.append(("response_format", "json", form.json_schema.schema_))
+    asked = [each for each in given if each[2] is not None]
+    if not asked:
         return None
-    if form.type == "json_object":
-        return _json({"type": "object"})
-    if form.json_schema.schema_ is None:
-        raise bad_request("response_format", "response_format.json_schema.schema is missing")
-    return _json(form.json_schema.schema_)
+    if len(asked) > 1:
+        names = " and ".join(name for name, _, _ in asked)
+        raise bad_request(asked[0][0], f"{names} bind the answer more than once; give one")
+    (param, kind, value) = asked[0]
+    return _Bound(_lines(param, kind, value), param, whole=kind == "grammar")
 
 
-def _json(schema: dict[str, Any]) -> str:
+def _lines(param: str, kind: str, value: Any) -> list[str]:
     try:
-        written = json.dumps(schema, allow_nan=False)
-        _check_length("response_format", written)
-        return str(_library().grammar_from_json_schema(written, overrides=_COMPACT))
-    except ValueError as error:
-        raise bad_request(
-            "response_format", f"response_format cannot be followed: {error}"
-        ) from error
+        if kind == "json":
+            schema = json.loads(value) if isinstance(value, str) else value
+            if not isinstance(schema, dict):
+                raise ValueError("a schema is an object")
+            return ["start: " + json_rule(schema)]
+        if kind == "choice":
+            return ["start: " + " | ".join(map(literal, value))]
+        if kind == "regex":
+            return [f"start: /{_regex(value)}/"]
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        return [str(any_to_lark(value))]
+    except ModuleNotFoundError as error:
+        raise _missing() from error
+    except Exception as error:  # the library raises errors of its own
+        raise bad_request(param, f"{param} cannot be followed: {error}"[:500]) from error
 
 
-def _tool_grammar(body: ChatRequest) -> str | None:
+def _regex(value: str) -> str:
+    """As Lark writes it: a slash ends it, and the whole answer has to match anyway."""
+    inner = value.removeprefix("^")
+    if inner.endswith("$") and not inner.endswith("\\$"):
+        inner = inner[:-1]
+    return re.sub(r"(?<!\\)/", r"\\/", inner).replace("\n", "\\n")
+
+
+# -- tool calls -------------------------------------------------------------------------------
+
+
+def _tool_lines(body: ChatRequest, forms: ModelForms) -> list[str] | None:
     choice = body.tool_choice
     if not body.tools:
-        if choice not in (None, "none"):
+        if choice not in (None, "none", "auto"):
             raise bad_request("tool_choice", "tool_choice needs tools")
-        if body.parallel_tool_calls is not None:
-            raise bad_request("parallel_tool_calls", "parallel_tool_calls needs tools")
         return None
     names = [tool.function.name for tool in body.tools]
     if len(set(names)) < len(names):
@@ -94,46 +190,63 @@ def _tool_grammar(body: ChatRequest) -> str | None:
                 "tool_choice",
                 f"tool_choice names {choice.function.name!a}; tools has {', '.join(names)}",
             )
-        return _calls(chosen, "start: call")
+        return _calls(chosen, forms, many=False)
     if choice == "required":
-        return _calls(body.tools, 'start: call ("\\n" call)*' if many else "start: call")
-    # Free text, in which a call that is begun must be completed.
-    return _calls(body.tools, "start: said* TEXT" if many else "start: said | TEXT", free=True)
+        return _calls(body.tools, forms, many=many)
+    return _calls(body.tools, forms, many=many, free=True) if forms.tools.free_text_bound else None
 
 
-def _calls(tools: Sequence[Tool], start: str, *, free: bool = False) -> str:
-    """A grammar for calls. `start` refers to `call`, or to `said`, a call after free text."""
-    lines = [start, "call: OPENING inner"]
+def _calls(
+    tools: Sequence[Tool], forms: ModelForms, *, many: bool, free: bool = False
+) -> list[str]:
+    """A grammar for calls. In a `free` answer they may follow text, and a call that is begun must
+    be completed."""
+    form = forms.tools
+
+    def text(value: str) -> str:
+        return _with_special(literal(value), form, forms.special) if value else ""
+
+    more = f"({text(form.separator)} call)*" if many else ""
+    calls = f"{text(form.head)} call {more} {text(form.tail)} {text(form.closing)}"
     if free:
-        lines = [start, "said: opened inner", "TEXT: /(.|\\n)*/"]
-        lines.append(f"opened[lazy]: TEXT {json.dumps(BEGIN)}")
+        lines = ["start: said* TEXT" if many else "start: said | TEXT", f"said: opened {calls}"]
+        if form.opening in forms.special:  # text never contains a special token
+            lines += [_TEXT, f"opened: TEXT {text(form.opening)}"]
+        else:
+            lines += [_TEXT, f"opened[lazy]: TEXT {literal(form.opening)}"]
     else:
-        lines.append(f"OPENING: {json.dumps(BEGIN)}")
-    lines.append("inner: " + " | ".join(f"call_{i}" for i in range(len(tools))))
-    lines += [f"call_{i}: {_call(tool)}" for i, tool in enumerate(tools)]
-    return str(_library().grammar_from_lark("\n".join(lines)))
+        lines = [f"start: {'' if form.at_start else text(form.opening)} {calls}"]
+    lines.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
+    for i, tool in enumerate(tools):
+        schema = tool.function.parameters or {"type": "object"}
+        try:
+            parts = form.rule(tool.function.name, schema)
+        except ValueError as error:
+            raise bad_request("tools", f"tools: {tool.function.name}: {error}") from error
+        own = (_with_special(p, form, forms.special) if p[0] == '"' else p for p in parts)
+        lines.append(f"call_{i}: {' '.join(own)}")
+    return [*lines, *form.rules]
 
 
-def _call(tool: Tool) -> str:
-    """The rule for a call of one tool, after the opening tag."""
-    function = tool.function
-    opening = f'\n{{"name": "{function.name}", "arguments": '
-    schema = {**(function.parameters or {"type": "object"}), "x-guidance": _COMPACT}
-    closing = f"}}\n{END}"
-    try:
-        inner = json.dumps(schema, allow_nan=False)
-    except ValueError as error:
-        raise bad_request("tools", f"tools: {function.name}: {error}") from error
-    return f"{json.dumps(opening)} %json {inner} {json.dumps(closing)}"
+def _with_special(written: str, form: ToolForm, special: Mapping[str, int]) -> str:
+    """A literal in which special tokens stand as tokens: as text they would be other tokens."""
+    for token in form.special:
+        if token in special:
+            written = written.replace(token, f'" <[{special[token]}]> "')
+    return written.replace('"" ', "").replace(' ""', "") or '""'
+
+
+def _missing() -> Exception:
+    return bad_request(
+        "response_format",
+        "response_format, structured_outputs and tools need the package llguidance on the server: "
+        "pip install 'cairn[grammar]'",
+    )
 
 
 def _library() -> type[LLMatcher]:
     try:
         from llguidance import LLMatcher
     except ModuleNotFoundError as error:
-        raise bad_request(
-            "response_format",
-            "response_format and tools need the package llguidance on the server: "
-            "pip install 'cairn[grammar]'",
-        ) from error
+        raise _missing() from error
     return LLMatcher

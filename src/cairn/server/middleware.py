@@ -60,6 +60,8 @@ class Record:
     finish: list[str] | None = None
     ttft: float | None = None
     error: str | None = None
+    ignored: list[str] = field(default_factory=list)
+    """Fields of the body that were not known, and not used."""
     client_fields: dict[str, Any] = field(default_factory=dict)
     """What the client wants in the log: user, metadata and the like."""
 
@@ -97,6 +99,8 @@ class RequestLog:
             **{name: getattr(record, name) for name in _LOGGED},
             **record.client_fields,
         }
+        if record.ignored:
+            line["ignored"] = record.ignored
         known = {key: value for key, value in line.items() if value is not None}
         self._writer.write(json.dumps(known))
 
@@ -134,7 +138,10 @@ class RequestMiddleware:
             if message["type"] == "http.response.start":
                 started = True
                 record.status = message["status"]
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", name)]}
+                own = [(b"x-request-id", name)]
+                if record.ignored:
+                    own.append((b"x-cairn-ignored-fields", _header(record.ignored)))
+                message = {**message, "headers": [*message["headers"], *own]}
             await send(message)
 
         try:
@@ -150,7 +157,7 @@ class RequestMiddleware:
             record.error = str(error)
             if error.status == 413:
                 await body.discard()
-            await error.response()(scope, receive, send_with_id)
+            await error.response(path)(scope, receive, send_with_id)
         finally:
             body.release()
             known = path if path in self._paths else "other"
@@ -181,7 +188,9 @@ class RequestMiddleware:
         if self._key is None or path in _NO_KEY or path.startswith(_NO_KEY_FOLDER):
             return
         kind, _, key = headers.get(b"authorization", b"").partition(b" ")
-        if kind.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._key):
+        if kind.lower() != b"bearer":
+            key = headers.get(b"x-api-key", b"")  # Anthropic's clients
+        if not hmac.compare_digest(key.strip(), self._key):
             raise ApiError(
                 401, "this server needs an API key: Authorization: Bearer KEY", code="invalid_key"
             )
@@ -210,6 +219,11 @@ class _Bodies:
         self.largest = largest
         self.most = _BODIES * largest
         self.held = 0
+
+
+def _header(names: list[str]) -> bytes:
+    """Names as a header's value: printable ASCII."""
+    return re.sub(r"[^\x20-\x7e]", "?", ", ".join(names)).encode()
 
 
 class _Body:

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cairn.errors import ConfigError
+from cairn.server.reasoning import REASONING_FORMS
+
+_REASONING = ", ".join(REASONING_FORMS)
 
 
 def _option(default: Any, text: str) -> Any:
@@ -18,7 +21,13 @@ class ServeConfig:
     host: str = _option("127.0.0.1", "Address to listen on; 0.0.0.0 for all of the machine's.")
     port: int = _option(8000, "Port to listen on; 0 takes a free one and prints it.")
     served_model_name: str | None = _option(
-        None, "The model's name in the API; by default the last part of --model."
+        None, "The model's names in the API, as A,B; by default the last part of --model."
+    )
+    any_model_name: bool = _option(False, "Answer requests for any model, under its name.")
+    strict_fields: bool = _option(False, "Refuse requests with fields that are not known here.")
+    reasoning_parser: str = _option(
+        "auto",
+        f"How the model marks its thoughts: auto (see the chat template), none, or {_REASONING}.",
     )
     api_key: str | None = _option(
         None, "Clients must send it as a bearer token. By default $CAIRN_API_KEY, or no key."
@@ -83,6 +92,11 @@ class ServeConfig:
         for name in ("host", "request_log"):
             if not getattr(self, name):
                 raise ConfigError(f"{name} is empty")
+        if self.reasoning_parser not in ("auto", "none", *REASONING_FORMS):
+            given = self.reasoning_parser
+            raise ConfigError(f"reasoning_parser is {given!r}; give auto, none, {_REASONING}")
+        if self.served_model_name is not None and "" in self.model_names:
+            raise ConfigError("served_model_name has an empty name; give one or more, as A,B")
         for name in ("cors_origin", "allowed_host"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.api_key is not None:
@@ -90,6 +104,12 @@ class ServeConfig:
             object.__setattr__(self, "api_key", self.api_key.strip())
             if not self.api_key or not self.api_key.isascii():
                 raise ConfigError("api_key must be a non-empty ASCII string")
+
+    @property
+    def model_names(self) -> list[str]:
+        """Names that were given; none by default."""
+        given = self.served_model_name
+        return [] if given is None else [name.strip() for name in given.split(",")]
 
     @property
     def max_body_bytes(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from cairn.engine.sampling_params import SamplingParams
+from cairn.engine.sampling_params import MAX_SEED, SamplingParams
 from cairn.errors import RequestError
 from cairn.server.api_error import bad_request, refusal
 from cairn.server.schema import ChatRequest, CompletionRequest, Sampling
@@ -28,9 +28,12 @@ def completion_params(
             f"best_of is {body.best_of} and n is {body.n or 1}; this server does not rank answers, "
             "so that they must be equal: leave best_of out",
         )
-    prompt_logprobs = body.logprobs if body.echo else None
-    length = body.max_tokens or min(_COMPLETION_TOKENS, room)
-    return _make(body, defaults, length, body.logprobs, prompt_logprobs=prompt_logprobs)
+    length = min(_COMPLETION_TOKENS, room) if body.max_tokens is None else body.max_tokens
+    if not length and not body.echo:
+        raise bad_request(
+            "max_tokens", "max_tokens is 0; it must be at least 1, unless echo is set"
+        )
+    return _make(body, defaults, max(length, 1), body.logprobs)
 
 
 def chat_params(body: ChatRequest, room: int, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -39,7 +42,7 @@ def chat_params(body: ChatRequest, room: int, defaults: Mapping[str, Any]) -> Sa
             "max_tokens",
             "max_tokens and max_completion_tokens mean the same; give max_completion_tokens only",
         )
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs", "top_logprobs needs logprobs to be true")
     length = body.max_completion_tokens or body.max_tokens or room
     return _make(body, defaults, length, (body.top_logprobs or 0) if body.logprobs else None)
@@ -50,22 +53,38 @@ def _make(
     defaults: Mapping[str, Any],
     max_tokens: int,
     logprobs: int | None,
-    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options", "stream_options needs stream to be true")
+    if body.prompt_logprobs is not None and body.stream:
+        raise bad_request(
+            "prompt_logprobs", "prompt_logprobs are not streamed; leave stream out, or use echo"
+        )
     given = {name: value for name in _COPIED if (value := getattr(body, name)) not in (None, "")}
+    # Other servers' ways to say that nothing is asked for.
+    if given.get("top_k") == 0:
+        given["top_k"] = -1
+    if given.get("seed") == -1:
+        del given["seed"]
+    if "seed" in given:
+        given["seed"] %= MAX_SEED + 1
+    if scores_echo(body) and logprobs is not None:
+        given["prompt_logprobs"] = max(logprobs, body.prompt_logprobs or 0)
     if body.logit_bias:
         given["logit_bias"] = {_token(key): value for key, value in body.logit_bias.items()}
     try:
         return SamplingParams(
             max_tokens=max_tokens,
             logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
             **{"temperature": 1.0, **defaults, **given},
         )
     except RequestError as error:
         raise refusal(str(error)) from error
+
+
+def scores_echo(body: Sampling) -> bool:
+    """Whether the prompt is repeated with its log-probabilities."""
+    return isinstance(body, CompletionRequest) and bool(body.echo) and body.logprobs is not None
 
 
 def _token(key: str) -> int:

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -19,23 +20,17 @@ from cairn.engine.sampling_params import SamplingParams
 from cairn.server import wire
 from cairn.server.answer import Answer, Choice
 from cairn.server.api_error import ApiError, bad_request
-from cairn.server.chat_input import template_messages
+from cairn.server.chat_input import message_text
 from cairn.server.engine_client import EngineClient, Health
-from cairn.server.formats import ChatFormat, CompletionFormat, Format, TokenTexts
+from cairn.server.formats import ChatFormat, CompletionFormat, Format, FormOptions
 from cairn.server.generated import GeneratedResponse
-from cairn.server.grammar import chat_grammar
+from cairn.server.grammar import chat_grammar, completion_grammar
 from cairn.server.metrics import Metrics
 from cairn.server.middleware import Record
+from cairn.server.model_text import ModelText
 from cairn.server.options import ServeConfig
-from cairn.server.sampling import chat_params, completion_params
-from cairn.server.schema import (
-    ChatMessage,
-    ChatRequest,
-    CompletionRequest,
-    Sampling,
-    TokenizeRequest,
-)
-from cairn.server.text_threads import TextThreads
+from cairn.server.sampling import chat_params, completion_params, scores_echo
+from cairn.server.schema import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
 from cairn.text.detokenizer import Detokenizer
 from cairn.text.load import load_tokenizer
 
@@ -46,14 +41,13 @@ class Service:
     def __init__(self, engine: EngineConfig, serve: ServeConfig) -> None:
         self.metrics = Metrics()
         self.client = EngineClient(engine, serve, self.metrics)
-        self.model = serve.served_model_name or engine.model.rstrip("/").rpartition("/")[2]
+        self.names = serve.model_names or [engine.model.rstrip("/").rpartition("/")[2]]
         self.created = int(time.time())
         self._engine_config = engine
         self._serve = serve
         self._held = 0  # choices from when their request is read to when it is answered
-        self._text: TextThreads | None = None
+        self._text: ModelText | None = None
         self._defaults: dict[str, Any] = {}
-        self._token_texts = TokenTexts(None)
 
     # -- starting and stopping ----------------------------------------------------------------
 
@@ -70,8 +64,13 @@ class Service:
         self._defaults = sampling_defaults(source)
         # What exists now stays: the garbage collector need not visit it again.
         gc.freeze()
-        self._token_texts = TokenTexts(tokenizer)
-        self._text = TextThreads(tokenizer, self._serve.tokenizer_threads)
+        ready = self.client.ready
+        self._text = ModelText(
+            tokenizer,
+            ends=() if ready is None else ready.eos_token_ids,
+            threads=self._serve.tokenizer_threads,
+            reasoning=self._serve.reasoning_parser,
+        )
 
     def drain(self) -> None:
         self.client.drain()
@@ -86,6 +85,11 @@ class Service:
         if self._text is not None:
             self._text.close()
         await self.client.close()
+
+    @property
+    def model(self) -> str:
+        """The model's first name."""
+        return self.names[0]
 
     @property
     def health(self) -> Health:
@@ -113,20 +117,25 @@ class Service:
             "stats": None if stats is None else msgspec.to_builtins(stats),
         }
 
-    def text(self) -> TextThreads:
+    def text(self) -> ModelText:
         self.client.check_running()
         if self._text is None:
             raise ApiError(503, "the server is loading the model", code="loading", retry_after=5)
         return self._text
 
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.model:
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with."""
+        if name is None:
+            return self.model
+        if name not in self.names and not self._serve.any_model_name:
+            had = ", ".join(ascii(each) for each in self.names)
             raise ApiError(
                 404,
-                f"model is {name[:100]!a}; this server has {self.model!a}",
+                f"model is {name[:100]!a}; this server has {had}",
                 param="model",
                 code="model_not_found",
             )
+        return name
 
     @contextmanager
     def _hold(self, count: int = 1) -> Iterator[None]:
@@ -151,56 +160,72 @@ class Service:
     def complete(self, body: CompletionRequest) -> GeneratedResponse:
         return GeneratedResponse(partial(self._complete, body), self._serve.request_timeout)
 
-    def chat(self, body: ChatRequest) -> GeneratedResponse:
-        return GeneratedResponse(partial(self._chat, body), self._serve.request_timeout)
+    def chat(
+        self, body: ChatRequest, make_format: Callable[..., Format] | None = None
+    ) -> GeneratedResponse:
+        """The answer to a conversation, in OpenAI's format or another API's."""
+        form = make_format or partial(ChatFormat, f"chatcmpl-{secrets.token_hex(12)}")
+        return GeneratedResponse(partial(self._chat, body, form), self._serve.request_timeout)
 
     @asynccontextmanager
     async def _complete(self, body: CompletionRequest, record: Record) -> AsyncIterator[Answer]:
         prompts = _prompts(body)
         text = self._begin(body, record)
-        if body.echo and body.stream and body.logprobs is not None:
-            raise bad_request(
-                "echo",
-                "echo with logprobs cannot be streamed: the prompt's scores come last; leave "
-                "stream out",
-            )
         if body.traced and len(prompts) > 1:
             raise bad_request("cairn", "cairn.trace works with one prompt at a time")
         with self._hold((body.n or 1) * len(prompts)):
-            ids = [await text.encode(p) if isinstance(p, str) else p for p in prompts]
+            grammar = completion_grammar(body)
+            special = body.add_special_tokens
+            ids = [
+                self._truncated(
+                    body, await text.encode(p, special=special) if isinstance(p, str) else p
+                )
+                for p in prompts
+            ]
             params = completion_params(body, self._room(ids), self._defaults)
-            echo = None
+            options = FormOptions()
             if body.echo:
-                echo = [p if isinstance(p, str) else await text.decode(p) for p in prompts]
-            form = partial(CompletionFormat, f"cmpl-{secrets.token_hex(12)}", echo=echo)
-            async with self._answer(body, record, ids, params, form) as answer:
+                echo = [p if isinstance(p, str) else await text.threads.decode(p) for p in prompts]
+                options = FormOptions(echo=echo, scores_echo=scores_echo(body))
+            form = partial(CompletionFormat, f"cmpl-{secrets.token_hex(12)}")
+            async with self._answer(body, record, ids, params, form, options, grammar) as answer:
                 yield answer
 
     @asynccontextmanager
-    async def _chat(self, body: ChatRequest, record: Record) -> AsyncIterator[Answer]:
+    async def _chat(
+        self, body: ChatRequest, make_format: Callable[..., Format], record: Record
+    ) -> AsyncIterator[Answer]:
         text = self._begin(body, record)
-        tools = None if body.tool_choice == "none" else body.tools
         with self._hold(body.n or 1):
-            grammar = chat_grammar(body)
-            ids = [await self._encode_chat(text, body.messages, tools)]
+            prompt = await text.chat_prompt(body, record.ignored)
+            grammar = chat_grammar(body, text.forms, prompt.place)
+            ids = [self._truncated(body, prompt.ids)]
             params = chat_params(body, self._room(ids), self._defaults)
-            form = partial(ChatFormat, f"chatcmpl-{secrets.token_hex(12)}", tools=bool(tools))
-            async with self._answer(body, record, ids, params, form, grammar) as answer:
+            last = body.messages[-1]
+            echo = [message_text(last) if last.role == "assistant" else ""] if body.echo else None
+            parsers = text.parsers(body, prompt.place, params.n)
+            options = FormOptions(echo=echo, parsers=parsers)
+            async with self._answer(
+                body, record, ids, params, make_format, options, grammar
+            ) as answer:
                 yield answer
 
-    def _begin(self, body: Sampling, record: Record) -> TextThreads:
+    def _begin(self, body: Sampling, record: Record) -> ModelText:
         for name in _LOGGED:
             if (value := getattr(body, name, None)) is not None:
                 record.client_fields[name] = value
         self.check_model(body.model)
         return self.text()
 
-    async def _encode_chat(
-        self, text: TextThreads, messages: Sequence[ChatMessage], tools: Any = None
-    ) -> list[int]:
-        template = text.need("chat").template
-        rendered, listed = template_messages(messages, tools, template.source if template else "")
-        return await text.encode_chat(rendered, listed)
+    def _truncated(self, body: Sampling, ids: list[int]) -> list[int]:
+        """The part of a prompt that truncate_prompt_tokens keeps."""
+        keep = body.truncate_prompt_tokens
+        if keep is None:
+            return ids
+        if keep < 0:
+            wanted = getattr(body, "max_completion_tokens", None) or getattr(body, "max_tokens", 1)
+            keep = max(1, self.client.check_running().max_tokens - (wanted or 1))
+        return ids[:keep] if body.truncation_side == "right" else ids[max(0, len(ids) - keep) :]
 
     def _room(self, prompts: Sequence[list[int]]) -> int:
         """Number of tokens left for the answer. A prompt that leaves none is refused here."""
@@ -232,7 +257,7 @@ class Service:
             "tokens_per_page": size,
             "sparse_layers": engine.sparse_layers,
             "prompt_tokens": len(ids),
-            "texts": await self.text().decode_each(parts),
+            "texts": await self.text().threads.decode_each(parts),
         }
 
     @asynccontextmanager
@@ -243,17 +268,20 @@ class Service:
         prompts: Sequence[list[int]],
         params: SamplingParams,
         make_format: Callable[..., Format],
+        options: FormOptions,
         grammar: wire.Grammar | None = None,
     ) -> AsyncIterator[Answer]:
         """Submit the prompts, and abort what has not ended on exit."""
-        options = body.stream_options
         if body.tells_reading and not body.stream:
             raise bad_request("cairn", "cairn.reading comes in a stream; set stream too")
         trace = await self._traced_prompt(prompts[0]) if body.traced else None
         choices: list[Choice] = []
         messages = []
         for ids in prompts:
-            own = [self._choice(len(choices) + i, ids, params) for i in range(params.n)]
+            own = [
+                self._choice(len(choices) + i, ids, params, body, parsed=bool(options.parsers))
+                for i in range(params.n)
+            ]
             choices += own
             submit = wire.Submit(
                 own[0].number,
@@ -266,15 +294,20 @@ class Service:
                 grammar=grammar,
             )
             messages.append(submit)
-        form = make_format(
-            self.model,
-            choices,
-            self._token_texts,
-            prompts=len(prompts),
+        text, stream = self.text(), body.stream_options
+        with_usage = stream is not None and bool(stream.include_usage)
+        options = replace(
+            options,
             streams=bool(body.stream),
-            with_usage=options is not None and bool(options.include_usage),
+            with_usage=with_usage,
+            continuous_usage=with_usage and bool(stream and stream.continuous_usage_stats),
+            token_ids=bool(body.return_token_ids),
+            prompt_logprobs=body.prompt_logprobs is not None,
             trace=trace,
         )
+        token_texts = text.token_ids if body.return_tokens_as_token_ids else text.token_texts
+        model = self.check_model(body.model)
+        form = make_format(model, prompts, choices, token_texts, options)
         answer = Answer(choices, form, len(messages), record.arrival)
         self.client.submit(messages, answer)
         try:
@@ -289,16 +322,23 @@ class Service:
             record.finish = [choice.reason for choice in choices if choice.reason is not None]
             self.metrics.answered(answer)
 
-    def _choice(self, index: int, prompt: list[int], params: SamplingParams) -> Choice:
-        tokenizer, stop = self.text().tokenizer, params.stop_strings
-        if tokenizer is None and stop:
+    def _choice(
+        self, index: int, prompt: list[int], params: SamplingParams, body: Sampling, *, parsed: bool
+    ) -> Choice:
+        tokenizer = self.text().tokenizer_for(body, parsed=parsed)
+        if tokenizer is None and params.stop_strings:
             raise bad_request(
                 "stop",
                 "stop needs a tokenizer and this model has no tokenizer.json; add one, or leave "
                 "stop out",
             )
-        detokenizer = None if tokenizer is None else Detokenizer(tokenizer, stop, prompt)
-        return Choice(self.client.new_number(), index, len(prompt), detokenizer)
+        detokenizer = None
+        if tokenizer is not None:
+            keep = bool(body.include_stop_str_in_output or body.no_stop_trim)
+            detokenizer = Detokenizer(tokenizer, params.stop_strings, prompt, keep_stop=keep)
+        silent = isinstance(body, CompletionRequest) and body.max_tokens == 0
+        number = self.client.new_number()
+        return Choice(number, index, len(prompt), detokenizer, silent=silent)
 
     # -- tokens -------------------------------------------------------------------------------
 
@@ -307,20 +347,18 @@ class Service:
         text = self.text()
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("prompt", "give prompt or messages, and not both")
-        if body.messages is not None and body.add_special_tokens is not None:
-            raise bad_request(
-                "add_special_tokens",
-                "add_special_tokens goes with prompt: a chat template writes its own",
-            )
         with self._hold():
             if body.messages is not None:
-                ids = await self._encode_chat(text, body.messages)
+                variables = dict(body.chat_template_kwargs or {})
+                ids, _ = await text.encode_chat(body, body.tools, variables)
             else:
                 assert body.prompt is not None
-                special = body.add_special_tokens is not False
-                ids = await text.encode(body.prompt, special=special)
+                ids = await text.encode(body.prompt, special=body.add_special_tokens)
         limit = self.client.check_running().max_tokens
-        return {"tokens": ids, "count": len(ids), "max_model_len": limit}
+        spellings = None
+        if body.return_token_strs:
+            spellings = [text.threads.need("a token").fast.id_to_token(token) for token in ids]
+        return {"tokens": ids, "count": len(ids), "max_model_len": limit, "token_strs": spellings}
 
     async def detokenize(self, tokens: list[int]) -> dict[str, Any]:
         text = self.text()
@@ -330,7 +368,7 @@ class Service:
                 "tokens", f"tokens holds {most}; ids of this model run from 0 to {vocab - 1}"
             )
         with self._hold():
-            return {"prompt": await text.decode(tokens)}
+            return {"prompt": await text.threads.decode(tokens)}
 
 
 def _prompts(body: CompletionRequest) -> list[str | list[int]]:

@@ -33,8 +33,14 @@ class TextThreads:
         return await self._run(call, len(text), param="prompt")
 
     async def encode_chat(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None
-    ) -> list[int]:
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        special: bool = False,
+        **options: Any,
+    ) -> tuple[list[int], str]:
+        """Token ids of a conversation, and its text. `options` are the chat template's."""
         tokenizer = self.need("chat")
         if tokenizer.template is None:
             raise bad_request(
@@ -42,7 +48,11 @@ class TextThreads:
                 "this model has no chat template; use /v1/completions, or add "
                 "chat_template.jinja to the model's folder",
             )
-        call = partial(tokenizer.apply_chat_template, messages, tools)
+
+        def call() -> tuple[list[int], str]:
+            text = tokenizer.render_chat(messages, tools, **options)
+            return tokenizer.encode(text, add_special_tokens=special), text
+
         return await self._run(call, _length(messages) + _length(tools), param="messages")
 
     async def decode(self, ids: Sequence[int]) -> str:

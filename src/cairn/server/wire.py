@@ -54,6 +54,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     context_length: int
     max_tokens: int  # of a request, prompt and output
     vocab_size: int
+    eos_token_ids: list[int]
     page_size: int
     tokens_per_page: int
     can_trace: bool

@@ -20,16 +20,27 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt_ids: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        prompt_ids: Sequence[int] = (),
+        *,
+        keep_stop: bool = False,
     ) -> None:
+        """`keep_stop`: the stop string is part of the text."""
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
+        self._keep_stop = keep_stop
         # Tokens to decode together; empty if the next one can be decoded alone.
         self._ids = list(prompt_ids[-_CONTEXT:])
         self._known = len(self._ids)  # number of them whose text is known
         self._shown: list[str] = []
         self._held = ""  # whole characters that are not shown yet
-        self.stopped = False  # a stop string is complete
+        self.matched: str | None = None  # the stop string that is complete
+
+    @property
+    def stopped(self) -> bool:
+        return self.matched is not None
 
     @property
     def text(self) -> str:
@@ -69,11 +80,10 @@ class Detokenizer:
         end = len(self._held)
         if self._stop:
             # A stop string that is complete now cannot begin before what was held back.
-            found = [self._held.find(stop) for stop in self._stop]
-            begins = [at for at in found if at >= 0]
-            if begins:
-                self.stopped = True
-                end = min(begins)
+            found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+            if found:
+                end, self.matched = min(found)
+                end += len(self.matched) if self._keep_stop else 0
             elif not final:
                 end -= max(overlap(self._held, stop) for stop in self._stop)
         piece, self._held = self._held[:end], self._held[end:]

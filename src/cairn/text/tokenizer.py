@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +32,19 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
+        """`continue_final_message`: end where the last message does, without an end token.
+        `variables`: further ones for the template."""
+        mark = ""
+        if continue_final_message:
+            mark = f"<{secrets.token_hex(16)}>"
+            last = messages[-1]
+            messages = [*messages[:-1], {**last, "content": str(last["content"]) + mark}]
+            add_generation_prompt = False
         given = {
+            **(variables or {}),
             **self.special_tokens,
             "messages": list(messages),
             "tools": None if tools is None else list(tools),
@@ -40,9 +52,17 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return render_template(self.source, given)
+            text = render_template(self.source, given)
         except Exception as error:  # a template is a program: it may raise anything
             raise RequestError(f"the chat template refuses these messages: {error}") from error
+        if not mark:
+            return text
+        begin, found, _ = text.partition(mark)
+        if not found:
+            raise RequestError(
+                "continue_final_message: the chat template leaves out the last message"
+            )
+        return begin
 
 
 class Tokenizer:
@@ -52,6 +72,21 @@ class Tokenizer:
         self.is_byte_level = isinstance(fast.decoder, decoders.ByteLevel)
         """The text of several tokens is the texts of each, except for split characters."""
         self._texts: dict[int, str] = {}
+        self._hidden: frozenset[int] | None = None  # special tokens; None for all of them
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Tokens that have no text, by their spelling."""
+        added = self.fast.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if token.special}
+
+    def showing(self, special: Collection[str]) -> Tokenizer:
+        """The same tokenizer, but these special tokens have their spelling as text."""
+        shown = Tokenizer(self.fast, self.template)
+        shown._hidden = frozenset(
+            number for text, number in self.special_tokens.items() if text not in special
+        )
+        return shown
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer | None:
@@ -77,7 +112,12 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self.fast.decode(list(ids), skip_special_tokens=True)
+        text: str
+        if self._hidden is None:
+            text = self.fast.decode(list(ids), skip_special_tokens=True)
+        else:
+            shown = [number for number in ids if number not in self._hidden]
+            text = self.fast.decode(shown, skip_special_tokens=False)
         return text
 
     def token_text(self, token: int) -> str:
@@ -91,14 +131,22 @@ class Tokenizer:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
         """Token ids of a conversation, up to where the assistant's answer begins."""
+        # The template writes its own special tokens.
+        return self.encode(self.render_chat(messages, tools), add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> str:
+        """The text of a conversation. `options` are those of `ChatTemplate.render`."""
         if self.template is None:
             raise RequestError(
                 "this model has no chat template; use generate, or add chat_template.jinja"
             )
         check_messages(messages)
-        # The template writes its own special tokens.
-        text = self.template.render(messages, tools=tools)
-        return self.encode(text, add_special_tokens=False)
+        return self.template.render(messages, tools=tools, **options)
 
 
 @contextmanager
