@@ -49,6 +49,36 @@ TINY_OLMO3: dict[str, Any] = {
 
 TINY_LLAMA: dict[str, Any] = {**TINY, "architectures": ["LlamaForCausalLM"]}
 
+TINY_EXPERTS: dict[str, Any] = {
+    **TINY,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "head_dim": 16,
+    "moe_intermediate_size": 32,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+}
+
+TINY_LATENT: dict[str, Any] = {
+    **TINY,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+}
+
 TINY_HILS: dict[str, Any] = {
     **TINY,
     "architectures": ["HiLSForCausalLM"],

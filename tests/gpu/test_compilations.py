@@ -13,7 +13,15 @@ import pytest
 import cairn.kernels
 from cairn import LLM, SamplingParams
 from tests.engine.tiered import tiered
-from tests.helpers import TINY_HILS, TINY_LLAMA, TINY_OLMO3, tokens_of, write_model
+from tests.helpers import (
+    TINY_EXPERTS,
+    TINY_HILS,
+    TINY_LATENT,
+    TINY_LLAMA,
+    TINY_OLMO3,
+    tokens_of,
+    write_model,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -22,6 +30,8 @@ SPARSE = {"attention_backend": "hsa", "page_size": 16, "hsa_topk": 3, "hsa_windo
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dense": ({**TINY_LLAMA, **LARGE}, {}),
     "windows": ({**TINY_OLMO3, **LARGE}, {}),
+    "experts": ({**TINY_EXPERTS, **LARGE}, {}),
+    "latents": ({**TINY_LATENT, **LARGE}, {}),
     "hils": ({**TINY_HILS, **LARGE, "full_attn_interleave": 2}, {}),
     "quest": ({**TINY_LLAMA, **LARGE}, {**SPARSE, "hsa_sinks": 1}),
     "mean": ({**TINY_LLAMA, **LARGE}, {**SPARSE, "hsa_policy": "mean", "hsa_layers": "1"}),

@@ -47,10 +47,13 @@ def test_golden_hils_logits_in_float32(case: str) -> None:
             torch.testing.assert_close(llm.logprobs(ids), expected, rtol=0, atol=5e-4)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_graphs_and_overlap_change_nothing(backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [("torch", DENSE), ("triton", DENSE), *(("triton", name) for name in ROUTED)],
+)
+def test_graphs_and_overlap_change_nothing(backend: str, name: str) -> None:
     """Greedy and seeded requests of many lengths, with every switch on and off."""
-    case = GOLDENS / DENSE
+    case = GOLDENS / name
     golden = load_file(case / "golden.safetensors")
     prompts = [golden["input_ids_b"].tolist()[:n] for n in (1, 15, 16, 17, 63, 64, 65, 200, 500)]
     params = [

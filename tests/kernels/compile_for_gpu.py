@@ -11,13 +11,16 @@ from triton.compiler import ASTSource
 from cairn.bench import drift
 from cairn.kernels import (
     activation,
+    experts,
     gemv,
     landmark,
+    latent,
     norm,
     paged_decode,
     paged_extend,
     rope_angles,
     rope_kv,
+    route,
     sampling,
     sparse_extend,
     sparse_few,
@@ -34,6 +37,7 @@ from cairn.kernels.interface import MOST_HOT_SLOTS
 BF16, FP32, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
 ATTENTION = {"query": BF16, "pool": BF16, "page_table": I32, "kv_lens": I32, "out": BF16}
 ATTENTION |= {"lse_out": FP32, "scale": "fp32", "query_stride": "i32", "table_stride": "i32"}
+SHARED_MEMORY = 232448  # bytes a program can have
 HEADS = {"HEADS": 16, "KV_HEADS": 8, "DIM": 128}
 
 
@@ -77,6 +81,8 @@ def main() -> None:
         (128, 64, 2, 2),
     ):
         sparse(dim, page_size, landmark_heads, pooling)
+    mixture()
+    latents()
     types = {"kv_lens": I32, "item_seq": I32, "item_indptr": I32}
     types |= {"num_seqs": "i32", "num_items": "i32", "target": "i32"}
     plan = {"PAGE_SIZE": 64, "WINDOW": 100, "LEAST": 4, "BLOCK": 256, "BLOCK_ITEMS": 512}
@@ -140,6 +146,63 @@ def main() -> None:
     types |= dict.fromkeys(("from_pages", "into_pages"), I32)
     constants |= {"LAYERS": 1, "PIECE": 8192, "PROGRAMS": 8}
     compile_kernel(swap_in._swap_pages_kernel, types, constants, num_warps=32)
+
+
+def mixture() -> None:
+    """The experts of Qwen3-30B-A3B, and the router of DeepSeek-V3."""
+    names = ("ids", "order", "slots")
+    types = {**dict.fromkeys(names, I32), **dict.fromkeys(("x", "weight", "out", "logits"), BF16)}
+    types |= {"bias": FP32, "weights": FP32, "norm_weight": BF16, "scale": "fp32", "eps": "fp32"}
+    types |= {"stride": "i32", "pairs": "i32", "num_slots": "i32"}
+    for sigmoid, groups in ((False, 1), (True, 8)):
+        constants: dict[str, Any] = {"EXPERTS": 256, "BLOCK": 256, "TOP": 8, "NORMALIZE": True}
+        constants |= {"SIGMOID": sigmoid, "BIAS": sigmoid, "GROUPS": groups, "KEPT": groups // 2}
+        compile_kernel(route._route_kernel, types, constants, num_warps=1)
+    few = {"EXPERTS": 128, "TOP": 8}
+    constants = {**few, "IN": 2048, "OUT": 768, "NORM": True, "BLOCK_N": 2, "BLOCK_K": 2048}
+    compile_kernel(experts._few_gate_up_kernel, types, constants)
+    constants = {**few, "IN": 768, "OUT": 2048, "ADD": True, "BLOCK_N": 4, "BLOCK_K": 256}
+    compile_kernel(experts._few_down_kernel, types, constants)
+    constants = {**few, "WIDTH": 2048, "ADD": True, "BLOCK": 1024}
+    compile_kernel(experts._combine_kernel, types, constants)
+    for step, gated, tma in (
+        (experts._LADDER[0], True, True),
+        (experts._LADDER[1], False, False),
+        (experts._LARGEST, True, True),
+    ):
+        constants = {"BLOCK_M": step.pairs, "BLOCK": step.sorted_at_once}
+        compile_kernel(experts._sort_kernel, types, constants, num_warps=8)
+        block_n = step.outputs if gated else 2 * step.outputs
+        types["tiles"] = f"tensordesc<bf16[{block_n},64]>" if tma else BF16
+        constants = {"IN": 2048, "OUT": 768} if gated else {"IN": 768, "OUT": 2048}
+        constants |= {"TOP": 8, "GATED": gated, "TMA": tma}
+        constants |= {"BLOCK_M": step.pairs, "BLOCK_N": block_n, "BLOCK_K": 64}
+        compile_kernel(
+            experts._product_kernel, types, constants, num_warps=step.warps, num_stages=4
+        )
+
+
+def latents() -> None:
+    """128 heads over latent rows. What a program needs fits into the memory of an H200."""
+    types = {**ATTENTION, "pages": I32, "rows": I32, "cu_query": I32, "partial": FP32}
+    types |= {"partial_lse": FP32, "block_seq": I32, "block_begin": I32, "num_seqs": "i32"}
+    sizes = {"HEADS": 128, "LATENT": 512, "ROPE": 64, "HEAD_TILE": 64}
+    sizes |= {"BLOCK_M": 64, "BLOCK_N": 64}
+    decode = {**sizes, "MAX_SEQS": 256, "BLOCK_SEQS": 256}
+    for kernel, page_size, own in (
+        (latent._latent_decode_kernel, 64, decode),
+        (latent._latent_extend_kernel, 16, sizes),
+    ):
+        tma = page_size == 64
+        types["latents"] = "tensordesc<bf16[64,512]>" if tma else BF16
+        types["ropes"] = "tensordesc<bf16[64,64]>" if tma else BF16
+        constants = {**own, "PAGE_SIZE": page_size, "TMA": tma}
+        compiled = compile_kernel(kernel, types, constants, num_warps=8, num_stages=2)
+        assert compiled.metadata.shared <= SHARED_MEMORY
+    constants = {"MAX_SEQS": 256, "HEADS": 128, "LATENT": 512}
+    compile_kernel(latent._latent_merge_kernel, types, constants)
+    constants = {"MAX_SEQS": 256, "PROGRAMS": 66, "PAGE_SIZE": 64, "LEAST": 4, "BLOCK": 256}
+    compile_kernel(latent._share_kernel, types, constants)
 
 
 def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:

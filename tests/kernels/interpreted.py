@@ -13,7 +13,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.runtime import interpreter
 
 from cairn import LLM
 from cairn.attention.hsa.backend import HSABackend
@@ -61,27 +60,6 @@ from tests.kernels.sparse_case import CASES, run
 
 CPU = torch.device("cpu")
 NAN = float("nan")
-
-
-@pytest.fixture(autouse=True)
-def patch_language_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once per launch and module: the interpreter patches `triton.language` at every call of a
-    device function, which takes a third of the time and changes nothing after the first one."""
-    launch, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
-    patched: set[int] = set()  # globals, by id, of the functions called by this launch
-
-    def launch_anew(self: Any, *args: Any, **kwargs: Any) -> Any:
-        patched.clear()
-        return launch(self, *args, **kwargs)
-
-    def patch_once(fn: Any) -> Any:
-        if id(fn.__globals__) in patched:
-            return None
-        patched.add(id(fn.__globals__))
-        return patch(fn)
-
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
-    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
 
 
 def paged(

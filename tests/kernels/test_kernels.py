@@ -15,10 +15,10 @@ pytest.importorskip("triton")
 
 @pytest.mark.parametrize("half", ["0", "1"])
 def test_kernels_agree_with_their_references_in_the_interpreter(half: str) -> None:
-    """Every other test of the file, so that two workers can share them."""
-    tests = Path(__file__).with_name("interpreted.py")
+    """Every other test of the files, so that two workers can share them."""
+    tests = map(str, sorted(Path(__file__).parent.glob("interpreted*.py")))
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
         env={**os.environ, "TRITON_INTERPRET": "1", "EVERY_OTHER_TEST": half},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

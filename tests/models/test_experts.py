@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cairn.models.experts import Routing, experts, route
+from cairn.kernels.interface import Routing
+from cairn.models.experts import experts, route
 
 EXPERTS = 12
 

@@ -1,11 +1,11 @@
 """Cairn's own Triton kernels. Decode rows are split along the past, longer chunks into blocks of
-rows."""
+rows. Keys and values of heads have kernels of their own, and so have latent rows."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -13,9 +13,13 @@ import torch
 from cairn.attention.backend import DENSE_GRAPHS, AttentionShape, DenseBackend, missing_module
 from cairn.attention.batch import AttentionBatch, to_device
 from cairn.memory.kv_pool import KVPool
+from cairn.memory.layout import LATENT
 
 if TYPE_CHECKING:
     from cairn.kernels.paged_extend import ExtendBlocks
+
+
+_MOST_LATENT, _MOST_ROPE = 512, 64  # columns of a latent row that fit into a program's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +32,164 @@ class _Metadata:
     groups: Collection[int]
 
 
-class TritonBackend(DenseBackend):
-    name = "triton"
-    dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    hides_rows = True
-    graphs = DENSE_GRAPHS
+class _Kernels(Protocol):
+    """The kernels of one cache layout."""
+
+    rows_per_block: int
+    """Rows of a sequence that a program of `extend` handles."""
+
+    def plan(self, group: int, kv_lens: torch.Tensor) -> None:
+        """Plan the decode rows of a step."""
+
+    def decode(
+        self, layer: int, query: torch.Tensor, metadata: _Metadata, out: torch.Tensor
+    ) -> None:
+        """Attention of `decode_rows`."""
+
+    def extend(
+        self, layer: int, query: torch.Tensor, metadata: _Metadata, out: torch.Tensor
+    ) -> None:
+        """Attention of the rows in `blocks`."""
+
+
+class _HeadKernels:
+    """Of keys and values of heads."""
+
+    rows_per_block = 64
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
-        super().__init__(shape, pool)
         from cairn.kernels.paged_decode import DecodeSplits
 
+        self._shape, self._pool = shape, pool
         self._splits = [
             DecodeSplits.empty(
                 shape.max_seqs, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.device
             )
             for _ in shape.groups
         ]
+
+    def plan(self, group: int, kv_lens: torch.Tensor) -> None:
+        from cairn.kernels.paged_decode import plan_splits
+
+        plan_splits(
+            self._splits[group],
+            kv_lens,
+            kv_heads=self._shape.num_kv_heads,
+            page_size=self._shape.page_size,
+            window=self._shape.groups[group].window,
+        )
+
+    def decode(
+        self, layer: int, query: torch.Tensor, metadata: _Metadata, out: torch.Tensor
+    ) -> None:
+        from cairn.kernels.paged_decode import paged_decode
+
+        g = self._pool.group_of[layer]
+        assert metadata.decode_rows is not None
+        paged_decode(
+            query,
+            self._pool.part(layer),
+            metadata.decode_tables[g],
+            metadata.decode_lens,
+            metadata.decode_rows,
+            self._splits[g],
+            out,
+            scale=self._shape.scale,
+            window=self._shape.groups[g].window,
+            hide_last=self._shape.hides_landmark_rows,
+        )
+
+    def extend(
+        self, layer: int, query: torch.Tensor, metadata: _Metadata, out: torch.Tensor
+    ) -> None:
+        from cairn.kernels.paged_extend import paged_extend
+
+        g = self._pool.group_of[layer]
+        batch = metadata.batch
+        assert metadata.blocks is not None
+        paged_extend(
+            query,
+            self._pool.part(layer),
+            batch.groups[g].page_table,
+            batch.device_kv_lens,
+            batch.device_cu_query,
+            metadata.blocks,
+            out,
+            scale=self._shape.scale,
+            window=self._shape.groups[g].window,
+            hide_last=self._shape.hides_landmark_rows,
+        )
+
+
+class _LatentKernels:
+    """Of latent rows."""
+
+    def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
+        from cairn.kernels.latent import LatentShares, rows_per_block
+
+        assert shape.value_dim is not None
+        self._shape, self._pool = shape, pool
+        self.rows_per_block = rows_per_block(shape.num_heads, shape.dtype)
+        self._shares = [
+            LatentShares.empty(
+                shape.max_seqs, shape.num_heads, shape.value_dim, shape.dtype, shape.device
+            )
+            for _ in shape.groups
+        ]
+
+    def plan(self, group: int, kv_lens: torch.Tensor) -> None:
+        from cairn.kernels.latent import share_pages
+
+        share_pages(self._shares[group], kv_lens, self._shape.page_size)
+
+    def decode(
+        self, layer: int, query: torch.Tensor, metadata: _Metadata, out: torch.Tensor
+    ) -> None:
+        from cairn.kernels.latent import latent_decode
+
+        g = self._pool.group_of[layer]
+        assert metadata.decode_rows is not None
+        latent_decode(
+            query,
+            self._pool.part(layer, LATENT),
+            metadata.decode_tables[g],
+            metadata.decode_lens,
+            metadata.decode_rows,
+            self._shares[g],
+            out,
+            scale=self._shape.scale,
+        )
+
+    def extend(
+        self, layer: int, query: torch.Tensor, metadata: _Metadata, out: torch.Tensor
+    ) -> None:
+        from cairn.kernels.latent import latent_extend
+
+        batch = metadata.batch
+        assert metadata.blocks is not None
+        latent_extend(
+            query,
+            self._pool.part(layer, LATENT),
+            batch.groups[self._pool.group_of[layer]].page_table,
+            batch.device_kv_lens,
+            batch.device_cu_query,
+            metadata.blocks,
+            out,
+            scale=self._shape.scale,
+        )
+
+
+class TritonBackend(DenseBackend):
+    name = "triton"
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    hides_rows = True
+    reads_latents = True
+    graphs = DENSE_GRAPHS
+
+    def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
+        super().__init__(shape, pool)
+        kernels = _HeadKernels if shape.value_dim is None else _LatentKernels
+        self._kernels: _Kernels = kernels(shape, pool)
         self._every_row = torch.arange(shape.max_seqs, dtype=torch.int32, device=shape.device)
 
     @classmethod
@@ -51,6 +197,19 @@ class TritonBackend(DenseBackend):
         if device.type != "cuda":
             return f"its kernels are for CUDA devices, this is {device.type}"
         return missing_module("triton", "triton")
+
+    @classmethod
+    def unsupported_reason(cls, shape: AttentionShape) -> str | None:
+        if shape.value_dim is not None:
+            if any(group.window is not None for group in shape.groups):
+                return "it has no sliding windows over latent rows"
+            rope = shape.head_dim - shape.value_dim
+            if shape.value_dim > _MOST_LATENT or rope > _MOST_ROPE:
+                return (
+                    f"latent rows have {shape.value_dim} and {rope} columns; it has up to "
+                    f"{_MOST_LATENT} and {_MOST_ROPE}"
+                )
+        return super().unsupported_reason(shape)
 
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> _Metadata:
         from cairn.kernels.paged_extend import ExtendBlocks
@@ -65,10 +224,12 @@ class TritonBackend(DenseBackend):
             query_lens = batch.device_cu_query.diff()
             single = query_lens == 1
             rows, lens = batch.device_cu_query[:-1], torch.where(single, lens, 0)
-            blocks = ExtendBlocks.on_device(query_lens.masked_fill(single, 0), batch.num_rows)
+            new = query_lens.masked_fill(single, 0)
+            blocks = ExtendBlocks.on_device(new, batch.num_rows, self._kernels.rows_per_block)
         else:
             chunks = np.flatnonzero(batch.query_lens > 1)
-            blocks = ExtendBlocks.of(batch.query_lens, chunks, batch.device)
+            size = self._kernels.rows_per_block
+            blocks = ExtendBlocks.of(batch.query_lens, chunks, batch.device, size)
             decoding = np.flatnonzero(batch.query_lens == 1)
             if len(decoding):
                 index = to_device(decoding, batch.device)
@@ -79,53 +240,15 @@ class TritonBackend(DenseBackend):
         return _Metadata(rows, lens, tables, blocks, batch, groups)
 
     def begin(self, metadata: _Metadata) -> None:
-        if metadata.decode_rows is None:
-            return
-        from cairn.kernels.paged_decode import plan_splits
-
-        for g in metadata.groups:
-            plan_splits(
-                self._splits[g],
-                metadata.decode_lens,
-                kv_heads=self._shape.num_kv_heads,
-                page_size=self._shape.page_size,
-                window=self._shape.groups[g].window,
-            )
+        if metadata.decode_rows is not None:
+            for g in metadata.groups:
+                self._kernels.plan(g, metadata.decode_lens)
 
     def attend(self, layer: int, query: torch.Tensor, metadata: _Metadata) -> torch.Tensor:
-        from cairn.kernels.paged_decode import paged_decode
-        from cairn.kernels.paged_extend import paged_extend
-
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        g = self._pool.group_of[layer]
-        window = self._shape.groups[g].window
-        pool = self._pool.part(layer)
-        hide = self._shape.hides_landmark_rows
+        width = self._shape.value_dim or query.shape[2]
+        out = torch.empty(*query.shape[:2], width, dtype=query.dtype, device=query.device)
         if metadata.decode_rows is not None:
-            paged_decode(
-                query,
-                pool,
-                metadata.decode_tables[g],
-                metadata.decode_lens,
-                metadata.decode_rows,
-                self._splits[g],
-                out,
-                scale=self._shape.scale,
-                window=window,
-                hide_last=hide,
-            )
+            self._kernels.decode(layer, query, metadata, out)
         if metadata.blocks is not None:
-            batch = metadata.batch
-            paged_extend(
-                query,
-                pool,
-                batch.groups[g].page_table,
-                batch.device_kv_lens,
-                batch.device_cu_query,
-                metadata.blocks,
-                out,
-                scale=self._shape.scale,
-                window=window,
-                hide_last=hide,
-            )
+            self._kernels.extend(layer, query, metadata, out)
         return out

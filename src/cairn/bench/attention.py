@@ -32,6 +32,8 @@ class Case:
     new_rows: int
     length: int
     seqs: int
+    latent: int | None = None
+    """Rows of the cache are latent; values are so many of their columns."""
 
     @property
     def kv_bytes(self) -> int:
@@ -39,12 +41,15 @@ class Case:
 
     @property
     def layout(self) -> CacheLayout:
+        if self.latent is not None:
+            return CacheLayout.of_latents(self.head_dim).of_type(torch.bfloat16)
         return CacheLayout.of_heads(self.kv_heads, self.head_dim, torch.bfloat16)
 
     @property
     def flops(self) -> float:
         pairs = self.new_rows * self.length - self.new_rows * (self.new_rows - 1) / 2
-        return 4.0 * self.seqs * pairs * self.num_heads * self.head_dim
+        columns = self.head_dim + (self.latent or self.head_dim)
+        return 2.0 * self.seqs * pairs * self.num_heads * columns
 
 
 CASES = (
@@ -55,13 +60,21 @@ CASES = (
     Case("prefill 8K, 16/8x128", 16, 8, 128, 8192, 8192, 1),
     Case("prefill 32K, 16/2x64", 16, 2, 64, 32768, 32768, 1),
     Case("extend 2K on 32K, 16/8x128", 16, 8, 128, 2048, 34816, 1),
+    *(
+        Case(f"MLA decode {seqs} x {length // 1024}K, 128x576", 128, 1, 576, 1, length, seqs, 512)
+        for length in (8192, 65536)
+        for seqs in (1, 16, 64)
+    ),
+    Case("MLA decode 64 x 8K, 16x576", 16, 1, 576, 1, 8192, 64, 512),
+    Case("MLA extend 512 on 8K, 128x576", 128, 1, 576, 512, 8704, 1, 512),
 )
 
 
 def command(arguments: argparse.Namespace) -> int:
     need_cuda("attention")
     names = backend_names() if arguments.backends is None else arguments.backends.split(",")
-    show_rows("attention", tell(_run(torch.device("cuda"), names)), arguments.output)
+    cases = [case for case in CASES if arguments.cases in case.name]
+    show_rows("attention", tell(_run(torch.device("cuda"), names, cases)), arguments.output)
     return 0
 
 
@@ -89,19 +102,28 @@ def time_cuda(call: Callable[[], Any], repeat: int = 20) -> float:
     return median(times)
 
 
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes per second of a sum over 2 GiB."""
+    data = torch.zeros(2**29, dtype=torch.float32, device=device)
+    return data.nbytes / time_cuda(lambda: data.sum())
+
+
 def measure(case: Case, backend: str, device: torch.device) -> float | str:
     """Seconds of one layer's attention, or the reason why the backend cannot run it."""
     groups = group_layers([None], [case.layout])
     dtype = torch.bfloat16
     heads = case.num_heads, case.kv_heads, case.head_dim, case.head_dim**-0.5
-    shape = AttentionShape(*heads, PAGE_SIZE, dtype, device, groups, case.seqs)
+    shape = AttentionShape(
+        *heads, PAGE_SIZE, dtype, device, groups, case.seqs, value_dim=case.latent
+    )
     reason = refusal(backend, shape)
     if reason is not None:
         return reason
     per_seq = -(-case.length // PAGE_SIZE)
     pages = case.seqs * per_seq
     pool = KVPool(groups, [pages], PAGE_SIZE, device)
-    pool.part(0).normal_()
+    for tensor in pool.tensors():
+        tensor.normal_()
     order = 1 + np.random.default_rng(0).permutation(pages)
     table = order.reshape(case.seqs, per_seq).astype(np.int32)
     new = np.full(case.seqs, case.new_rows)
@@ -114,11 +136,12 @@ def measure(case: Case, backend: str, device: torch.device) -> float | str:
     return time_cuda(lambda: attention.forward(0, query, metadata))
 
 
-def _run(device: torch.device, backends: Sequence[str]) -> Iterator[dict[str, Any]]:
-    data = torch.zeros(2**29, dtype=torch.float32, device=device)
-    bandwidth = data.nbytes / time_cuda(lambda: data.sum())
-    for case, backend in itertools.product(CASES, backends):
-        if backend == "torch" and case.new_rows > 1 and case.length > 8192:
+def _run(
+    device: torch.device, backends: Sequence[str], cases: Sequence[Case]
+) -> Iterator[dict[str, Any]]:
+    bandwidth = read_bandwidth(device)
+    for case, backend in itertools.product(cases, backends):
+        if backend == "torch" and (case.new_rows > 1 or case.latent) and case.length > 8192:
             continue  # minutes
         row: dict[str, Any] = {"case": case.name, "backend": backend}
         seconds = measure(case, backend, device)
@@ -126,10 +149,10 @@ def _run(device: torch.device, backends: Sequence[str]) -> Iterator[dict[str, An
             row["skipped"] = seconds
         else:
             row["us"] = round(seconds * 1e6, 1)
+            if case.new_rows > 1 or case.latent is not None:
+                row["TFLOP/s"] = round(case.flops / seconds / 1e12, 1)
             if case.new_rows == 1:
                 row["TB/s"] = round(case.kv_bytes / seconds / 1e12, 2)
                 row["share_of_read"] = round(case.kv_bytes / seconds / bandwidth, 3)
-            else:
-                row["TFLOP/s"] = round(case.flops / seconds / 1e12, 1)
         yield row
     yield {"case": "plain read of 2 GiB", "TB/s": round(bandwidth / 1e12, 2)}

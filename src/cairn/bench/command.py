@@ -36,11 +36,16 @@ _HSA = (
 )
 _MIX = (flag("long-tokens", 131072), flag("streams", 32), flag("stream-tokens", 1024))
 _PROFILE = (flag("requests", 256), flag("steps", 30))
-_ATTENTION = (flag("backends", None, "Only these.", metavar="A,B"),)
+_ATTENTION = (
+    flag("backends", None, "Only these.", metavar="A,B"),
+    flag("cases", "", "Only cases with this in their name, such as MLA.", metavar="TEXT"),
+)
+_MOE_PARTS = ("layer", "step", "serve")
 _MOE = (
     flag("model", "moe-toy", "A preset with experts.", metavar="NAME"),
     flag("device", "auto", "Where to run."),
-    list_flag("rows", (1, 8, 64, 512), "Rows of a step."),
+    list_flag("parts", ("layer",), "Of the model; all but layer on CUDA.", str, choices=_MOE_PARTS),
+    list_flag("rows", (1, 8, 64, 512), "Rows of the layer."),
     flag("baseline", True, "Run transformers too.", action=argparse.BooleanOptionalAction),
 )
 _ENGINE = flags_of(EngineConfig)
@@ -49,7 +54,7 @@ _OTHERS: dict[str, tuple[str, Sequence[Flag], Sequence[Flag]]] = {
     "attention": ("every attention backend side by side, on CUDA", _ATTENTION, ()),
     "hsa": ("sparse against dense attention at long contexts, on CUDA", _HSA, ()),
     "mix": ("a long prompt beside streams that are being answered", _MIX, _ENGINE),
-    "moe": ("the experts of one layer, beside transformers", _MOE, ()),
+    "moe": ("the experts of one layer, beside transformers, and whole models", _MOE, ()),
     "profile": ("where the time of a decode step goes, on CUDA", _PROFILE, _ENGINE),
     "replay": ("requests of a recorded trace, at their times", _REPLAY, _ENGINE),
     "tier": ("what KV in host memory buys, and what it costs", flags_of(TierBench), ()),

@@ -1,26 +1,45 @@
-"""`cairn bench moe`: the experts of one layer, Cairn beside transformers, on the same weights."""
+"""`cairn bench moe`: the experts of one layer by Cairn and by others, on the same weights, and on
+CUDA the whole model in the engine."""
 
 from __future__ import annotations
 
 import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from cairn.bench.attention import time_cuda
+from cairn.attention.backend import missing_module
+from cairn.bench.attention import read_bandwidth, time_cuda
+from cairn.bench.engines import Running, first_token, measured, need_cuda, random_prompt
 from cairn.bench.report import show_rows, tell
 from cairn.engine.resolve import resolve_device, resolve_dtype
 from cairn.errors import ConfigError
+from cairn.kernels.interface import Routing
+from cairn.models import experts as in_torch
 from cairn.models.config_reader import ConfigReader
 from cairn.models.experts import ExpertWeights
 from cairn.models.layers import Factory
 from cairn.models.loader import use_kernels
 from cairn.models.presets import PRESETS
 
+Rows = Iterator[dict[str, Any]]
+Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(x, ids, weights) -> [rows, hidden]"""
+
 _REPEAT = 11
+_SETS = 8  # inputs of one timed run: other rows read other experts, not what the cache still has
+_SGLANG = "sglang.srt.layers.moe.fused_moe_triton.fused_moe"
+_SERVED, _LENGTH = 64, 1024  # requests, and tokens in and out of each
+
+
+class Inputs(NamedTuple):
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
 
 
 def command(arguments: argparse.Namespace) -> int:
@@ -28,38 +47,73 @@ def command(arguments: argparse.Namespace) -> int:
     if preset.get("architectures") != ["Qwen3MoeForCausalLM"]:
         names = [n for n in PRESETS if PRESETS[n]["architectures"] == ["Qwen3MoeForCausalLM"]]
         raise ConfigError(f"model is {arguments.model!r}; bench moe has {', '.join(names)}")
-    device = resolve_device(arguments.device)
-    dtype = resolve_dtype("auto", ConfigReader(preset, arguments.model), device)
+    if arguments.parts != ["layer"]:
+        need_cuda(f"moe --parts {','.join(arguments.parts)}", arguments.device)
     with torch.inference_mode():
-        rows = tell(_run(preset, device, dtype, arguments.rows, arguments.baseline))
-    show_rows("moe", rows, arguments.output)
+        show_rows("moe", tell(_run(arguments, preset)), arguments.output)
     return 0
 
 
-def _run(
+def _run(arguments: argparse.Namespace, preset: Any) -> Rows:
+    device = resolve_device(arguments.device)
+    if "layer" in arguments.parts:
+        dtype = resolve_dtype("auto", ConfigReader(preset, arguments.model), device)
+        yield from _layer(preset, device, dtype, arguments.rows, arguments.baseline)
+    if "step" in arguments.parts or "serve" in arguments.parts:
+        yield from _engine(arguments.model, preset, device, arguments.parts)
+
+
+def _layer(
     preset: Any, device: torch.device, dtype: torch.dtype, row_counts: Sequence[int], baseline: bool
-) -> Iterator[dict[str, Any]]:
+) -> Rows:
     hidden, inter = preset["hidden_size"], preset["moe_intermediate_size"]
-    count, per_token = preset["num_experts"], preset["num_experts_per_tok"]
+    routing = Routing(preset["num_experts"], preset["num_experts_per_tok"], normalize=True)
     factory = Factory(dtype, device, fused=use_kernels(dtype, device))
-    ours = ExpertWeights(hidden, inter, count, factory)
+    ours = ExpertWeights(hidden, inter, routing.experts, factory)
     ours.gate_up.normal_(0, hidden**-0.5)
     ours.down.normal_(0, inter**-0.5)
-    theirs = _transformers(preset, ours) if baseline else None
+    calls: dict[str, Experts] = {"cairn": ours, **_others(preset, ours, baseline)}
+    cuda = device.type == "cuda"
+    bandwidth = read_bandwidth(device) if cuda else None
     for rows in row_counts:
-        x = torch.randn(rows, hidden, dtype=dtype, device=device)
-        order = torch.rand(rows, count, device=device).argsort(-1)
-        ids, weights = order[:, :per_token], torch.rand(rows, per_token, device=device)
-        calls: list[Callable[[], Any]] = [lambda: ours(x, ids.int(), weights)]  # noqa: B023
-        if theirs is not None:
-            calls.append(lambda: theirs(x, ids, weights.to(dtype)))  # noqa: B023
-            torch.testing.assert_close(calls[0](), calls[1](), rtol=0.05, atol=0.05)
-        seconds = _seconds(calls, device)
-        used = len(torch.unique(ids)) * 3 * hidden * inter * dtype.itemsize
-        row = {"rows": rows, "cairn_us": seconds[0] * 1e6, "GB/s": used / seconds[0] / 1e9}
-        if theirs is not None:
-            row |= {"transformers_us": seconds[1] * 1e6, "ratio": seconds[1] / seconds[0]}
+        sets = [_draw(rows, hidden, routing, factory) for _ in range(_SETS if cuda else 1)]
+        results = {name: call(*sets[0]) for name, call in calls.items()}
+        for result in results.values():
+            torch.testing.assert_close(results["cairn"], result, rtol=0.05, atol=0.05)
+        seconds = dict(zip(calls, _seconds(list(calls.values()), sets), strict=True))
+        own = seconds["cairn"]
+        used = sum(len(torch.unique(given.ids)) for given in sets) / len(sets)
+        used *= 3 * hidden * inter * dtype.itemsize
+        row = {"rows": rows, "cairn_us": own * 1e6, "GB/s": used / own / 1e9}
+        if bandwidth is not None:
+            row["share_of_read"] = used / bandwidth / own
+            row["TFLOP/s"] = 6.0 * rows * routing.per_token * inter * hidden / own / 1e12
+            row["router_us"] = _router_seconds(rows, routing, device) * 1e6
+        row |= {f"{name}_us": one * 1e6 for name, one in seconds.items()}
+        names = ("transformers", "torch", "sglang")
+        row |= {_ratio(name): seconds[name] / own for name in names if name in seconds}
         yield {name: round(value, 2) for name, value in row.items()}
+    if cuda:
+        yield {"skipped": missing_module(_SGLANG, "sglang") or "nothing"}
+
+
+def _ratio(name: str) -> str:
+    return "ratio" if name == "transformers" else f"{name}_ratio"
+
+
+def _others(preset: Any, ours: ExpertWeights, baseline: bool) -> dict[str, Experts]:
+    others: dict[str, Experts] = {}
+    if baseline:
+        theirs = _transformers(preset, ours)
+        dtype = ours.gate_up.dtype
+        others["transformers"] = lambda x, ids, weights: theirs(x, ids.long(), weights.to(dtype))
+    if ours.gate_up.is_cuda:
+        matrices = ours.gate_up, ours.down
+        others["torch"] = lambda x, ids, weights: in_torch.experts(x, ids, weights, *matrices)
+        if missing_module(_SGLANG, "sglang") is None:
+            fused = import_module(_SGLANG).fused_experts_impl
+            others["sglang"] = lambda x, ids, weights: fused(x, *matrices, weights, ids)
+    return others
 
 
 def _transformers(preset: Any, ours: ExpertWeights) -> Any:
@@ -75,14 +129,68 @@ def _transformers(preset: Any, ours: ExpertWeights) -> Any:
     return own
 
 
-def _seconds(calls: list[Callable[[], Any]], device: torch.device) -> list[float]:
+def _draw(rows: int, hidden: int, routing: Routing, factory: Factory) -> Inputs:
+    x = torch.randn(rows, hidden, dtype=factory.dtype, device=factory.device)
+    logits = torch.randn(rows, routing.experts, device=factory.device)
+    weights, ids = in_torch.route(logits, None, routing)
+    return Inputs(x, ids, weights)
+
+
+def _seconds(calls: list[Experts], sets: list[Inputs]) -> list[float]:
     """Median seconds of each call; on a CPU in turn, so that all meet the same machine."""
-    if device.type == "cuda":
-        return [time_cuda(call) for call in calls]
+    if sets[0].x.is_cuda:
+        return [time_cuda(lambda c=call: [c(*own) for own in sets]) / len(sets) for call in calls]  # type: ignore[misc]
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(_REPEAT):
         for own, call in zip(times, calls, strict=True):
             begin = time.perf_counter()
-            call()
+            call(*sets[0])
             own.append(time.perf_counter() - begin)
     return [median(own) for own in times]
+
+
+def _router_seconds(rows: int, routing: Routing, device: torch.device) -> float:
+    from cairn.kernels.route import route
+
+    logits = torch.randn(rows, routing.experts, device=device)
+    ids = route(logits, None, routing, torch.float32)[1]
+    assert torch.equal(ids, in_torch.route(logits, None, routing)[1]), "the router chose others"
+    return time_cuda(lambda: route(logits, None, routing, torch.float32))
+
+
+def _engine(model: str, preset: Any, device: torch.device, parts: Sequence[str]) -> Rows:
+    """The whole model with random weights: decode steps, and requests served together."""
+    bandwidth = read_bandwidth(device)
+    with measured(
+        model=model,
+        load_format="dummy",
+        dtype="bfloat16",
+        device="cuda",
+        context_length=4 * _LENGTH,
+        max_running_requests=_SERVED,
+    ) as llm:
+        tensors = dict(llm.engine.runner._model.named_tensors())
+        every = sum(tensor.nbytes for tensor in tensors.values())
+        of_experts = sum(t.nbytes for name, t in tensors.items() if ".mlp.experts." in name)
+        idle = 1 - preset["num_experts_per_tok"] / preset["num_experts"]
+        floors = {"floor_of_one_ms": every - idle * of_experts, "floor_of_all_ms": every}
+        floor = {name: round(1e3 * nbytes / bandwidth, 3) for name, nbytes in floors.items()}
+        running = Running(llm, _LENGTH, max_tokens=2 * _LENGTH)
+        for batch in (1, 8, _SERVED) if "step" in parts else ():
+            running.grow_to(batch)
+            gaps = running.step_gaps(16, 64)
+            ms = round(1e3 * median(gaps.tolist()), 3)
+            yield {"what": f"decode step of {model}", "rows": batch, "median_ms": ms, **floor}
+        running.end()
+        if "serve" in parts:
+            prompts = [random_prompt(llm, _LENGTH, seed) for seed in range(_SERVED)]
+            llm.engine.scheduler.cache.tree.clear()
+            prefill = first_token(llm, prompts)
+            llm.engine.scheduler.cache.tree.clear()
+            begin = time.perf_counter()
+            llm.generate(prompts, max_tokens=_LENGTH, ignore_eos=True)
+            seconds = time.perf_counter() - begin
+            tokens = _SERVED * _LENGTH
+            what = f"{_SERVED} requests of {_LENGTH} in and out, {model}"
+            rates = {"prefill_tokens/s": tokens / prefill, "output_tokens/s": tokens / seconds}
+            yield {"what": what, **{name: round(rate) for name, rate in rates.items()}}

@@ -18,13 +18,20 @@ from cairn.llm import LLM
 
 _KINDS = {
     "host memory": ("_swap_", "_drift_kernel"),
+    "experts": (
+        *("_route_kernel", "_sort_kernel", "_product_kernel", "_combine_kernel"),
+        *("_few_gate_up_kernel", "_few_down_kernel"),
+    ),
     "sparse attention": (
         *("score_kernel", "topk_kernel", "pages_kernel", "_begin_kernel", "_pool_kernel"),
         *("lay_out_kernel", "survey_kernel", "_rank_kernel", "_threshold_kernel"),
         *("choose_kernel", "few_kernel"),
         *("_union_kernel", "_attend_kernel"),
     ),
-    "attention": ("flash", "_decode_kernel", "_extend_kernel", "_plan_kernel"),
+    "attention": (
+        *("flash", "_decode_kernel", "_extend_kernel", "_plan_kernel"),
+        *("_latent_merge_kernel", "_share_kernel"),
+    ),
     "matrix products": ("nvjet", "gemm", "gemv", "cutlass", "splitk", "cublas"),
     "sampling": ("_blocks_kernel", "_pick_kernel", "argmax", "softmax", "sort"),
     "copies": ("memcpy", "memset"),

@@ -61,9 +61,9 @@ class Rungs:
 
 def rungs_of(backend: AttentionBackend, max_seqs: int, max_pages: int) -> Rungs:
     """The rungs of all kernels, including the backend's own."""
-    from cairn.kernels import gemv, paged_decode, rope_kv
+    from cairn.kernels import experts, gemv, paged_decode, rope_kv
 
-    rows = {*gemv.row_rungs(), *rope_kv.row_rungs()}
+    rows = {*gemv.row_rungs(), *rope_kv.row_rungs(), *experts.row_rungs()}
     seqs, pages = {*paged_decode.seq_rungs(), max_seqs}, {1, max_pages}
     own = backend.rungs(max_seqs, max_pages) if isinstance(backend, SparseBackend) else None
     if own is not None:
@@ -95,7 +95,7 @@ def rehearsals(
                 new = [1] * (count - 1) + [some]
                 yield Rehearsal(new, [min(past, longest - some)] * count, prompt=prompt)
     for count in rungs.rows:
-        if 1 < count <= longest:
+        if 1 < count <= min(longest, max(chunk, *rungs.seqs)):
             yield Rehearsal([count], [0], prompt=True)
     most = min(chunk, longest)
     yield Rehearsal([most], [longest - most], prompt=True)

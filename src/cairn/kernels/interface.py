@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,6 +21,24 @@ Pooling = Literal["hils", "last", "box", "mean"]
 hils: attention of the page's last query over the keys; last: the last key; box: the largest and
 smallest value of each dimension; mean: the mean key.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How experts are chosen and weighed."""
+
+    experts: int
+    per_token: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    """Experts are divided into so many runs of consecutive ids."""
+    kept_groups: int = 1
+    """Experts are chosen from the best groups only."""
+    normalize: bool = False
+    """Divide the weights of the chosen experts by their sum."""
+    scale: float = 1.0
+    has_bias: bool = False
+    """A bias on each expert's score decides which are chosen. It is no part of their weights."""
 
 
 class ScoringHeads(NamedTuple):

@@ -46,6 +46,22 @@ def paged_attention(
     return torch.cat(outs), torch.cat(lses)
 
 
+def latent_attention(
+    query: torch.Tensor,  # [rows, heads, latent + rope]
+    pool: torch.Tensor,  # [pages, page_size, latent + rope]
+    page_table: torch.Tensor,  # [seqs, pages]
+    kv_lens: list[int],
+    query_lens: list[int],
+    *,
+    latent: int,
+    scale: float,
+) -> torch.Tensor:
+    """-> [rows, heads, latent], float32 or wider"""
+    as_values = torch.stack((pool, pool), 1)
+    attended, _ = paged_attention(query, as_values, page_table, kv_lens, query_lens, scale=scale)
+    return attended[..., :latent]
+
+
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

@@ -1,43 +1,25 @@
 """A mixture of experts: a router picks a few feed-forwards for each row and weighs their outputs.
 
-`route` and `experts` are functions on tensors, in plain torch. Kernels with the same arguments take
-their place where they run.
+`route` and `experts` are functions on tensors, in plain torch. On a GPU the kernels of the same
+names take their place (`kernels/route.py`, `kernels/experts.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
+from cairn.kernels.interface import Routing
 from cairn.models.blocks import BLOCK, BlockMatrix
 from cairn.models.decoder import MLP, FeedForward
-from cairn.models.layers import Factory, Module, TensorSlot
+from cairn.models.layers import Factory, Module, RMSNorm, TensorSlot
 from cairn.models.quantize import to_int8
 from cairn.models.spec import DecoderSpec
 from cairn.models.split import share
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """How experts are chosen and weighed."""
-
-    experts: int
-    per_token: int
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    groups: int = 1
-    """Experts are divided into so many runs of consecutive ids."""
-    kept_groups: int = 1
-    """Experts are chosen from the best groups only."""
-    normalize: bool = False
-    """Divide the weights of the chosen experts by their sum."""
-    scale: float = 1.0
-    has_bias: bool = False
-    """A bias on each expert's score decides which are chosen. It is no part of their weights."""
 
 
 def route(
@@ -154,13 +136,35 @@ class Router(Module):
         if options.has_bias:
             self.bias = replace(factory, dtype=at_least).empty(options.experts)
         self._rounds = not wide
+        self._fused, self._few_rows = kept.fused, kept.few_rows
 
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [rows, hidden] -> weights and ids of the chosen experts, as `route` returns them"""
+    def __call__(
+        self, x: torch.Tensor, *, norm: RMSNorm | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [rows, hidden], or its norm -> weights and ids of the chosen experts, as `route`
+        returns them"""
+        if self._fused:
+            return self._by_kernels(x, norm)
+        x = x if norm is None else norm(x)
         logits = F.linear(x.to(self.weight.dtype), self.weight)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         weights, ids = route(wide, self.bias, self._options)
         return (weights.to(self._dtype) if self._rounds else weights), ids
+
+    def _by_kernels(
+        self, x: torch.Tensor, norm: RMSNorm | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from cairn.kernels import gemv, route
+
+        few = 0 < len(x) <= self._few_rows and x.dtype == self.weight.dtype
+        if few:
+            own = None if norm is None else (norm.weight, norm.eps)
+            logits = gemv.gemv(x.contiguous(), self.weight, norm=own)
+        else:
+            x = x if norm is None else norm(x)
+            logits = F.linear(x.to(self.weight.dtype), self.weight)
+        rounded = self._dtype if self._rounds else torch.float32
+        return route.route(logits, self.bias, self._options, rounded)
 
     def slots(self, name: str) -> Iterator[tuple[str, TensorSlot]]:
         yield f"{name}.weight", TensorSlot(tuple(self.weight.shape), self.weight.copy_)
@@ -179,21 +183,35 @@ class ExpertWeights(Module):
         self.first = factory.parallel.rank * own
         self._own, self._count = own, count
         self.gate_up = factory.empty(own, 2 * inter, hidden)
-        if factory.device.type == "cpu":
+        if factory.device.type == "cpu" and not factory.fused:
             # A CPU reads rows of `hidden` numbers faster than the shorter ones.
             self.down = factory.empty(own, inter, hidden).transpose(1, 2)
         else:
             self.down = factory.empty(own, hidden, inter)
         self._cpu = factory.cpu
         self._int8: list[tuple[BlockMatrix, BlockMatrix]] | None = None
+        self._fused = factory.fused
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if self._own < self._count:
             ids = ids - self.first
             ids = torch.where((ids >= 0) & (ids < self._own), ids, -1)
+        if self._fused:
+            from cairn.kernels import experts as kernels
+
+            return kernels.experts(x, ids, weights, self.gate_up, self.down)
         if self._int8 is not None:
             return by_expert(x, ids, weights, len(self._int8), self._int8_product)
         return experts(x, ids, weights, self.gate_up, self.down)
+
+    def add_normed(
+        self, x: torch.Tensor, norm: RMSNorm, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Add the output for the norm of x to x, in kernels, and return it."""
+        from cairn.kernels import experts as kernels
+
+        weighed = norm.weight, norm.eps
+        return kernels.experts(x, ids, weights, self.gate_up, self.down, norm=weighed, add_to=x)
 
     def _int8_product(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
         assert self._int8 is not None
@@ -267,6 +285,13 @@ class ExpertFeedForward(FeedForward):
             own = share("the width of shared experts", shared, factory.parallel.size)
             self.shared_experts = MLP(spec, layer, factory, width=own)
         self._parallel = factory.parallel
+        self._fused = factory.fused
+
+    def add_normed(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        if not self._fused or self.shared_experts is not None:
+            return super().add_normed(x, norm)
+        weights, ids = self.gate(x, norm=norm)
+        return self.experts.add_normed(x, norm, ids, weights)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = self.gate(x)

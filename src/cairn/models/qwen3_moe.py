@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from cairn.errors import ConfigError
+from cairn.kernels.interface import Routing
 from cairn.models.config_reader import ConfigReader
 from cairn.models.decoder import MLP, CausalLM, FeedForward
-from cairn.models.experts import ExpertFeedForward, Routing
+from cairn.models.experts import ExpertFeedForward
 from cairn.models.fields import FULL, MOST_EXPERTS, MOST_WIDTH, read_decoder, read_dimensions
 from cairn.models.layers import Factory
 from cairn.models.spec import DecoderSpec

@@ -1,0 +1,86 @@
+"""Routers and experts against their references, on any device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from cairn.kernels.experts import experts
+from cairn.kernels.interface import Routing
+from cairn.kernels.references import rms_norm_reference
+from cairn.kernels.route import route
+from cairn.models import experts as in_torch
+
+ROUTERS = {
+    "softmax": Routing(128, 8, normalize=True),
+    "softmax-not-normalized": Routing(6, 2),
+    "softmax-groups": Routing(20, 3, groups=4, kept_groups=2, scale=16.0),
+    "sigmoid": Routing(9, 4, "sigmoid", normalize=True, scale=2.5),
+    "sigmoid-groups": Routing(256, 8, "sigmoid", 8, 4, True, 2.5, has_bias=True),
+    "sigmoid-all-groups": Routing(16, 5, "sigmoid", 16, 16, has_bias=True),
+}
+
+
+def check_router(name: str, device: torch.device, dtype: torch.dtype, rows: int) -> None:
+    """Logits are coarse, so that many experts are equal; biases are negative."""
+    options = ROUTERS[name]
+    torch.manual_seed(0)
+    logits = torch.randn(rows, options.experts, device=device).mul(4).round().div(4).to(dtype)
+    bias = None
+    if options.has_bias:
+        bias = torch.randn(options.experts, device=device).mul(2).round().div(8) - 0.8
+    weights, ids = route(logits, bias, options, torch.float32)
+    expected_weights, expected = in_torch.route(logits.float(), bias, options)
+    assert torch.equal(ids, expected)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
+
+
+class Sizes(NamedTuple):
+    experts: int
+    per_token: int
+    hidden: int
+    inter: int
+
+
+def check_experts(
+    sizes: Sizes,
+    rows: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    fused: bool = False,
+    skewed: bool = False,
+    tolerance: float = 1e-5,
+) -> None:
+    """`fused`: with the norm before and the sum after, on a rank that has only the later experts.
+    `skewed`: almost all rows choose the same expert."""
+    torch.manual_seed(0)
+    count, per_token, hidden, inter = sizes
+    x = torch.randn(rows, hidden, device=device).to(dtype)
+    gate_up = (torch.randn(count, 2 * inter, hidden, device=device) * hidden**-0.5).to(dtype)
+    down = (torch.randn(count, hidden, inter, device=device) * inter**-0.5).to(dtype)
+    scores = torch.rand(rows, count, device=device)
+    if skewed:
+        scores[:, count // 2] += 0.9
+    ids = scores.topk(per_token, -1).indices.int()
+    weights = torch.rand(rows, per_token, device=device)
+    norm = added = None
+    if fused:
+        ids = ids * 2 - count  # some are below, some above what this rank has
+        norm = torch.rand(hidden, device=device).to(dtype), 1e-6
+        added = torch.randn(rows, hidden, device=device).to(dtype)
+    wide = torch.float64
+    normed = x.to(wide)
+    if norm is not None:
+        normed = rms_norm_reference(normed, norm[0].to(wide), norm[1])
+    here = torch.where((ids >= 0) & (ids < count), ids, -1)
+    matrices = [matrix.to(wide).cpu() for matrix in (gate_up, down)]
+    expected = in_torch.experts(normed.cpu(), here.cpu(), weights.to(wide).cpu(), *matrices)
+    expected = expected.to(device)
+    if added is not None:
+        expected += added
+    found = experts(x, ids, weights, gate_up, down, norm=norm, add_to=added)
+    error = (found.to(wide) - expected).norm() / expected.norm()
+    assert error < tolerance, f"error ratio {error:.1e}"
+    assert added is None or found is added

@@ -1,0 +1,83 @@
+"""Attention over latent rows against its reference, on any device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from cairn.kernels.latent import (
+    LatentShares,
+    latent_decode,
+    latent_extend,
+    rows_per_block,
+    share_pages,
+)
+from cairn.kernels.paged_extend import ExtendBlocks
+from cairn.kernels.references import latent_attention
+
+
+class Sizes(NamedTuple):
+    heads: int
+    latent: int
+    rope: int
+    page_size: int
+
+
+def paged(
+    lengths: list[int], sizes: Sizes, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A pool with scattered pages and NaN in all that is not the sequences'; their page tables."""
+    counts = [-(-length // sizes.page_size) for length in lengths]
+    pages = sum(counts) + 3
+    width = sizes.latent + sizes.rope
+    pool = torch.full((pages + 1, sizes.page_size, width), float("nan"), device=device, dtype=dtype)
+    free = (1 + torch.randperm(pages)).tolist()
+    table = torch.zeros(len(lengths), max(counts) + 1, dtype=torch.int32)
+    for s, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        for index in range(count):
+            page = table[s, index] = free.pop()
+            rows = min(sizes.page_size, length - index * sizes.page_size)
+            pool[page, :rows] = torch.randn(rows, width, device=device).to(dtype)
+    return pool, table.to(device)
+
+
+def check(
+    lengths: list[int],
+    new: list[int],
+    sizes: Sizes,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    tolerance: float,
+    max_seqs: int = 8,
+) -> None:
+    """Sequences with one new row by the kernels for decode, the others by those for chunks."""
+    torch.manual_seed(0)
+    heads, latent, rope, page_size = sizes
+    pool, table = paged(lengths, sizes, device, dtype)
+    query = torch.randn(sum(new), heads, latent + rope, device=device).to(dtype)
+    scale = 0.7 * (latent + rope) ** -0.5
+    clean = torch.nan_to_num(pool).double()
+    expected = latent_attention(
+        query.double(), clean, table, lengths, new, latent=latent, scale=scale
+    )
+    out = torch.full((sum(new), heads, latent), float("nan"), device=device, dtype=dtype)
+    cu_query = torch.tensor([0, *np.cumsum(new)], dtype=torch.int32, device=device)
+    kv_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    single = torch.tensor(new, device=device) == 1
+    shares = LatentShares.empty(max_seqs, heads, latent, dtype, device)
+    alone = torch.where(single, kv_lens, 0)
+    share_pages(shares, alone, page_size)
+    rows = cu_query[:-1].contiguous()
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # in a step, another kernel runs between plan and attention
+    latent_decode(query, pool, table, alone, rows, shares, out, scale=scale)
+    chunks = np.flatnonzero(np.array(new) > 1)
+    if len(chunks):
+        per_block = rows_per_block(heads, dtype)
+        blocks = ExtendBlocks.of(np.array(new), chunks, device, per_block)
+        latent_extend(query, pool, table, kv_lens, cu_query, blocks, out, scale=scale)
+    error = (out.double() - expected).norm() / expected.norm()
+    assert error < tolerance, f"error ratio {error:.1e}"
