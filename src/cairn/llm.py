@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self, cast, overload
+from typing import Any, Literal, Self, cast, overload
 
 import torch
 
@@ -208,9 +208,19 @@ class LLM:
     def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
         """float32 [len(token_ids), vocab_size]; row i is the log-softmax after token i."""
         params = SamplingParams()
-        requests = self.engine.make_requests(list(token_ids), params, whole_scores=True)
+        requests = self.engine.make_requests(list(token_ids), params, returns="whole")
         (outputs,) = self._run([requests])
         return torch.cat(outputs[0].request.distributions)
+
+    def embed(
+        self, prompts: Sequence[Prompt], pooling: Literal["mean", "last"] = "mean"
+    ) -> torch.Tensor:
+        """float32 [len(prompts), hidden size], of length 1: the mean of the last layer's hidden
+        states over a prompt's tokens, or that of its last token."""
+        encoded = [self.frontend.encode(p) if isinstance(p, str) else list(p) for p in prompts]
+        params = SamplingParams()
+        requests = [self.engine.make_requests(ids, params, returns=pooling) for ids in encoded]
+        return torch.stack([outputs[0].request.embedding() for outputs in self._run(requests)])
 
     def abort(self, request_id: str) -> bool:
         """End a request now; its stream closes with reason "abort". False if it had ended."""

@@ -179,7 +179,7 @@ def test_scores_of_a_prompt_retracted_in_flight_come_once(folder: Path, whole: b
     for steps in range(1, 9):
         with load(folder, chunked_prefill_size=32) as llm:
             engine = llm.engine
-            (request,) = engine.make_requests(prompt, scored, whole_scores=whole)
+            (request,) = engine.make_requests(prompt, scored, returns="whole" if whole else "none")
             engine.submit(request)
             for _ in range(steps):
                 engine.step()

@@ -25,7 +25,9 @@ def test_the_examples_run(server: ServerProcess, block: str) -> None:
     command = block.replace("http://127.0.0.1:8000", server.url).replace("smollm2", server.model)
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    if "stream" in block:
+    if "/v1/messages" in block or "/v1/responses" in block:
+        assert "usage" in done.stdout or "input_tokens" in done.stdout
+    elif "stream" in block:
         assert done.stdout.rstrip().endswith("data: [DONE]")
     elif "metrics" in block:
         assert "cairn_pages" in done.stdout
@@ -41,7 +43,7 @@ def test_there_are_examples_of_every_route(server: ServerProcess) -> None:
     routes = server.get("/openapi.json").json()["paths"]
     assert len(BLOCKS) >= 10
     for route in routes:
-        assert route.replace("{name}", "NAME") in TEXTS[1]
+        assert route.replace("{name}", "NAME").replace("{response_id}", "ID") in TEXTS[1]
 
 
 def test_every_flag_is_in_the_help() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from cairn.attention.backend import AttentionBackend
 from cairn.engine.logprobs import TokenLogprob
-from cairn.engine.plan import PromptScores, StepPlan
+from cairn.engine.plan import ONLY_PROMPT, PromptScores, StepPlan
 from cairn.engine.request import Request
 from cairn.engine.runner import InFlight, Runner, StepResult
 from cairn.engine.sampler import derived_seed
@@ -130,7 +130,7 @@ class Engine:
         params: SamplingParams,
         *,
         cache_salt: str | None = None,
-        whole_scores: bool = False,
+        returns: PromptScores = "none",
         traced: bool = False,
         dense: bool = False,
         first_id: int | None = None,
@@ -138,9 +138,14 @@ class Engine:
         """Check a prompt and make one request for each of its `n` choices.
 
         Raises RequestError. Does not queue anything. With `first_id` the choices get the ids
-        `first_id`, `first_id + 1` and so on.
+        `first_id`, `first_id + 1` and so on. `returns` is for requests that generate nothing.
         """
-        tokens = self._check_prompt(prompt_ids, scored=whole_scores)
+        if returns in ("mean", "last") and not self.runner.gives_hidden:
+            raise RequestError(
+                "embeddings need the model's hidden states, which this implementation does not "
+                "give; start the engine with model_impl=cairn"
+            )
+        tokens = self._check_prompt(prompt_ids, scored=returns != "none")
         for name, named in (
             ("stop_token_ids", params.stop_token_ids),
             ("logit_bias", [token for token, _ in params.bias]),
@@ -158,7 +163,8 @@ class Engine:
             )
         eos = frozenset() if params.ignore_eos else self.eos_token_ids
         seed = self._random.randint(0, MAX_SEED) if params.seed is None else params.seed
-        scores: PromptScores = "none" if params.prompt_logprobs is None else "top"
+        if params.prompt_logprobs is not None and returns == "none":
+            returns = "top"
         ids = self._ids if first_id is None else itertools.count(first_id)
         return [
             Request(
@@ -169,7 +175,7 @@ class Engine:
                 max_total_tokens=self.max_tokens,
                 stop_token_ids=eos | frozenset(params.stop_token_ids),
                 namespace=(cache_salt, self._rope_length(len(prompt_ids)), dense),
-                prompt_scores="whole" if whole_scores else scores,
+                prompt_scores=returns,
                 traced=traced,
                 dense=dense,
                 choice=choice,
@@ -310,19 +316,22 @@ class Engine:
             raise
 
     def _take_scores(self, plan: StepPlan, result: StepResult) -> None:
-        for advance in plan.advances if result.prompt_logprobs or result.distributions else ():
+        scored = result.prompt_logprobs or result.distributions or result.hidden_sums
+        for advance in plan.advances if scored else ():
             request = self.scheduler.get(advance.request_id)
             if request is None or request.retractions != advance.attempt:
                 continue
             request.prompt_logprobs += result.prompt_logprobs.get(request.id, ())
             if request.id in result.distributions:
                 request.distributions.append(result.distributions[request.id])
+            if request.id in result.hidden_sums:
+                request.hidden_sums.append(result.hidden_sums[request.id])
         for request_id, selections in result.selections.items():
             if (request := self.scheduler.get(request_id)) is not None:
                 request.selections.append(selections)
 
     def _progress(self, request: Request, result: StepResult) -> Progress:
-        if request.prompt_scores == "whole":
+        if request.prompt_scores in ONLY_PROMPT:
             return Progress(request)
         score = result.logprobs.get(request.id)
         if score is None:

@@ -13,9 +13,12 @@ from typing import Literal, NamedTuple
 from cairn.engine.sampling_params import SamplingParams
 from cairn.memory.copies import CopyEdits
 
-PromptScores = Literal["none", "top", "whole"]
-"""Log-probabilities of the prompt to return: none; those of its tokens and the top ones; or the
-whole distribution."""
+PromptScores = Literal["none", "top", "whole", "mean", "last"]
+"""What to return of the prompt: nothing; log-probabilities of its tokens and the top ones; the
+whole distribution; or the last layer's hidden states: their mean, or that of the last token."""
+
+ONLY_PROMPT: frozenset[PromptScores] = frozenset({"whole", "mean", "last"})
+"""Requests with these generate nothing."""
 
 
 class TableEdit(NamedTuple):

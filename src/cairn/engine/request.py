@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from array import array
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -47,7 +49,8 @@ class Request:
     namespace: Hashable = None
     """Requests share cached prefixes only within a namespace."""
     prompt_scores: PromptScores = "none"
-    """With scores the whole prompt is computed, even if it is cached. "whole" generates nothing."""
+    """With scores the whole prompt is computed, even if it is cached. Those in
+    `ONLY_PROMPT` generate nothing."""
     host_tokens: bool = False
     """Each step needs the previous token on the host, so this request's steps do not overlap."""
     allowed_tokens: Callable[[], bytes | None] | None = None
@@ -78,6 +81,8 @@ class Request:
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one per output token, if requested
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # from the second token on
     distributions: list[torch.Tensor] = field(default_factory=list)  # for "whole" prompt scores
+    hidden_sums: list[torch.Tensor] = field(default_factory=list)
+    """For "mean" and "last": float32 [hidden size], one for each step that computed the prompt."""
     selections: list[dict[int, Selection]] = field(default_factory=list)
     """By layer, one entry per output token, if traced."""
     # fixed at creation
@@ -88,6 +93,13 @@ class Request:
     def __post_init__(self) -> None:
         self.prompt_len = len(self.token_ids)
         self.end_len = min(self.prompt_len + self.params.max_tokens, self.max_total_tokens)
+
+    def embedding(self) -> torch.Tensor:
+        """float32 [hidden size] of length 1, from "mean" or "last" when the prompt is computed. The
+        direction of a mean is that of the sum."""
+        total = functools.reduce(operator.add, self.hidden_sums)
+        length: torch.Tensor = total.norm()
+        return total / length.clamp(min=1e-12)
 
     @property
     def num_tokens(self) -> int:

@@ -53,6 +53,8 @@ class StepResult:
     prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     distributions: dict[str, torch.Tensor] = field(default_factory=dict)
     """Log-probabilities [tokens of this step, vocab], float32 on the host."""
+    hidden_sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Of the last layer's hidden states, over the tokens that are wanted, float32 on the host."""
     selections: dict[str, dict[int, Selection]] = field(default_factory=dict)
     """For traced requests: the pages read to sample the token, by layer."""
 
@@ -120,6 +122,11 @@ class Runner:
         """The backend reports which pages a row reads."""
         own = type(self._sparse)
         return issubclass(own, SparseBackend) and own.selections is not SparseBackend.selections
+
+    @property
+    def gives_hidden(self) -> bool:
+        """The model returns the hidden states of its last layer."""
+        return self._model.gives_hidden
 
     def mark_ready(self) -> None:
         """Note that the engine takes requests from now on. Later compilations delay requests."""
@@ -262,15 +269,15 @@ class Runner:
         host = self._inputs(plan)
         sampling = [s for s, advance in enumerate(plan.advances) if advance.samples]
         result = StepResult()
-        scored = self._scored_rows(plan, host)
-        replayed = None if scored else self._replay(plan, host, sampling)
+        scored, pooled = self._scored_rows(plan, host), self._pooled_rows(plan, host)
+        replayed = None if scored or pooled else self._replay(plan, host, sampling)
         if replayed is not None:
             logits, tokens = replayed
             if tokens is not None:
                 return self._in_flight(plan, sampling, tokens, result)
         else:
             logit_rows = np.concatenate([host.last_token_rows[sampling], *scored.values()])
-            logits = self._eager(plan, host, logit_rows, sampling, result)
+            logits = self._eager(plan, host, logit_rows, pooled, sampling, result)
         begin = len(sampling)
         tokens = self._sample(plan, sampling, logits[:begin], result)
         for s, wanted in scored.items() if self._samples else ():
@@ -351,6 +358,7 @@ class Runner:
         plan: StepPlan,
         host: StepInputs,
         logit_rows: np.ndarray,
+        pooled: dict[int, np.ndarray],
         sampling: list[int],
         result: StepResult,
     ) -> torch.Tensor:
@@ -358,7 +366,14 @@ class Runner:
         with self._launching(inputs.batch, None):
             metadata = self.backend.prepare(inputs.batch)
             wanted = to_device(logit_rows.astype(np.int64), self._device)
-            logits = self._forward(inputs, metadata, wanted)
+            if not pooled:
+                logits = self._forward(inputs, metadata, wanted)
+            else:
+                hidden = self._forward(inputs, metadata, wanted, headless=True)
+                logits = self._model.head(hidden[wanted])
+                for s, rows in pooled.items():
+                    total = hidden[to_device(rows, self._device)].float().sum(0)
+                    result.hidden_sums[plan.advances[s].request_id] = total.cpu()
         for s in sampling:
             if plan.advances[s].traced and self._sparse is not None:
                 read = self._sparse.selections(metadata, int(host.last_token_rows[s]))
@@ -374,14 +389,22 @@ class Runner:
         return Selection(*(self._parallel.concat(part, 1) for part in parts))
 
     def _forward(
-        self, inputs: StepInputs, metadata: object, logit_rows: torch.Tensor | None
+        self,
+        inputs: StepInputs,
+        metadata: object,
+        logit_rows: torch.Tensor | None,
+        *,
+        headless: bool = False,
     ) -> torch.Tensor:
-        """The device work of a step; all of it can be recorded."""
+        """The device work of a step; all of it can be recorded. `headless` returns the hidden
+        states of all rows instead of logits."""
         self.backend.begin(metadata)
         token_ids, sources, positions, lengths = inputs.sent
         newest = self._newest[sources.clamp(min=0)]
         token_ids = torch.where(sources >= 0, newest, token_ids)
         attend = Attend(self._pool, self.backend, inputs.batch, metadata)
+        if headless:
+            return self._model.hidden(token_ids, positions, lengths, attend)
         return self._model(token_ids, positions, lengths, attend, logit_rows)
 
     def _apply(self, plan: StepPlan) -> None:
@@ -444,11 +467,21 @@ class Runner:
         """Rows whose logits are needed to score prompts, by sequence."""
         wanted = {}
         for s, advance in enumerate(plan.advances):
-            if advance.prompt_scores != "none":
+            if advance.prompt_scores in ("top", "whole"):
                 token_rows = np.flatnonzero(host.is_token & (host.seq == s))
                 if advance.prompt_scores == "top":
                     token_rows = token_rows[: len(advance.next_ids)]
                 wanted[s] = token_rows
+        return wanted
+
+    def _pooled_rows(self, plan: StepPlan, host: StepInputs) -> dict[int, np.ndarray]:
+        """Rows whose hidden states are needed for embeddings, by sequence."""
+        wanted = {}
+        for s, advance in enumerate(plan.advances):
+            if advance.prompt_scores == "mean":
+                wanted[s] = np.flatnonzero(host.is_token & (host.seq == s))
+            elif advance.prompt_scores == "last" and advance.stop == advance.prompt_len:
+                wanted[s] = host.last_token_rows[s : s + 1].astype(np.int64)
         return wanted
 
     def _score(self, plan: StepPlan, s: int, logits: torch.Tensor, result: StepResult) -> None:

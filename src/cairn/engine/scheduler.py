@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
-from cairn.engine.plan import Admission, Advance, StepPlan, TableEdit
+from cairn.engine.plan import ONLY_PROMPT, Admission, Advance, StepPlan, TableEdit
 from cairn.engine.request import FinishReason, Request, State
 from cairn.engine.step_time import StepTimeModel, round_rows
 from cairn.errors import PageError, QueueFullError
@@ -345,7 +345,7 @@ class Scheduler:
         if prefill or self.limits.max_step_seconds is not None:
             context = self.cache.geometry.rows(start)
             step.spend(self.cache.geometry.rows(stop) - context, context, prefill=prefill)
-        samples = stop == request.num_tokens and scores != "whole"
+        samples = stop == request.num_tokens and scores not in ONLY_PROMPT
         next_ids: tuple[int, ...] = ()
         if scores == "top":
             next_ids = tuple(request.token_ids[start + 1 : min(stop + 1, request.prompt_len)])
@@ -439,7 +439,7 @@ class Scheduler:
                 request.pending -= 1
                 self._append(request, sampled[request.id], now)
                 progressed.append(request)
-            elif request.prompt_scores == "whole" and advance.stop == len(request.token_ids):
+            elif request.prompt_scores in ONLY_PROMPT and advance.stop == len(request.token_ids):
                 self._end(request, "length")
                 progressed.append(request)
         return progressed
@@ -469,6 +469,7 @@ class Scheduler:
         # The prompt is computed and scored again.
         request.prompt_logprobs.clear()
         request.distributions.clear()
+        request.hidden_sums.clear()
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         if request.state is State.RUNNING:

@@ -276,6 +276,8 @@ class Decoder(Module):
 class CausalLM(LanguageModel):
     """Decoder and output head."""
 
+    gives_hidden = True
+
     def __init__(
         self,
         spec: DecoderSpec,
@@ -316,9 +318,19 @@ class CausalLM(LanguageModel):
         attend: Attend,
         logit_rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        hidden = self.model(token_ids, positions, lengths, attend)
-        if logit_rows is not None:
-            hidden = hidden[logit_rows]
+        hidden = self.hidden(token_ids, positions, lengths, attend)
+        return self.head(hidden if logit_rows is None else hidden[logit_rows])
+
+    def hidden(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        lengths: torch.Tensor,
+        attend: Attend,
+    ) -> torch.Tensor:
+        return self.model(token_ids, positions, lengths, attend)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
         head = self.model.embed_tokens.logits if self.lm_head is None else self.lm_head
         # Rows beyond the vocabulary, such as the landmark's, are no tokens.
         return self._parallel.concat(head(hidden))[:, : self.spec.vocab_size]

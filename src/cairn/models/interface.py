@@ -23,6 +23,23 @@ class LanguageModel(Module):
         # Buffers that old exports carry follow from the config.
         return name.endswith("rotary_emb.inv_freq")
 
+    gives_hidden = False
+    """Whether it has `hidden` and `head`, of which `__call__` is the composition."""
+
+    def hidden(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        lengths: torch.Tensor,
+        attend: Attend,
+    ) -> torch.Tensor:
+        """The last layer's hidden states [rows, hidden size], normalised, as the head gets them."""
+        raise NotImplementedError
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [n, vocab_size] of hidden states [n, hidden size]."""
+        raise NotImplementedError
+
     def excerpt(self, kind_of: Callable[[int], Hashable]) -> LanguageModel:
         """The same model with one layer of each kind, or the model itself.
 

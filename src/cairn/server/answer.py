@@ -7,6 +7,7 @@ format turns that into an event, and the event goes to the client's connection. 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -43,9 +44,11 @@ class Choice:
         self.answer: Answer  # set by the answer
         self.prompt_tokens = prompt_tokens
         self.tokens = 0  # generated so far
+        self.thought_tokens = 0  # those of them that are thoughts
         self.start: Start | None = None  # sent with the first token
         self.last_token: float | None = None  # time it came
         self.reason: Literal["stop", "length"] | None = None  # set when the choice ends
+        self.vector = b""  # float32, if an embedding is asked for
         self.stop_text: str | None = None  # the stop string that ended it
         self.stop_token: int | None = None  # the token that ended it
         self._detokenizer = detokenizer
@@ -83,6 +86,10 @@ class Choice:
             self.start = detail.start
         self.reason = reason
         return self.answer.form.add(self, token, text, detail)
+
+    def take_vector(self, vector: bytes) -> None:
+        """The choice is an embedding, and has ended."""
+        self.vector, self.reason, self.last_token = vector, "stop", time.perf_counter()
 
 
 class Answer:

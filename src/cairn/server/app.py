@@ -12,6 +12,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, JSONResponse
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
@@ -20,20 +21,30 @@ from starlette.types import ASGIApp
 
 from cairn import __version__
 from cairn.config import EngineConfig
+from cairn.server import other_apis
 from cairn.server.api_error import ApiError
 from cairn.server.demo import Demo, add_demo_routes
 from cairn.server.middleware import RequestLog, RequestMiddleware, record_of
 from cairn.server.options import ServeConfig
+from cairn.server.other_apis import add_messages, add_responses
 from cairn.server.parse import read_body
 from cairn.server.pdf_text import add_pdf_route
-from cairn.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from cairn.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    TokenizeRequest,
+)
 from cairn.server.service import Service
 
 _WEB = resources.files("cairn.server") / "web"
 _PROSE = resources.files("cairn") / "eval" / "data" / "prose.txt"  # to hide facts in
 _BODIES: dict[str, type[BaseModel]] = {
+    **other_apis.BODIES,
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/embeddings": EmbeddingsRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -80,6 +91,9 @@ def build_app(
     )
     _add_errors(app)
     _add_model_routes(app, service, serve)
+    add_messages(app, service, strict=serve.strict_fields)
+    add_responses(app, service, strict=serve.strict_fields)
+    _add_aliases(app)
     _add_state_routes(app, service, serve)
     _add_worker_routes(app, service, engine)
     _add_pages(app)
@@ -92,9 +106,9 @@ def build_app(
         outer = CORSMiddleware(
             outer,
             allow_origins=list(serve.cors_origin),
-            allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
-            expose_headers=["x-request-id", "retry-after"],
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["authorization", "content-type", "x-api-key", "x-request-id"],
+            expose_headers=["x-request-id", "retry-after", "x-cairn-ignored-fields"],
         )
     return outer
 
@@ -113,6 +127,10 @@ def _add_model_routes(app: FastAPI, service: Service, serve: ServeConfig) -> Non
     @app.post("/v1/completions", tags=["OpenAI"], summary="Complete a prompt.")
     async def complete(request: Request) -> Response:
         return service.complete(await read(request, CompletionRequest))
+
+    @app.post("/v1/embeddings", tags=["OpenAI"], summary="Pooled hidden states of texts.")
+    async def embed(request: Request) -> Response:
+        return service.embed(await read(request, EmbeddingsRequest))
 
     @app.get("/v1/models", tags=["OpenAI"], summary="The model this server has.")
     async def models() -> dict[str, Any]:
@@ -133,6 +151,18 @@ def _add_model_routes(app: FastAPI, service: Service, serve: ServeConfig) -> Non
         body = await read(request, DetokenizeRequest)
         service.check_model(body.model)
         return await service.detokenize(body.tokens)
+
+
+def _add_aliases(app: FastAPI) -> None:
+    """The same routes without /v1, for clients that leave it out."""
+    for route in list(app.routes):
+        if isinstance(route, APIRoute) and route.path.startswith("/v1/"):
+            app.add_api_route(
+                route.path.removeprefix("/v1"),
+                route.endpoint,
+                methods=list(route.methods or ()),
+                include_in_schema=False,
+            )
 
 
 def _add_state_routes(app: FastAPI, service: Service, serve: ServeConfig) -> None:

@@ -301,6 +301,10 @@ class EngineClient:
         for number, tokens in report.reading:
             if (choice := self._choices.get(number)) is not None:
                 choice.answer.outlet.write(reading_event(choice, tokens))
+        for number, vector in report.vectors:
+            if (choice := self._choices.pop(number, None)) is not None:
+                choice.take_vector(vector)
+                choice.answer.choice_ended()
         if report.numbers:
             begin = time.perf_counter()
             self._take_tokens(report, begin)

@@ -22,6 +22,7 @@ import zmq
 
 from cairn.config import EngineConfig
 from cairn.engine.engine import Engine, Progress
+from cairn.engine.request import Request
 from cairn.errors import CairnError, ConfigError, LoadError, QueueFullError, RequestError
 from cairn.frontend import Driver, load
 from cairn.server import wire
@@ -141,6 +142,7 @@ class EngineLoop(Driver[int]):
                 cache_salt=message.cache_salt,
                 traced=message.trace,
                 dense=message.dense,
+                returns=message.returns,
                 first_id=message.number,
             )
             for request, follower in zip(requests, followers, strict=bool(followers)):
@@ -220,6 +222,8 @@ class EngineLoop(Driver[int]):
         reading = self._reading.news()
         if not (due or self._accepted or self._refused or progress or reading):
             return
+        vectors = [self._vector(each.request) for each in progress if not each.new_tokens]
+        progress = [each for each in progress if each.new_tokens]
         numbers = [self._open[each.request.id] for each in progress]
         tokens = [each.new_tokens[0] for each in progress]
         self._reads.count([each.request for each in progress])
@@ -229,11 +233,23 @@ class EngineLoop(Driver[int]):
         stats = self._stats() if due else None
         self._reported = begin if due else self._reported
         report = wire.Report(
-            self._accepted, self._refused, numbers, tokens, details, stats, reading
+            self._accepted,
+            self._refused,
+            numbers,
+            tokens,
+            details,
+            stats,
+            vectors=vectors,
+            reading=reading,
         )
         self._socket.send(wire.encode(report))
         self._accepted, self._refused = [], []
         self._message_seconds += time.perf_counter() - begin
+
+    def _vector(self, request: Request) -> tuple[int, bytes]:
+        """The embedding of a request that has ended."""
+        vector: bytes = request.embedding().numpy().tobytes()
+        return self._open.pop(request.id), vector
 
     def _follow(self, progress: Sequence[Progress]) -> None:
         """Ask what may follow the new tokens."""

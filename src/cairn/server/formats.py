@@ -119,7 +119,9 @@ class Format:
         """Likewise of any token."""
         new = Parsed(text)
         if self.options.parsers is not None:
-            new = self.options.parsers[choice.index].push(text, choice.reason)
+            parser = self.options.parsers[choice.index]
+            new = parser.push(text, choice.reason)
+            choice.thought_tokens += parser.thinking
         choice.calls += new.calls
         scores: Scores = []
         reads: Reads = []
@@ -168,7 +170,11 @@ class Format:
         prompt = sum(choice.prompt_tokens for choice in firsts)
         completion = sum(choice.tokens for choice in self.choices if choice.reason is not None)
         cached = sum(choice.start.cached_tokens for choice in firsts if choice.start is not None)
-        return _usage(prompt, completion, cached)
+        usage = _usage(prompt, completion, cached)
+        if self.options.parsers is not None:
+            thoughts = sum(choice.thought_tokens for choice in self.choices)
+            usage["completion_tokens_details"] = {"reasoning_tokens": thoughts}
+        return usage
 
 
 class OpenAIFormat(Format):

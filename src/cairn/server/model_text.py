@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from cairn.server.api_error import bad_request
 from cairn.server.chat_input import message_text, template_messages
@@ -16,9 +16,8 @@ from cairn.server.text_threads import TextThreads
 from cairn.server.token_texts import TokenTexts
 from cairn.server.tools.choose import tool_form
 from cairn.server.tools.parser import ToolParser
+from cairn.server.wire import Ready
 from cairn.text.tokenizer import Tokenizer
-
-T = TypeVar("T")
 
 
 class ChatPrompt(NamedTuple):
@@ -83,6 +82,24 @@ class ModelText:
             return ChatPrompt(ids, None)
         last = message_text(body.messages[-1]) if body.continue_final_message else None
         return ChatPrompt(ids, form.place(text, last))
+
+    async def pages(self, ids: list[int], engine: Ready) -> dict[str, Any]:
+        """The prompt's pages, as the page map draws them."""
+        if not engine.can_trace:
+            raise bad_request(
+                "cairn",
+                "cairn.trace shows which pages sparse attention reads; start the server with "
+                "--attention-backend hsa",
+            )
+        size = engine.tokens_per_page
+        parts = [ids[begin : begin + size] for begin in range(0, len(ids), size)]
+        return {
+            "page_size": engine.page_size,
+            "tokens_per_page": size,
+            "sparse_layers": engine.sparse_layers,
+            "prompt_tokens": len(ids),
+            "texts": await self.threads.decode_each(parts),
+        }
 
     def _variables(self, body: ChatRequest, ignored: list[str]) -> dict[str, Any]:
         """The chat template's variables that a request sets."""

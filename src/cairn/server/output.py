@@ -29,6 +29,11 @@ class OutputParser:
         self._tools = tools
         self._keeps = keeps_reasoning
 
+    @property
+    def thinking(self) -> bool:
+        """Whether what came last are thoughts."""
+        return self._reasoning is not None and self._reasoning.inside
+
     def push(self, text: str, reason: str | None) -> Parsed:
         """What new text brings. `reason` says why no more comes, if that is so."""
         final, thoughts = reason is not None, ""

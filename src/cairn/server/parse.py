@@ -17,6 +17,7 @@ from starlette.requests import Request
 
 from cairn.server.api_error import ApiError, bad_request
 from cairn.server.middleware import Record, record_of
+from cairn.server.schema import ChatRequest
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -91,6 +92,15 @@ async def read_body(request: Request, kind: type[B], *, strict: bool = False) ->
         raise refused_body(error, body) from error
     _report_unknown(parsed, record_of(request.scope), strict=strict)
     return parsed
+
+
+def chat_request(meant: dict[str, Any]) -> ChatRequest:
+    """The chat request that another API's body means; fields that are None are left out."""
+    given = {name: value for name, value in meant.items() if value is not None}
+    try:
+        return ChatRequest.model_validate(given)
+    except ValidationError as error:
+        raise refused_body(error, given) from error
 
 
 def _report_unknown(body: BaseModel, record: Record, *, strict: bool) -> None:

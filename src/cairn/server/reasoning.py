@@ -64,6 +64,10 @@ class ReasoningParser:
         self._held = ""
         self._fresh = True  # white space at the beginning of a part is dropped
 
+    @property
+    def inside(self) -> bool:
+        return self._place == "inside"
+
     def push(self, text: str, *, final: bool) -> tuple[str, str]:
         """Thoughts and content that new text brings."""
         self._held += text

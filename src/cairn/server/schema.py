@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, StringConstraints
 from pydantic import field_validator as check_field
@@ -30,6 +30,12 @@ Count = Annotated[int, Field(ge=1, le=_MAX_INT)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Label = Annotated[str, Field(max_length=512)]
+Prompts = (
+    str
+    | Annotated[list[TokenId], Field(fail_fast=True)]
+    | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+    | Annotated[list[list[TokenId]], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+)
 OptBool = bool | None
 OptStr = str | None
 OptDict = dict[str, Any] | None
@@ -62,7 +68,7 @@ class _Only:
         return {**handler(core), "description": text}
 
 
-def _only(reason: str, *allowed: Any) -> _Only:
+def only(reason: str, *allowed: Any) -> _Only:
     return _Only(reason, allowed)
 
 
@@ -77,7 +83,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = Field(
         None, description="With include_usage: send the usage so far with every chunk."
     )
-    include_obfuscation: Annotated[OptBool, _only("this server does not pad its chunks", False)] = (
+    include_obfuscation: Annotated[OptBool, only("this server does not pad its chunks", False)] = (
         None
     )
 
@@ -121,7 +127,7 @@ class StructuredOutputs(Body):
     choice: Choices | None = None
     grammar: str | None = Field(None, description=_GRAMMAR)
     json_object: bool | None = None
-    structural_tag: Annotated[OptStr, _only("structural tags are not supported")] = None
+    structural_tag: Annotated[OptStr, only("structural tags are not supported")] = None
 
 
 class Sampling(Body):
@@ -186,10 +192,10 @@ class Sampling(Body):
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = Field(None, description="SGLang's include_stop_str_in_output.")
     spaces_between_special_tokens: Annotated[
-        OptBool, _only("this server adds no spaces of its own", True)
+        OptBool, only("this server adds no spaces of its own", True)
     ] = None
     return_hidden_states: Annotated[
-        OptBool, _only("this server returns no hidden states; see /v1/embeddings", False)
+        OptBool, only("this server returns no hidden states; see /v1/embeddings", False)
     ] = None
 
     @property
@@ -208,30 +214,27 @@ class Sampling(Body):
 class CompletionRequest(Sampling):
     """https://platform.openai.com/docs/api-reference/completions/create"""
 
-    prompt: (
-        str
-        | Annotated[list[TokenId], Field(fail_fast=True)]
-        | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
-        | Annotated[list[list[TokenId]], Field(max_length=MAX_PROMPTS, fail_fast=True)]
-    ) = Field(description="A text, token ids, or a list of either.")
+    prompt: Prompts = Field(description="A text, token ids, or a list of either.")
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Only the value of n.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     max_tokens: int | None = Field(
         None, ge=0, le=_MAX_INT, description="16 by default; 0 only with echo."
     )
     suffix: Annotated[
-        OptStr, _only("this server does not insert text between a prompt and a suffix", "")
+        OptStr, only("this server does not insert text between a prompt and a suffix", "")
     ] = None
 
 
 class Part(Body):
+    types: ClassVar[tuple[str, ...]] = ("text", "input_text", "output_text")
+
     type: str
     text: str | None = None
 
     @check_field("type")
     @classmethod
     def _check_type(cls, value: str) -> str:
-        if value not in ("text", "input_text", "output_text"):
+        if value not in cls.types:
             raise ValueError("this server reads text only; leave the part out")
         return value
 
@@ -262,8 +265,8 @@ class ChatMessage(Body):
     reasoning: str | None = Field(None, description="Another name of reasoning_content.")
     refusal: str | None = Field(None, description="Not shown to the model.")
     annotations: list[Any] | None = Field(None, description="Not shown to the model.")
-    audio: Annotated[OptDict, _only("this server has text only")] = None
-    function_call: Annotated[OptDict, _only("function_call is superseded by tool_calls")] = None
+    audio: Annotated[OptDict, only("this server has text only")] = None
+    function_call: Annotated[OptDict, only("function_call is superseded by tool_calls")] = None
 
 
 ChatMessages = Annotated[list[ChatMessage], Field(min_length=1, max_length=10_000)]
@@ -311,13 +314,13 @@ class ChatRequest(Sampling):
         None, description="Goes to the request log: one cache serves everybody."
     )
     prompt_cache_retention: Annotated[
-        OptStr, _only("prefixes are cached in memory, as long as there is room", "in_memory")
+        OptStr, only("prefixes are cached in memory, as long as there is room", "in_memory")
     ] = None
-    store: Annotated[OptBool, _only("this server stores no completions", False)] = None
-    service_tier: Annotated[OptStr, _only("this server has one tier", "auto", "default")] = None
-    modalities: Annotated[list[str] | None, _only("this server has text only", ["text"])] = None
-    audio: Annotated[OptDict, _only("this server has text only")] = None
-    prediction: Annotated[OptDict, _only("predicted outputs are not supported")] = None
+    store: Annotated[OptBool, only("this server stores no completions", False)] = None
+    service_tier: Annotated[OptStr, only("this server has one tier", "auto", "default")] = None
+    modalities: Annotated[list[str] | None, only("this server has text only", ["text"])] = None
+    audio: Annotated[OptDict, only("this server has text only")] = None
+    prediction: Annotated[OptDict, only("predicted outputs are not supported")] = None
     reasoning_effort: str | None = Field(
         None, max_length=16, description='For the chat template. "none" switches thinking off.'
     )
@@ -336,12 +339,31 @@ class ChatRequest(Sampling):
         None, description="false: send the reasoning in one piece."
     )
     include_reasoning: bool | None = Field(None, description="false: leave the reasoning out.")
-    verbosity: Annotated[OptStr, _only("this server's models have no such switch", "medium")] = None
-    web_search_options: Annotated[OptDict, _only("this server searches nothing")] = None
-    functions: Annotated[list[Any] | None, _only("functions is superseded by tools")] = None
+    verbosity: Annotated[OptStr, only("this server's models have no such switch", "medium")] = None
+    web_search_options: Annotated[OptDict, only("this server searches nothing")] = None
+    functions: Annotated[list[Any] | None, only("functions is superseded by tools")] = None
     function_call: Annotated[
-        str | dict[str, Any] | None, _only("function_call is superseded by tool_choice")
+        str | dict[str, Any] | None, only("function_call is superseded by tool_choice")
     ] = None
+
+
+class EmbeddingsRequest(Body):
+    """https://platform.openai.com/docs/api-reference/embeddings/create"""
+
+    input: Prompts = Field(description="A text, token ids, or a list of either.")
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1, description="Only the model's hidden size.")
+    pooling: Literal["mean", "last"] | None = Field(
+        None,
+        description="The mean of the last layer's hidden states over all tokens, which is the "
+        "default, or the last token's.",
+    )
+    user: Label | None = Field(None, description=_LOGGED)
+    cache_salt: Label | None = Field(None, description="Changes nothing: nothing is cached.")
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=_MAX_INT)
+    truncation_side: Literal["left", "right"] | None = None
 
 
 class TokenizeRequest(Body):

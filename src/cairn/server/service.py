@@ -21,6 +21,7 @@ from cairn.server import wire
 from cairn.server.answer import Answer, Choice
 from cairn.server.api_error import ApiError, bad_request
 from cairn.server.chat_input import message_text
+from cairn.server.embeddings_format import EmbeddingsFormat
 from cairn.server.engine_client import EngineClient, Health
 from cairn.server.formats import ChatFormat, CompletionFormat, Format, FormOptions
 from cairn.server.generated import GeneratedResponse
@@ -30,7 +31,14 @@ from cairn.server.middleware import Record
 from cairn.server.model_text import ModelText
 from cairn.server.options import ServeConfig
 from cairn.server.sampling import chat_params, completion_params, scores_echo
-from cairn.server.schema import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
+from cairn.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingsRequest,
+    Prompts,
+    Sampling,
+    TokenizeRequest,
+)
 from cairn.text.detokenizer import Detokenizer
 from cairn.text.load import load_tokenizer
 
@@ -167,9 +175,12 @@ class Service:
         form = make_format or partial(ChatFormat, f"chatcmpl-{secrets.token_hex(12)}")
         return GeneratedResponse(partial(self._chat, body, form), self._serve.request_timeout)
 
+    def embed(self, body: EmbeddingsRequest) -> GeneratedResponse:
+        return GeneratedResponse(partial(self._embed, body), self._serve.request_timeout)
+
     @asynccontextmanager
     async def _complete(self, body: CompletionRequest, record: Record) -> AsyncIterator[Answer]:
-        prompts = _prompts(body)
+        prompts = _prompts("prompt", body.prompt)
         text = self._begin(body, record)
         if body.traced and len(prompts) > 1:
             raise bad_request("cairn", "cairn.trace works with one prompt at a time")
@@ -210,14 +221,14 @@ class Service:
             ) as answer:
                 yield answer
 
-    def _begin(self, body: Sampling, record: Record) -> ModelText:
+    def _begin(self, body: Sampling | EmbeddingsRequest, record: Record) -> ModelText:
         for name in _LOGGED:
             if (value := getattr(body, name, None)) is not None:
                 record.client_fields[name] = value
         self.check_model(body.model)
         return self.text()
 
-    def _truncated(self, body: Sampling, ids: list[int]) -> list[int]:
+    def _truncated(self, body: Sampling | EmbeddingsRequest, ids: list[int]) -> list[int]:
         """The part of a prompt that truncate_prompt_tokens keeps."""
         keep = body.truncate_prompt_tokens
         if keep is None:
@@ -241,25 +252,6 @@ class Service:
             )
         return limit - longest
 
-    async def _traced_prompt(self, ids: list[int]) -> dict[str, Any]:
-        """The prompt's pages, as the page map draws them."""
-        engine = self.client.check_running()
-        if not engine.can_trace:
-            raise bad_request(
-                "cairn",
-                "cairn.trace shows which pages sparse attention reads; start the server with "
-                "--attention-backend hsa",
-            )
-        size = engine.tokens_per_page
-        parts = [ids[begin : begin + size] for begin in range(0, len(ids), size)]
-        return {
-            "page_size": engine.page_size,
-            "tokens_per_page": size,
-            "sparse_layers": engine.sparse_layers,
-            "prompt_tokens": len(ids),
-            "texts": await self.text().threads.decode_each(parts),
-        }
-
     @asynccontextmanager
     async def _answer(
         self,
@@ -274,7 +266,9 @@ class Service:
         """Submit the prompts, and abort what has not ended on exit."""
         if body.tells_reading and not body.stream:
             raise bad_request("cairn", "cairn.reading comes in a stream; set stream too")
-        trace = await self._traced_prompt(prompts[0]) if body.traced else None
+        trace = None
+        if body.traced:
+            trace = await self.text().pages(prompts[0], self.client.check_running())
         choices: list[Choice] = []
         messages = []
         for ids in prompts:
@@ -308,6 +302,39 @@ class Service:
         token_texts = text.token_ids if body.return_tokens_as_token_ids else text.token_texts
         model = self.check_model(body.model)
         form = make_format(model, prompts, choices, token_texts, options)
+        async with self._submitted(choices, messages, form, record) as answer:
+            yield answer
+
+    @asynccontextmanager
+    async def _embed(self, body: EmbeddingsRequest, record: Record) -> AsyncIterator[Answer]:
+        prompts = _prompts("input", body.input)
+        text, model = self._begin(body, record), self.check_model(body.model)
+        with self._hold(len(prompts)):
+            ids = [
+                self._truncated(body, await text.encode(p, special=body.add_special_tokens))
+                if isinstance(p, str)
+                else self._truncated(body, p)
+                for p in prompts
+            ]
+            choices, messages = [], []
+            for index, each in enumerate(ids):
+                choices.append(Choice(self.client.new_number(), index, len(each), None))
+                pooling = body.pooling or "mean"
+                messages.append(
+                    wire.Submit(choices[-1].number, each, SamplingParams(), returns=pooling)
+                )
+            form = EmbeddingsFormat(body, model, ids, choices, text.token_texts)
+            async with self._submitted(choices, messages, form, record) as answer:
+                yield answer
+
+    @asynccontextmanager
+    async def _submitted(
+        self,
+        choices: Sequence[Choice],
+        messages: Sequence[wire.Submit],
+        form: Format,
+        record: Record,
+    ) -> AsyncIterator[Answer]:
         answer = Answer(choices, form, len(messages), record.arrival)
         self.client.submit(messages, answer)
         try:
@@ -316,7 +343,7 @@ class Service:
             self.client.release(answer)
             if answer.first_token is not None:
                 record.ttft = round(answer.first_token - answer.arrival, 4)
-            record.prompt_tokens = sum(map(len, prompts))
+            record.prompt_tokens = sum(map(len, form.prompts))
             record.completion_tokens = sum(choice.tokens for choice in choices)
             record.cached_tokens = form.usage()["prompt_tokens_details"]["cached_tokens"]
             record.finish = [choice.reason for choice in choices if choice.reason is not None]
@@ -360,6 +387,12 @@ class Service:
             spellings = [text.threads.need("a token").fast.id_to_token(token) for token in ids]
         return {"tokens": ids, "count": len(ids), "max_model_len": limit, "token_strs": spellings}
 
+    async def count_tokens(self, body: ChatRequest, record: Record) -> int:
+        """Tokens of the prompt of a chat."""
+        text = self._begin(body, record)
+        with self._hold():
+            return len((await text.chat_prompt(body, record.ignored)).ids)
+
     async def detokenize(self, tokens: list[int]) -> dict[str, Any]:
         text = self.text()
         vocab = self.client.check_running().vocab_size
@@ -371,12 +404,11 @@ class Service:
             return {"prompt": await text.threads.decode(tokens)}
 
 
-def _prompts(body: CompletionRequest) -> list[str | list[int]]:
-    prompt = body.prompt
+def _prompts(name: str, prompt: Prompts) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise bad_request("prompt", "prompt is empty; give a text or token ids")
+        raise bad_request(name, f"{name} is empty; give a text or token ids")
     if isinstance(prompt[0], int):
         return [prompt]
     return cast(list[str | list[int]], prompt)

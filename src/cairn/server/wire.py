@@ -31,6 +31,7 @@ class Submit(msgspec.Struct, tag="submit", frozen=True):
     trace: bool = False
     dense: bool = False  # read every page for each token
     reading: bool = False  # report how far the prompt is read
+    returns: Literal["none", "mean", "last"] = "none"  # an embedding, pooled so, and no tokens
     grammar: Grammar | None = None
 
 
@@ -145,6 +146,7 @@ class Report(msgspec.Struct, tag="report", frozen=True):
     tokens: list[int]
     details: list[Detail]
     stats: Stats | None = None
+    vectors: list[tuple[int, bytes]] = []  # choice number, its embedding as float32
     reading: list[tuple[int, int]] = []  # choice number, tokens of its prompt that are read
 
 
