@@ -71,12 +71,11 @@ function showSuggestions() {
   let asks = [];
   if (held?.asks) asks = held.asks;
   else if (!held && !turns.length && model === "main") asks = suggestions.chat.map((one) => one.question);
-  const alone = Boolean(held);
   $("suggestions").hidden = !asks.length || !$("needle").hidden;
   $("suggestions").classList.toggle("one-line", turns.length > 0);
   $("suggestions").replaceChildren(
     make("span", "", "Try:"),
-    ...asks.map((text) => button(text, () => !chat.running && chat.ask(text, { alone }), "chip")),
+    ...asks.map((text) => button(text, () => !chat.running && chat.ask(text, { suggested: true }), "chip")),
   );
 }
 

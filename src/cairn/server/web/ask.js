@@ -6,7 +6,7 @@ import { sampling, settings } from "/web/settings.js";
 // What is said to the model: the turns that were answered, and the last question.
 function messagesOf({ document, turns, model }) {
   const last = turns.findLastIndex((turn) => turn.role === "user");
-  const said = turns.filter((turn, i) => i <= last && (i === last || !turns[last].alone) && isSaid(turns, i));
+  const said = turns.filter((turn, i) => i <= last && (i === last || !turns[last].suggested) && isSaid(turns, i));
   const messages = said.map(({ role, content }) => ({ role, content }));
   const system = settings().system.trim();
   if (document && model === "nano") {
@@ -29,8 +29,9 @@ function isSaid(turns, i) {
 
 function bodyOf(conversation, cairn) {
   const own = sampling();
-  // Facts from a text are not a matter of chance.
-  if (conversation.document && own.temperature === undefined) own.temperature = 0;
+  const asked = conversation.turns.findLast((turn) => turn.role === "user");
+  // Facts from a text, and what the page suggests, are not a matter of chance. A second try is.
+  if ((conversation.document || asked.suggested) && !asked.again) own.temperature ??= 0;
   return { ...own, stream_options: { include_usage: true }, cairn: { reading: true, ...cairn } };
 }
 

@@ -75,17 +75,19 @@ export class Chat {
 
   // -- asking --------------------------------------------------------------------------------
 
-  // `alone`: the model does not see earlier turns. `expected`: what a right answer contains.
-  ask(text, { alone, expected } = {}) {
+  // `suggested`: by the page; the model does not see earlier turns. `expected`: a right answer
+  // contains it.
+  ask(text, { suggested, expected } = {}) {
     const { turns } = this.conversation;
     if (this.editing >= 0) turns.length = this.editing;
     this.leaveEditing();
-    turns.push({ role: "user", content: text, alone, expected });
+    turns.push({ role: "user", content: text, suggested, expected });
     return this.run();
   }
 
   again() {
     this.conversation.turns.pop();
+    this.conversation.turns.at(-1).again = true;
     return this.run();
   }
 
