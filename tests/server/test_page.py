@@ -110,6 +110,9 @@ def test_first_view_document_and_map(browser: Browser, tmp_path: Path) -> None:
     assert len(texts(browser, ".chip")) == 3
     assert browser.unnamed() == []
     browser.screenshot(tmp_path / "first.png")
+    click(browser, "#start-chat")
+    assert browser.run("document.querySelector('#start').hidden") is True
+    assert browser.run("document.activeElement.id") == "question"
     change(browser, "#s-max_tokens", "24")
     load(browser, tmp_path, "stones.txt", LINES.encode())
     browser.until("document.querySelector('#document-size').textContent.includes('tokens')")

@@ -17,18 +17,28 @@ from fastapi.responses import PlainTextResponse, Response
 from cairn.server.api_error import ApiError
 
 _SECONDS = 60.0
+_MOST_WAITING = 8  # files, the one that is read included
 _MEMORY = 2 * 2**30  # bytes of address space
 _REFUSED, _MISSING = 3, 4  # exit codes: not readable as a PDF, pypdf is not installed
 
 
 def add_pdf_route(app: FastAPI) -> None:
     one_at_a_time = asyncio.Lock()
+    waiting = 0
 
     @app.post("/pdf-text", include_in_schema=False)
     async def pdf_text(request: Request) -> Response:
-        data = await request.body()
-        async with one_at_a_time:
-            return PlainTextResponse(await extract(data))
+        nonlocal waiting
+        if waiting >= _MOST_WAITING:
+            told = f"{waiting} PDF files wait to be read; send it again later"
+            raise ApiError(429, told, code="too_many_requests", retry_after=5)
+        waiting += 1
+        try:
+            data = await request.body()
+            async with one_at_a_time:
+                return PlainTextResponse(await extract(data))
+        finally:
+            waiting -= 1
 
 
 async def extract(data: bytes) -> str:

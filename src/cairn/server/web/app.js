@@ -27,6 +27,7 @@ const documents = new Documents(
   (values) => chat.set(values),
 );
 
+let chatting = null; // the conversation for which the visitor has chosen to chat
 let shownEngine = ""; // what of the server the page has been adapted to
 startGauges((told) => {
   $("model").textContent = told.model;
@@ -49,7 +50,8 @@ startGauges((told) => {
 function refresh() {
   const { conversation, server } = chat;
   const fresh = !conversation.turns.length && !conversation.document;
-  $("start").hidden = !fresh || !$("needle").hidden;
+  $("start").hidden = !fresh || conversation === chatting || !$("needle").hidden;
+  $("hint").hidden = !fresh || conversation !== chatting;
   $("messages").hidden = fresh;
   const isNano = server?.model === "cairn-nano";
   $("start-needle").disabled = !(server?.demo || isNano);
@@ -92,7 +94,11 @@ async function loadSample(more) {
 
 // -- three things to press ------------------------------------------------------------------------
 
-$("start-chat").addEventListener("click", () => $("question").focus());
+$("start-chat").addEventListener("click", () => {
+  chatting = chat.conversation;
+  refresh();
+  $("question").focus();
+});
 $("start-compare").addEventListener("click", () => loadSample({ compare: true }));
 $("sample").addEventListener("click", () => loadSample());
 $("start-needle").addEventListener("click", () => {

@@ -35,9 +35,9 @@ export class Chat {
   }
 
   show() {
+    this.onChange();
     showTurns(this.conversation.turns, this.actions);
     this.showMap();
-    this.onChange();
   }
 
   // The map of the newest answer of this conversation that has one.
@@ -259,7 +259,8 @@ function factsOf(got, topk) {
   const speed = speedOf(got);
   return [
     ["pages read for a word", `${read} of ${all}`],
-    ["first word after", `${seconds(got.begin, got.first)} (${(got.usage.prompt_tokens_details?.cached_tokens || 0).toLocaleString()} of ${got.usage.prompt_tokens.toLocaleString()} tokens were in the cache)`],
+    ["tokens from the cache", `${(got.usage.prompt_tokens_details?.cached_tokens || 0).toLocaleString()} of ${got.usage.prompt_tokens.toLocaleString()}`],
+    ["first word after", seconds(got.begin, got.first)],
     ["time for a word", speed ? `${Math.round(1000 / speed)} ms` : "–"],
     ["whole answer", seconds(got.begin, got.end)],
   ];

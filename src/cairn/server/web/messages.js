@@ -109,7 +109,7 @@ function showCompared(turn) {
     box.append(make("h3", "", side.name), body, facts);
     item.append(box);
   }
-  item.append(make("p", "note", "Both read the text itself in full; for each word of the answer sparse attention reads a fixed number of pages. The longer the text, the smaller their share."));
+  item.append(make("p", "note", "Both read the text itself in full. For each word of the answer, sparse attention then reads a fixed number of pages: a smaller share, the longer the text is. In a short text, choosing pages can take more time than it saves."));
   return item;
 }
 

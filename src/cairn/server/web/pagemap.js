@@ -230,7 +230,7 @@ export class PageMap {
     const inWindow = Math.max(0, this.count - now.first);
     const about = [`${tokens} tokens on ${this.count} pages of ${this.pages.tokens_per_page}.`];
     if (this.reads.length) {
-      const who = one ? `Token ${index + 1}` : "The answer";
+      const who = one ? `Token ${index + 1}` : "The answer's tokens and layers together";
       about.push(
         now.first === 0
           ? `${who} read every page.`
