@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.server.browser import Browser, find_chromium
@@ -161,7 +160,7 @@ def test_first_view_document_and_map(browser: Browser, tmp_path: Path) -> None:
     assert browser.problems == []
 
 
-def test_a_cut_answer_goes_on_where_it_was_cut(browser: Browser, server: ServerProcess) -> None:
+def test_a_cut_answer_goes_on_where_it_was_cut(browser: Browser) -> None:
     turns = "JSON.parse(localStorage['cairn-conversations'])[0].turns"
     change(browser, "#s-max_tokens", "20")
     ask(browser, "Tell me all")
@@ -172,12 +171,12 @@ def test_a_cut_answer_goes_on_where_it_was_cut(browser: Browser, server: ServerP
         "fetch = (path, more) => { sent[path] = more.body; return own(path, more); }"
     )
     press(browser, "Continue")
-    browser.until("globalThis.sent['/v1/completions']")
+    browser.until("globalThis.sent['/v1/chat/completions']")
     wait(browser)
     # The model sees its words so far as its own.
-    prompt = {"prompt": f"<user>Tell me all<assistant>{begun}"}
-    tokens = httpx.post(f"{server.url}/tokenize", json=prompt).json()["tokens"]
-    assert json.loads(browser.run("sent['/v1/completions']"))["prompt"] == tokens
+    body = json.loads(browser.run("sent['/v1/chat/completions']"))
+    assert body["messages"][-1] == {"role": "assistant", "content": begun}
+    assert body["continue_final_message"] is True
     held = browser.run(turns)
     assert [turn["role"] for turn in held] == ["user", "assistant"]
     assert held[1]["content"].startswith(begun) and len(held[1]["content"]) > len(begun)
@@ -344,6 +343,22 @@ def test_sparse_and_dense_side_by_side(browser: Browser, tmp_path: Path) -> None
         for facts in texts(browser, ".compare dl dd:first-of-type")
     )
     assert sparse == [7, 101] and dense == [101, 101]  # a window of 3 pages, and 4 selected
+    assert browser.problems == []
+
+
+def test_thoughts_are_apart_from_the_answer(browser: Browser) -> None:
+    """The stream of a model that thinks, which the tiny one does not."""
+    deltas = [{"reasoning_content": "Let me "}, {"reasoning_content": "see."}, {"content": "Nine."}]
+    chunks = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    stream = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    browser.run(
+        "globalThis.own = fetch; fetch = (path, more) => path === '/v1/chat/completions' ?"
+        f" Promise.resolve(new Response({json.dumps(stream)})) : own(path, more)"
+    )
+    ask(browser, "How many?")
+    assert text(browser, ".thoughts p") == "Let me see."
+    assert text(browser, ".assistant .body") == "Nine."
     assert browser.problems == []
 
 

@@ -1,6 +1,6 @@
 // Requests for answers, and what comes back.
 
-import { stream, tokenize } from "/web/api.js";
+import { stream } from "/web/api.js";
 import { sampling, settings } from "/web/settings.js";
 
 // What is said to the model: the turns that were answered, and the last question.
@@ -42,19 +42,17 @@ export function answer(conversation, base, cairn, signal, on) {
 }
 
 // Go on with the last answer, which was cut: the model sees it as its own words so far.
-export async function goOn(conversation, cairn, signal, on) {
-  const said = conversation.turns.at(-1).content;
+export function goOn(conversation, cairn, signal, on) {
   const asked = { ...conversation, turns: conversation.turns.slice(0, -1) };
-  const prompt = await tokenize({ messages: messagesOf(asked) });
-  const partial = await tokenize({ prompt: said, add_special_tokens: false });
-  const { max_completion_tokens: most, ...body } = bodyOf(conversation, cairn);
-  const tokens = [...prompt.tokens, ...partial.tokens];
-  return follow("/v1/completions", { ...body, max_tokens: most || 256, prompt: tokens }, signal, on);
+  const begun = { role: "assistant", content: conversation.turns.at(-1).content };
+  const messages = [...messagesOf(asked), begun];
+  const body = { ...bodyOf(conversation, cairn), messages, continue_final_message: true };
+  return follow("/v1/chat/completions", body, signal, on);
 }
 
 // Follow a stream to its end. Returns what came, also if it is stopped or fails (`error`).
 async function follow(path, body, signal, on) {
-  const got = { content: "", reason: null, usage: null, pages: null, reads: [], error: null };
+  const got = { content: "", thoughts: "", reason: null, usage: null, pages: null, reads: [], error: null };
   got.begin = performance.now();
   try {
     for await (const event of stream(path, body, signal)) {
@@ -71,7 +69,7 @@ async function follow(path, body, signal, on) {
 }
 
 function take(choice, got, on) {
-  const text = (choice.delta ? choice.delta.content : choice.text) || "";
+  const text = choice.delta.content || "";
   got.reason = choice.finish_reason || got.reason;
   if (choice.cairn?.pages) {
     got.pages = choice.cairn.pages;
@@ -82,6 +80,10 @@ function take(choice, got, on) {
   if (reads.length) {
     got.reads.push(...reads);
     on.reads(reads);
+  }
+  if (choice.delta.reasoning_content) {
+    got.thoughts += choice.delta.reasoning_content;
+    on.thoughts(got.thoughts);
   }
   if (text) {
     got.first ||= performance.now();

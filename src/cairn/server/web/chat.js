@@ -135,12 +135,7 @@ export class Chat {
     showTurns(conversation.turns.slice(0, -1), this.actions);
     const item = new Growing(before.content);
     const own = this.start();
-    let got;
-    try {
-      got = await goOn(conversation, this.wanted(), own.signal, this.listen(item, true));
-    } catch (error) {
-      got = { content: "", error: error.message };
-    }
+    const got = await goOn(conversation, this.wanted(), own.signal, this.listen(item, true));
     if (got.content) conversation.turns.pop();
     return this.finish(own, item, conversation, got, before.content);
   }
@@ -161,6 +156,7 @@ export class Chat {
     return {
       reading: (told) => item.reading(told),
       text: (content) => item.text(content),
+      thoughts: (thoughts) => item.think(thoughts),
       pages: (pages) => withMap && this.map.begin(pages),
       reads: (reads) => withMap && this.map.add(reads),
     };
@@ -174,6 +170,7 @@ export class Chat {
       const turn = { role: "assistant", content: before + got.content, note: noteOf(got) };
       if (got.stopped || got.error) turn.cut = got.error || "stopped";
       else if (got.reason === "length") turn.cut = "length";
+      if (got.thoughts) turn.thoughts = got.thoughts;
       const source = got.pages && findSource(got.pages, got.reads);
       if (source) turn.source = source;
       const { expected } = conversation.turns.findLast((one) => one.role === "user");
@@ -181,7 +178,7 @@ export class Chat {
       conversation.turns.push(turn);
       if (got.pages) this.maps.set(turn, { pages: got.pages, reads: got.reads, source: source ? source.page : -1 });
     } else if (conversation.turns.at(-1).role === "user") {
-      conversation.turns.at(-1).error = got.error || (got.stopped ? "Stopped before the first word." : "The model said nothing.");
+      conversation.turns.at(-1).error = got.error || whyNothing(got);
     }
     this.end(own, conversation, got.content ? "The answer is complete." : "There is no answer.");
   }
@@ -240,6 +237,11 @@ export class Chat {
     $("send").hidden = busy;
     if (busy) $("announce").textContent = "The model is working.";
   }
+}
+
+function whyNothing({ stopped, thoughts }) {
+  if (stopped) return "Stopped before the first word.";
+  return thoughts ? "The model thought until its tokens were used up; the settings can give it more." : "The model said nothing.";
 }
 
 function seconds(from, to) {

@@ -62,6 +62,11 @@ function showAnswer(turn, i, last, actions) {
   const item = make("li", "assistant");
   const body = make("div", "body");
   body.append(markdown(turn.content));
+  if (turn.thoughts) {
+    const box = make("details", "thoughts");
+    box.append(make("summary", "", "Thoughts"), make("p", "", turn.thoughts));
+    item.append(box);
+  }
   item.append(make("span", "visually-hidden", "Answer: "), body);
   if (turn.right !== undefined) {
     item.append(make("p", turn.right ? "verdict right" : "verdict wrong", turn.right ? "✓ This is what was hidden." : "✗ This is not what was hidden."));
@@ -137,6 +142,11 @@ export class Growing {
     this.bar.max = all;
     this.bar.value = read;
     this.say(`Reading: ${read.toLocaleString()} of ${all.toLocaleString()} tokens`);
+  }
+
+  think(thoughts) {
+    this.bar.hidden = true;
+    keepInView(() => this.say(`Thinking: ${thoughts.slice(-400)}`));
   }
 
   text(content) {

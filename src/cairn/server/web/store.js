@@ -7,7 +7,7 @@ const LONGEST = 500_000; // characters of a document; longer ones are not kept
 /* A conversation: { id, title, time, model: "main" | "nano", compare, document, turns }
    document: { name, text, asks }; text is null if it was too long to keep
    turns: { role: "user", content, suggested, again, expected, error }
-          { role: "assistant", content, cut, note, source, right }
+          { role: "assistant", content, thoughts, cut, note, source, right }
           { role: "compare", sides: [{ name, content, facts }] } */
 
 export class Store {
