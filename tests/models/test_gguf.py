@@ -273,7 +273,13 @@ def test_unknown_tokenizers_are_named(metadata: dict[str, Any], named: str) -> N
         tokenizer_from_gguf(metadata, Path("x.gguf"))
 
 
-WIDE = {**TINY_LLAMA, "hidden_size": 64, "intermediate_size": 96}
+WIDE = {
+    **TINY_LLAMA,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_attention_heads": HEADS,
+    "head_dim": 128 // HEADS,
+}
 
 
 @pytest.fixture(scope="module")
@@ -300,13 +306,18 @@ def test_without_a_compiler_auto_dequantises_and_keep_computes_in_torch(
     quantized: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = tokens_of(40)
+    prompts = [tokens_of(n) for n in (1, 30, 5, 17)]
     with LLM(quantized, device="cpu", quantization="keep") as llm:
         expected = llm.logprobs(ids)
+        answers = [result.token_ids for result in llm.generate(prompts, max_tokens=40)]
+        one_by_one = [llm.generate(prompt, max_tokens=40).token_ids for prompt in prompts]
+        assert answers == one_by_one
     monkeypatch.setenv("CXX", "no-such-compiler")
     with LLM(quantized, device="cpu") as llm:
         assert "is dequantised, because there is no C++ compiler" in llm.engine.notes[0]
     with LLM(quantized, device="cpu", quantization="keep") as llm:
         assert llm.engine.notes[0].startswith("products run in torch, slowly: there is no C++")
+        assert [r.token_ids for r in llm.generate(prompts, max_tokens=40)] == answers
         torch.testing.assert_close(llm.logprobs(ids), expected, rtol=0, atol=1e-3)
 
 

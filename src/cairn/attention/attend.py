@@ -7,6 +7,7 @@ import torch
 from cairn.attention.backend import AttentionBackend
 from cairn.attention.batch import AttentionBatch, Scoring
 from cairn.attention.latent import LatentHeads
+from cairn.kernels.cpu import CpuKernels
 from cairn.kernels.interface import ScoringHeads
 from cairn.memory.kv_pool import KVPool
 
@@ -47,16 +48,21 @@ class Attend:
         cos_sin: tuple[torch.Tensor, torch.Tensor],  # [rows, 1, head_dim] each
         norm: tuple[torch.Tensor, torch.Tensor, float] | None,  # q and k weights per head, eps
         scoring: ScoringHeads | None = None,
+        cpu: CpuKernels | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalize, rotate and store the new rows in one kernel. Needs CUDA and Triton.
+        """Normalize, rotate and store the new rows in one kernel. Needs CUDA and Triton, or float32
+        and kernels for the CPU, which take no `scoring`.
 
         Returns the query and the query that scores pages, each [rows, heads, head_dim]. Without
         `scoring` they are the same tensor.
         """
+        pool, places = self._pool.part(layer), self._places(layer)
+        if cpu is not None:
+            query = cpu.rotate_and_store(qkv, heads, cos_sin, norm, pool, *places)
+            return query, query
         from cairn.kernels.rope_kv import rope_kv
 
         q_weight, k_weight, eps = (None, None, 0.0) if norm is None else norm
-        pool, places = self._pool.part(layer), self._places(layer)
         return rope_kv(qkv, *cos_sin, q_weight, k_weight, eps, pool, *places, heads, scoring)
 
     def forward(

@@ -16,6 +16,7 @@ import torch
 from cairn.attention.batch import AttentionBatch, GraphKind, Scoring
 from cairn.attention.latent import LatentHeads
 from cairn.errors import ConfigError
+from cairn.kernels.cpu import CpuKernels
 from cairn.memory.groups import LayerGroup
 from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.memory.kv_pool import KVPool
@@ -45,6 +46,8 @@ class AttentionShape:
     scales: tuple[float, ...] = ()
     """Scale of each layer, if layers differ in heads, head size or scale. The numbers above are
     then those of one kind of layer."""
+    cpu: CpuKernels | None = None
+    """Kernels for a CPU, where the model uses them."""
     value_dim: int | None = None
     """With latent rows: the columns that a head reads, the first ones of a row."""
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from cairn.attention.backend import DenseBackend
 from cairn.attention.batch import AttentionBatch, to_device
 from cairn.attention.clearing import clear_begun_pages
 from cairn.attention.latent import LatentHeads
+from cairn.kernels.cpu import HEAD_DIMS
 from cairn.memory.groups import LayerGroup
 from cairn.memory.layout import KV, LATENT
 
@@ -38,14 +40,23 @@ class _Peers:
     mask: torch.Tensor | None  # [seqs, 1, 1, keys] 0 or -inf; None if every key is visible
 
 
+class _Spans(NamedTuple):
+    """What each decoding sequence reads, for the kernel that reads pages in place."""
+
+    table: torch.Tensor  # [seqs, max_pages] int32
+    first: torch.Tensor  # [seqs] int64, first row
+    last: torch.Tensor  # [seqs] int64, end of the rows
+
+
 @dataclass(frozen=True, slots=True)
 class _Decode:
-    """All decoding sequences of a step, with peers next to each other."""
+    """All decoding sequences of a step, with peers next to each other. Without peers, `spans`."""
 
     rows: torch.Tensor  # [seqs] row of each in the step
     places: torch.Tensor  # [seqs] index of each among the step's decoding sequences
     slices: torch.Tensor  # [sum of seqs * heads of a page * pages] (page, head) slices of the pool
     peers: tuple[_Peers, ...]
+    spans: _Spans | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +120,11 @@ class TorchBackend(DenseBackend):
         first_keys = np.zeros_like(kv_lens)
         if group.window is not None:
             first_keys = np.maximum(0, kv_lens - group.window)
+        if self._in_place:
+            own = to_device(seqs, device)
+            tables = table if len(seqs) == len(table) else table[own]
+            spans = _Spans(tables, to_device(first_keys, device), to_device(kv_lens, device))
+            return _Decode(to_device(batch.cu_query[seqs], device), own, own, (), spans)
         first_pages = first_keys // size
         counts = -(-kv_lens // size) - first_pages  # pages each sequence reads
         order = np.argsort(counts, kind="stable")
@@ -165,7 +181,7 @@ class TorchBackend(DenseBackend):
         group = metadata[self._pool.group_of[layer]]
         decode = group.decode
         if decode is not None and not group.chunks:
-            if len(decode.peers) == 1:
+            if len(decode.peers) <= 1:
                 return self._decode(layer, query, decode)
             return self._decode(layer, query[decode.rows], decode)[decode.places]
         out = query.new_empty(*query.shape[:2], self._value_dim(query))
@@ -250,6 +266,10 @@ class TorchBackend(DenseBackend):
     def _decode(self, layer: int, query: torch.Tensor, decode: _Decode) -> torch.Tensor:
         """Attention of query [seqs, heads, dim], one row per sequence, over all its pages."""
         _, heads, dim = query.shape
+        if decode.spans is not None:
+            assert self._shape.cpu is not None
+            cache, scale = self._pool.part(layer), self._scale(layer)
+            return self._shape.cpu.attend(query, cache, *decode.spans, scale)
         copied = self._gather(layer, decode.slices)  # [slices, page_size, dim]
         outs = []
         row = begin = 0
@@ -286,6 +306,15 @@ class TorchBackend(DenseBackend):
 
     def _value_dim(self, query: torch.Tensor) -> int:
         return self._shape.value_dim or query.shape[2]
+
+    @property
+    def _in_place(self) -> bool:
+        """A kernel reads the pages of decoding sequences where they are."""
+        shape = self._shape
+        if shape.cpu is None or shape.hides_landmark_rows or shape.value_dim is not None:
+            return False
+        parts = [group.layout.part(KV) for group in shape.groups]
+        return all(p.shape[-1] in HEAD_DIMS and p.dtype == torch.float32 for p in parts)
 
     def _scale(self, layer: int) -> float:
         return self._shape.scales[layer] if self._shape.scales else self._shape.scale

@@ -1,7 +1,8 @@
-"""Kernels for a CPU, written in C++: products with quantised matrices.
+"""Kernels for a CPU, written in C++: products with quantised matrices, and what lies between them.
 
 They are compiled for this machine's CPU when they are first needed, which takes a few seconds, and
-kept in the user's cache folder. What they compute is defined in `models/blocks.py`.
+kept in the user's cache folder. Products are defined in `models/blocks.py`, rotation in
+`models/rope.py`, and attention in `attention/torch_backend.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ import torch
 from cairn.config import cache_folder
 from cairn.errors import CairnError
 
-_SOURCE = Path(__file__).with_name("cpu_products.cpp")
+HEAD_DIMS = (32, 64, 96, 128, 256)
+"""Sizes of heads that can be rotated and attended to."""
+
+_HEADER, *_SOURCES = (
+    Path(__file__).with_name(name)
+    for name in ("cpu_vectors.h", "cpu_products.cpp", "cpu_attention.cpp")
+)
 # Sums must not depend on what a compiler merges into one instruction.
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=off", "-w")
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
@@ -51,15 +58,26 @@ class CpuKernels:
     def __init__(self, library: Path) -> None:
         try:
             # torch has loaded OpenMP already, so that both share one set of threads.
-            product = ctypes.CDLL(str(library)).cairn_product
+            loaded = ctypes.CDLL(str(library))
+            self._product = loaded.cairn_product
+            self._rotate_and_store = loaded.cairn_rotate_and_store
+            self._attend = loaded.cairn_attend
         except (OSError, AttributeError) as error:
             raise CpuKernelsUnavailableError(f"{library} cannot be loaded: {error}") from error
-        product.argtypes = (
+        self._product.argtypes = (
             *(_POINTER, _POINTER, _LONG, _INT, _POINTER, _FLOAT, _INT),
             *(_POINTER, _LONG, _INT, _INT),
         )
-        product.restype = None
-        self._product = product
+        self._rotate_and_store.argtypes = (
+            *(_POINTER, _LONG, _INT, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _FLOAT),
+            *(_POINTER, _INT, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT),
+        )
+        self._attend.argtypes = (
+            *(_POINTER, _INT, _INT, _POINTER, _INT, _INT, _INT),
+            *(_POINTER, _LONG, _POINTER, _POINTER, _FLOAT, _POINTER, _INT),
+        )
+        for function in (self._product, self._rotate_and_store, self._attend):
+            function.restype = None
 
     @classmethod
     def load(cls, march: str = "native") -> CpuKernels:
@@ -69,7 +87,8 @@ class CpuKernels:
         target = f"-march={march}"
         # All macros of the target: its instruction set and the compiler's version.
         macros = _run([compiler, target, "-dM", "-E", "-x", "c++", os.devnull])
-        described = "\n".join([_SOURCE.read_text(encoding="utf-8"), *_FLAGS, macros])
+        sources = [path.read_text(encoding="utf-8") for path in (_HEADER, *_SOURCES)]
+        described = "\n".join([*sources, *_FLAGS, macros])
         name = f"{hashlib.sha256(described.encode()).hexdigest()[:32]}.so"
         kept = cache_folder() / "kernels" / name
         if kept.exists():
@@ -81,7 +100,7 @@ class CpuKernels:
             raise CpuKernelsUnavailableError(f"{kept.parent} cannot be written: {error}") from error
         part = Path(folder) / name
         try:
-            _run([compiler, *_FLAGS, target, str(_SOURCE), "-o", str(part)])
+            _run([compiler, *_FLAGS, target, *map(str, _SOURCES), "-o", str(part)])
             part.replace(kept)  # atomic, even when two processes compile at once
         finally:
             shutil.rmtree(folder)
@@ -108,6 +127,53 @@ class CpuKernels:
             *(x.data_ptr(), x.stride(0), x.shape[0], weight, eps, silu),
             *(out.data_ptr(), out.stride(0), add, torch.get_num_threads()),
         )
+
+    def rotate_and_store(
+        self,
+        qkv: torch.Tensor,  # [rows, (heads + 2 * kv_heads) * dim], float32 as all others
+        heads: int,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],  # [rows, 1, dim] each
+        norm: tuple[torch.Tensor, torch.Tensor, float] | None,  # q and k weights per head, eps
+        cache: torch.Tensor,  # [pages, 2 * kv_heads, page_size, dim]
+        pages: torch.Tensor,  # [rows] int32
+        offsets: torch.Tensor,  # [rows] int32
+    ) -> torch.Tensor:
+        """Norm and rotate the heads, and store keys and values. Returns queries
+        [rows, heads, dim]."""
+        assert pages.dtype == offsets.dtype == torch.int32 and cache.dtype == torch.float32
+        _, kv, size, dim = cache.shape
+        rows = qkv.shape[0]
+        query = qkv.new_empty(rows, heads, dim)
+        q_weight, k_weight, eps = (None, None, 0.0) if norm is None else norm
+        self._rotate_and_store(
+            *(qkv.data_ptr(), qkv.stride(0), rows, heads, *(part.data_ptr() for part in cos_sin)),
+            None if q_weight is None else q_weight.data_ptr(),
+            None if k_weight is None else k_weight.data_ptr(),
+            *(eps, cache.data_ptr(), kv // 2, size, dim, pages.data_ptr(), offsets.data_ptr()),
+            *(query.data_ptr(), torch.get_num_threads()),
+        )
+        return query
+
+    def attend(
+        self,
+        query: torch.Tensor,  # [seqs, heads, dim] float32
+        cache: torch.Tensor,  # [pages, 2 * kv_heads, page_size, dim] float32
+        table: torch.Tensor,  # [seqs, max_pages] int32
+        first: torch.Tensor,  # [seqs] int64
+        last: torch.Tensor,  # [seqs] int64
+        scale: float,
+    ) -> torch.Tensor:
+        """Attention of one row per sequence over rows [first, last) of its pages."""
+        query = query.contiguous()
+        out = torch.empty_like(query)
+        seqs, heads, dim = query.shape
+        self._attend(
+            *(query.data_ptr(), seqs, heads),
+            *(cache.data_ptr(), cache.shape[1] // 2, cache.shape[2], dim),
+            *(table.data_ptr(), table.stride(0), first.data_ptr(), last.data_ptr(), scale),
+            *(out.data_ptr(), torch.get_num_threads()),
+        )
+        return out
 
 
 def _compiler() -> str:

@@ -5,41 +5,16 @@
 // + low, because instructions multiply 8 bits. The result for an input row does not depend on the other rows, on the number of
 // threads, or on the width of this CPU's vectors.
 
-#include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <vector>
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
+
+#include "cpu_vectors.h"
 
 namespace {
 
-constexpr int kLanes = 16, kBlock = 32;
+constexpr int kBlock = 32;
 constexpr float kLargest = 127 * 128;  // of the whole numbers to which an input is rounded
 constexpr int kMostRows = 8;     // input rows that a kernel multiplies at once
 constexpr int kTileRows = 128;   // input rows that stay in the cache while all groups pass
-
-typedef uint8_t u8x64 __attribute__((vector_size(64)));
-typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef uint16_t u16x16 __attribute__((vector_size(32)));
-typedef int8_t i8x16 __attribute__((vector_size(16)));
-
-template <typename V>
-inline V load(const void* from) {
-    V value;
-    std::memcpy(&value, from, sizeof(V));
-    return value;
-}
-
-template <typename V>
-inline void store(void* to, V value) {
-    std::memcpy(to, &value, sizeof(V));
-}
-
-inline f32x16 spread(float value) { return f32x16{} + value; }
 
 // sum[i] += the dot product of bytes 4i to 4i + 3 of `codes`, unsigned, with the four signed bytes of x
 inline i32x16 dot4(i32x16 sum, u8x64 codes, int32_t x) {
@@ -75,20 +50,6 @@ inline f32x16 from_half(const uint16_t* from) {
 }
 
 inline f32x16 from_bytes(const int8_t* from) { return __builtin_convertvector(load<i8x16>(from), f32x16); }
-
-// e to the x within 2 units of the last place; x is clipped to what float32 has an exponent for
-inline f32x16 exp16(f32x16 x) {
-    x = x < -87.0f ? spread(-87.0f) : x;
-    x = x > 88.0f ? spread(88.0f) : x;
-    const f32x16 magic = spread(12582912.0f);  // adding it rounds to a whole number
-    const f32x16 whole = (x * 1.44269504f + magic) - magic;
-    const f32x16 rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-    f32x16 sum = spread(1.9875691500e-4f);
-    for (const float factor : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-        sum = sum * rest + factor;
-    sum = sum * rest * rest + rest + 1.0f;
-    return (f32x16)((i32x16)sum + (__builtin_convertvector(whole, i32x16) << 23));
-}
 
 }  // namespace
 
@@ -137,12 +98,6 @@ struct Rounded {
     Rounded(int rows, int blocks)
         : blocks(blocks), codes((size_t)rows * blocks * 2 * kBlock), scale((size_t)rows * blocks), sums((size_t)rows * blocks * 2) {}
 };
-
-inline float total(f32x16 values) {
-    float sum = 0;
-    for (int i = 0; i < kLanes; i++) sum += values[i];
-    return sum;
-}
 
 void round_row(const Input& input, int row, Rounded& into) {
     const int blocks = into.blocks;

@@ -231,6 +231,8 @@ class BlockStack:
         silu: bool = False,
         add: bool = False,
     ) -> torch.Tensor:
+        if len(self._matrices) == 1:
+            return self._matrices[0].product(x, out, norm=norm, silu=silu, add=add)
         if out is None:
             out = x.new_empty(x.shape[0], self._outputs)
         begin = 0

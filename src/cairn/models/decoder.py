@@ -13,6 +13,7 @@ from copy import copy
 import torch
 
 from cairn.attention.attend import Attend
+from cairn.kernels.cpu import HEAD_DIMS
 from cairn.models.interface import LanguageModel
 from cairn.models.layers import Embedding, Factory, Linear, Module, Parameter, RMSNorm
 from cairn.models.rope import CosSin, Rotary, Rotation, rotate
@@ -94,12 +95,13 @@ class SelfAttention(Attention):
             q_dim, k_dim = (width, kv_width) if split else (dims.head_dim, dims.head_dim)
             self.q_norm = RMSNorm(q_dim, eps, factory, round_last=round_last, split=split)
             self.k_norm = RMSNorm(k_dim, eps, factory, round_last=round_last, split=split)
-        self._fused = factory.fused
+        self._cpu = factory.cpu if dims.head_dim in HEAD_DIMS else None
+        self._fused = factory.fused or self._cpu is not None
         self._parallel = factory.parallel
         if own.rope is not None:
             # Kernels rotate by head. In torch one product rotates queries, keys and values at once.
             together = (dims.num_heads + dims.num_kv_heads, dims.num_kv_heads)
-            heads = None if factory.fused else together
+            heads = None if self._fused else together
             self.rotation = Rotation(own.rope, dims.head_dim, heads)
 
     def __call__(self, x: torch.Tensor, cos_sin: CosSin | None, attend: Attend) -> torch.Tensor:
@@ -130,7 +132,9 @@ class SelfAttention(Attention):
             qkv = self._normed(qkv)
         elif self._qk_norm == "head":
             weights = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        query, _ = attend.write_rotated(self._layer, qkv, self._heads, cos_sin, weights)
+        query, _ = attend.write_rotated(
+            self._layer, qkv, self._heads, cos_sin, weights, cpu=self._cpu
+        )
         return attend.forward(self._layer, query)
 
     def _attend(self, qkv: torch.Tensor, cos_sin: CosSin | None, attend: Attend) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Mapping
 import torch
 
 from cairn.attention.attend import Attend
+from cairn.kernels.cpu import CpuKernels
 from cairn.models.layers import Embedding, Module
 from cairn.models.spec import ModelSpec
 
@@ -17,6 +18,9 @@ class LanguageModel(Module):
     spec: ModelSpec
     tied: Mapping[str, Embedding] = {}
     """Tensors that a checkpoint may leave out, because they are copies of an embedding."""
+
+    cpu: CpuKernels | None = None
+    """The factory's: attention uses them too."""
 
     def ignores(self, name: str) -> bool:
         """Whether a tensor of the checkpoint has no effect on the output."""

@@ -44,6 +44,7 @@ def build(config: ConfigReader, factory: Factory, impl: str = "cairn") -> Langua
             "cairn.models.interface.LanguageModel"
         )
     config.finish()
+    model.cpu = factory.cpu
     return model
 
 
