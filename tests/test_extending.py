@@ -42,7 +42,8 @@ def same(left: tuple[torch.Tensor, list[list[int]]], right: Any) -> bool:
 
 
 def test_there_is_an_example_of_each() -> None:
-    assert set(FILES) == {"my_model", "my_policy", "my_dense", "my_sparse", "my_latent"}
+    examples = {"my_model", "my_policy", "my_dense", "my_sparse", "my_drafter", "my_latent"}
+    assert set(FILES) == examples
 
 
 def test_model(tmp_path: Path) -> None:
@@ -74,6 +75,11 @@ def test_sparse_backend(tmp_path: Path) -> None:
     windows = {**TINY_OLMO3, "layer_types": ["sliding_attention"] * 3}
     assert same(sparse, outcome(write_model(tmp_path / "windows", windows)))
     assert not same(sparse, outcome(folder))
+
+
+def test_drafter(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", TINY_LLAMA)
+    assert same(outcome(folder), outcome(folder, speculative="my_drafter:Repeat"))
 
 
 def test_cache_layout(tmp_path: Path) -> None:

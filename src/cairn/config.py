@@ -177,6 +177,15 @@ class EngineConfig:
     disable_overlap_schedule: bool = option(
         False, "CUDA: wait for a step's tokens before planning the next."
     )
+    speculative: str | None = option(
+        None,
+        "Draft tokens and check several in a step; the text stays the same. ngram copies what "
+        "followed the last tokens before; sparse drafts with sparse attention (set by hsa_*) for a "
+        "dense model; or your own as module:Class.",
+    )
+    speculative_tokens: int | None = option(
+        None, "speculative: tokens to draft at most; 7, with sparse 4.", low=1, high=64
+    )
     hsa_policy: str | None = option(
         None, "hsa: how pages are scored: quest, mean, or your own as module:Class."
     )

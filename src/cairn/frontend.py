@@ -111,13 +111,26 @@ class Output:
         """Add new tokens. Sets the result if they end the request or complete a stop string."""
         text, reason = "", self.request.finish_reason
         if self._detokenizer is not None:
-            shown = () if self.request.stopped_by_token else progress.new_tokens
-            text = self._detokenizer.push(shown)
+            tokens = progress.new_tokens
+            shown = tokens[:-1] if self.request.stopped_by_token else tokens
+            for i, token in enumerate(shown):
+                text += self._detokenizer.push((token,))
+                if self._detokenizer.stopped:
+                    progress = self._cut(progress, i + 1)
+                    break
             if reason is not None:
                 text += self._detokenizer.finish()
             if self._detokenizer.stopped:
                 reason = "stop"
         self._emit(text, progress, reason)
+
+    def _cut(self, progress: Progress, count: int) -> Progress:
+        """Drop the new tokens behind the first `count`, which completed a stop string."""
+        request, tokens, scores = progress
+        if (more := len(tokens) - count) > 0:
+            for kept in (request.token_ids, request.logprobs, request.selections):
+                del kept[max(0, len(kept) - more) :]
+        return Progress(request, tokens[:count], scores[:count])
 
     def abort(self) -> None:
         text = "" if self._detokenizer is None else self._detokenizer.finish()

@@ -16,6 +16,10 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     """Prompt tokens whose KV was found in the prefix cache."""
+    drafted_tokens: int = 0
+    """Drafted tokens that were checked."""
+    accepted_tokens: int = 0
+    """Drafted tokens that were right, which are part of the completion."""
 
     @property
     def total_tokens(self) -> int:
@@ -82,7 +86,13 @@ def summarize(
         text=text,
         token_ids=request.output_ids,
         finish_reason=reason,
-        usage=Usage(request.prompt_len, request.num_output, request.cached_tokens),
+        usage=Usage(
+            request.prompt_len,
+            request.num_output,
+            request.cached_tokens,
+            request.drafted_tokens,
+            request.accepted_tokens,
+        ),
         timings=Timings(
             queued=since_arrival(times.first_scheduled),
             first_token=since_arrival(times.first_token),

@@ -211,6 +211,8 @@ def sizes(
         landmarks=LandmarkShape((0,), 1, 255, False, torch.float32),
         hisparse=HiSparseOptions(host_gib=host * mib / GIB, device_buffer_size=buffer),
         unrecorded=None,
+        drafter=None,
+        draft_tokens=0,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SwapBytes, "of", lambda *_: swap)

@@ -30,7 +30,7 @@ def test_rows_of_a_plain_model_are_its_tokens() -> None:
     assert rows.seq.tolist() == [0, 0, 0, 1]
     assert rows.batch.kv_lens.tolist() == [6, 10]
     assert rows.batch.cu_query.tolist() == [0, 3, 4]
-    assert rows.last_token_rows.tolist() == [2, 3]
+    assert rows.sampled_rows.tolist() == [2, 3]
     assert rows.is_token.all()
 
 
@@ -45,7 +45,7 @@ def test_landmark_rows_ride_with_the_last_token_of_their_page() -> None:
     assert rows.batch.query_lens.tolist() == [5, 2, 1]
     assert rows.batch.kv_lens.tolist() == [6, 8, 9]
     # Logits come from the last token, not from the landmark row behind it.
-    assert rows.last_token_rows.tolist() == [4, 5, 7]
+    assert rows.sampled_rows.tolist() == [4, 5, 7]
     assert np.flatnonzero(~rows.is_token).tolist() == [2, 6]
 
 

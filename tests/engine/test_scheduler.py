@@ -2,17 +2,21 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable
+from dataclasses import replace
 from functools import partial
+from random import Random
 from zlib import crc32
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cairn.engine.plan import StepPlan
+from cairn.engine.drafters.drafter import Drafter
+from cairn.engine.plan import UNKNOWN, StepPlan
 from cairn.engine.request import Request, State
 from cairn.engine.sampling_params import SamplingParams
 from cairn.engine.scheduler import Limits, Scheduler, attention_pairs
+from cairn.engine.speculation import Speculation
 from cairn.engine.step_time import StepTimeModel, round_rows, step_sizes
 from cairn.errors import QueueFullError
 from cairn.memory.cache import PagedCache
@@ -21,7 +25,8 @@ from cairn.memory.groups import group_layers
 from cairn.memory.pages import NULL_PAGE
 from tests.helpers import watch_frees
 
-Row = tuple[Hashable, tuple[int, ...]]
+Row = tuple[tuple[Hashable, bool], tuple[int, ...]]
+"""Namespace, whether a guess wrote it, and the tokens up to the row's own."""
 
 
 def next_token(namespace: Hashable, tokens: tuple[int, ...]) -> int:
@@ -44,6 +49,20 @@ def reference(request: Request, prompt: list[int], most: int) -> list[int]:
             return tokens[len(prompt) :]
 
 
+class Liar(Drafter):
+    """Drafts that begin with the truth and go on with anything, and sometimes are too many."""
+
+    def __init__(self, seed: int, *, by_model: bool = False) -> None:
+        self.random = Random(seed)
+        self.by_model = by_model  # type: ignore[misc]
+
+    def draft(self, token_ids: array[int], most: int) -> list[int]:
+        tokens, count = list(token_ids), len(token_ids)
+        for _ in range(self.random.randint(0, most)):
+            tokens.append(next_token(self.random.randint(0, 1), tuple(tokens)))
+        return tokens[count:] + [self.random.randint(0, 2)] * self.random.randint(0, 3)
+
+
 class PagedMemory:
     """Stands in for the runner: follows table edits alone and stores what every slot holds."""
 
@@ -52,12 +71,13 @@ class PagedMemory:
         self.tables = [[[NULL_PAGE] * 64 for _ in range(slots)] for _ in cache.groups]
         self.rows: list[dict[tuple[int, int], Row]] = [{} for _ in cache.groups]
         self.newest = [-1] * slots  # token last sampled, which the host may not know yet
+        self.random = Random(0)  # for the model's guesses
 
     def freed(self, group: int, page: int) -> None:
         for offset in range(self.cache.geometry.page_size):
             self.rows[group].pop((page, offset), None)
 
-    def run(self, plan: StepPlan, scheduler: Scheduler) -> dict[str, int]:
+    def run(self, plan: StepPlan, scheduler: Scheduler) -> dict[str, list[int]]:
         geometry = self.cache.geometry
         for edit in plan.edits:
             end = edit.first + len(edit.page_ids)
@@ -71,11 +91,18 @@ class PagedMemory:
         sampled = {}
         for advance in plan.advances:
             owner = scheduler._requests[advance.request_id]
-            tokens, namespace = tuple(owner.token_ids), owner.namespace
-            assert tuple(advance.token_ids) == tokens[advance.start : advance.stop]
-            unknown = advance.stop - advance.start - len(advance.token_ids)
-            assert unknown == owner.pending and not (unknown and owner.host_tokens)
-            tokens += (self.newest[advance.slot],) * unknown
+            tokens, namespace = (*owner.token_ids, *owner.drafts), owner.namespace
+            tokens = tokens[: advance.start] + tuple(advance.token_ids)
+            unknown = tokens.count(UNKNOWN)
+            assert unknown <= owner.pending + owner.guessed - len(owner.drafts) * (
+                owner.guessed > 0
+            )
+            assert not (unknown and owner.host_tokens)
+            tokens = tuple(self.newest[advance.slot] if t == UNKNOWN else t for t in tokens)
+            assert len(tokens) == advance.stop
+            true = min(len(owner.token_ids), advance.stop - advance.drafted)
+            assert tokens[:true] == tuple(owner.token_ids)[:true]
+            kind = (namespace, advance.guesses)
             for g, group in enumerate(self.cache.groups):
                 table = self.tables[g][advance.slot]
 
@@ -87,16 +114,23 @@ class PagedMemory:
                     assert slot(token)[0] != NULL_PAGE
                     assert (g, *slot(token)) not in written
                     written.add((g, *slot(token)))
-                    self.rows[g][slot(token)] = (namespace, tokens[: token + 1])
+                    self.rows[g][slot(token)] = (kind, tokens[: token + 1])
                 for query in range(advance.start, advance.stop):
                     row = geometry.rows(query)
                     for key in range(query + 1):
                         if group.window is None or geometry.rows(key) > row - group.window:
-                            assert self.rows[g][slot(key)] == (namespace, tokens[: key + 1])
+                            (_, guess), known = self.rows[g][slot(key)]
+                            assert known == tokens[: key + 1]
+                            assert not guess or advance.guesses
+                            assert self.rows[g][slot(key)][0][0] == namespace
             if advance.samples:
-                assert advance.stop == len(tokens)
-                self.newest[advance.slot] = next_token(namespace, tokens)
-                sampled[advance.request_id] = self.newest[advance.slot]
+                guess = advance.guesses and self.random.random() < 0.3
+                own = [
+                    next_token((namespace, guess) if guess else namespace, tokens[:count])
+                    for count in range(advance.stop - advance.drafted, advance.stop + 1)
+                ]
+                self.newest[advance.slot] = own[-1]
+                sampled[advance.request_id] = own
         scheduler.launched(plan)
         return sampled
 
@@ -314,6 +348,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, False]),
         limited=st.booleans(),
         overlap=st.booleans(),
+        drafts=st.sampled_from([None, "drafter", "model"]),
+        most_drafts=st.integers(1, 7),
     )
     def setup(
         self,
@@ -325,9 +361,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         limited: bool,
         overlap: bool,
+        drafts: str | None,
+        most_drafts: int,
     ) -> None:
         self.overlap = overlap
-        self.in_flight: tuple[StepPlan, dict[str, int]] | None = None
+        self.in_flight: tuple[StepPlan, dict[str, list[int]]] | None = None
         groups = group_layers(windows)
         geometry = PageGeometry(page_size, page_size - landmark)
         pages = [
@@ -344,6 +382,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             caching=caching,
             max_step_seconds=1e-3 if limited else None,
         )
+        if drafts is not None:
+            liar = Liar(most_drafts, by_model=drafts == "model")
+            self.scheduler.speculation = Speculation(liar, most_drafts)
         self.most = self.scheduler.cache.max_tokens
         self.prompts: dict[str, list[int]] = {}
         self.all: dict[str, Request] = {}
@@ -355,6 +396,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop=st.sampled_from([frozenset(), frozenset({0})]),
         salt=st.integers(0, 1),
         host_tokens=st.sampled_from([False, False, True]),
+        speculation=st.sampled_from([True, True, False]),
     )
     def add(
         self,
@@ -364,6 +406,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop: frozenset[int],
         salt: int,
         host_tokens: bool,
+        speculation: bool,
     ) -> None:
         if shared and self.prompts:
             prompt = (list(self.prompts.values())[-1] + prompt)[:12]
@@ -372,11 +415,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         new = request(name, prompt, max_tokens, self.most, salt)
         new.stop_token_ids = stop
         new.host_tokens = host_tokens
+        new.params = replace(new.params, speculation=speculation)
         self.prompts[name], self.all[name] = prompt, new
         self.scheduler.add(new)
 
     @rule(seconds=st.floats(1e-5, 1e-2))
     def step(self, seconds: float) -> None:
+        if self.in_flight is not None and self.in_flight[0].drafted:
+            self.land()  # what it keeps decides what follows
         tables = {
             name: [list(table) for table in r.pages.tables]
             for name, r in self.all.items()

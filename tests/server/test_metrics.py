@@ -104,8 +104,8 @@ def test_pages_read_are_those_of_each_token() -> None:
         for request in requests:
             request.prompt_len = 60  # the rest is generated
         reads = PageReads(sparse, geometry)
-        reads.count([])  # a step in which nothing was sampled
-        reads.count(requests)
+        reads.count([], [])  # a step in which nothing was sampled
+        reads.count(requests, [1] * len(requests))
         read = held = 0
         for request in requests:
             known = len(request.token_ids)

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from cairn.attention.batch import AttentionBatch, GraphKind, Scoring
@@ -254,6 +255,10 @@ class SparseBackend(Backend):
 
     def abandon(self, batch: AttentionBatch) -> None:
         """Called when a step fails after `launching`."""
+
+    def forget(self, pages: np.ndarray) -> None:
+        """Called before a step computes rows of these complete pages [groups, n] again, because
+        their tokens turned out to be others."""
 
     def selections(self, metadata: Any, row: int) -> dict[int, Selection]:
         """The pages that a traced row of the step read, by layer."""

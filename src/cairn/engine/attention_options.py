@@ -46,14 +46,19 @@ class AttentionPlan:
     """Notes that are also logged as warnings."""
 
 
-def plan_attention(config: EngineConfig, spec: ModelSpec, device: str) -> AttentionPlan:
+def plan_attention(
+    config: EngineConfig, spec: ModelSpec, device: str, *, drafts: bool = False
+) -> AttentionPlan:
     """Choose the attention backends and check the attention options against the model.
 
-    `device` is the device type, such as "cuda". Raises ConfigError.
+    `device` is the device type, such as "cuda". With `drafts`, sparse attention only drafts tokens
+    for dense attention. Raises ConfigError.
     """
     given = "auto" if config.attention_backend is None else config.attention_backend
     names = [name.strip() for name in given.split(",")]
     kind = sparse_class(names)
+    if drafts:
+        return _sparse_drafts(config, spec, device, names, kind)
     if spec.sparsity is not None:
         return _native(config, spec, spec.sparsity, names, kind)
     page_size = config.page_size or DEFAULT_PAGE_SIZE
@@ -95,6 +100,36 @@ def plan_attention(config: EngineConfig, spec: ModelSpec, device: str) -> Attent
     return AttentionPlan(dense, sparse, page_size, kind, tuple(notes))
 
 
+def _sparse_drafts(
+    config: EngineConfig,
+    spec: ModelSpec,
+    device: str,
+    names: list[str],
+    given: type[SparseBackend] | None,
+) -> AttentionPlan:
+    """Dense attention, and sparse attention for rows that draft."""
+    if given is not None or spec.sparsity is not None:
+        raise ConfigError(
+            f"speculative is {config.speculative!r}, which drafts for dense attention, and the "
+            "attention is sparse already; use speculative=ngram, or a dense attention_backend"
+        )
+    if config.hsa_prefill is not None:
+        raise ConfigError(
+            f"hsa_prefill is {config.hsa_prefill!r} and speculative {config.speculative!r}, with "
+            "which prompts are read densely; leave it out"
+        )
+    if len(names) > 2:
+        raise ConfigError(
+            f"attention_backend is {','.join(names)!r}; give one backend, or two as PREFILL,DECODE"
+        )
+    kind = sparse_class([AUTO_SPARSE])
+    assert kind is not None
+    page_size = config.page_size or DEFAULT_PAGE_SIZE
+    sparse = _training_free(config, spec, page_size, "", kind)
+    summary = _summary(config, spec, sparse, page_size, kind)
+    return AttentionPlan(tuple(names), sparse, page_size, kind, (f"drafts by {summary}",))
+
+
 def _training_free(
     config: EngineConfig,
     spec: ModelSpec,
@@ -102,6 +137,7 @@ def _training_free(
     device: str,
     backend: type[SparseBackend],
 ) -> SparseConfig:
+    """Without a `device`, rows are not dense only because dense kernels are as fast for them."""
     policy, kind, topk, sinks = None, Policy, config.hsa_topk or 0, 0
     layers, window = _layers(config.hsa_layers, spec), config.hsa_window or _WINDOW
     if backend.needs_landmarks:

@@ -21,6 +21,7 @@ from cairn.engine.quantization import resolve_quantization
 from cairn.engine.resolve import EngineChoices, resolve, resolve_device, resolve_dtype
 from cairn.engine.runner import Runner
 from cairn.engine.scheduler import Scheduler
+from cairn.engine.speculation import Speculation
 from cairn.errors import ConfigError
 from cairn.kernels.interface import COPY_THREADS
 from cairn.memory.cache import PagedCache
@@ -97,15 +98,20 @@ def build_engine(
             prefix_caching=not config.disable_radix_cache,
             copies=copies,
         )
+        speculation = None
+        if choices.drafter is not None:
+            # Below this row drafting rows are dense, and save nothing.
+            dense = choices.sparse.dense_below if choices.sparse and choices.sparse_drafts else 0
+            speculation = Speculation(choices.drafter(), choices.draft_tokens, least=dense)
         runner.mark_ready()
         return Engine(
             model.spec,
-            Scheduler(cache, memory.limits, time.perf_counter),
+            Scheduler(cache, memory.limits, time.perf_counter, speculation=speculation),
             runner,
             context_length=choices.context,
             eos_token_ids=eos_token_ids,
             seed=config.seed,
-            sparse=choices.sparse,
+            sparse=None if choices.sparse_drafts else choices.sparse,
             overlap=device.type == "cuda" and not config.disable_overlap_schedule,
             notes=(*notes, *more_notes, *attention.notes, *memory.notes, *attention.warnings),
         )

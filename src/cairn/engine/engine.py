@@ -15,7 +15,7 @@ import numpy as np
 
 from cairn.attention.backend import AttentionBackend
 from cairn.engine.logprobs import TokenLogprob
-from cairn.engine.plan import ONLY_PROMPT, PromptScores, StepPlan
+from cairn.engine.plan import PromptScores, StepPlan
 from cairn.engine.request import Request
 from cairn.engine.runner import InFlight, Runner, StepResult
 from cairn.engine.sampler import derived_seed
@@ -38,7 +38,7 @@ class EngineStats:
     step_seconds: float = 0.0
     scheduler_seconds: float = 0.0  # planning and committing; part of step_seconds
     computed_tokens: int = 0
-    generated_tokens: int = 0
+    generated_tokens: int = 0  # kept, or sampled for a request that had ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,8 @@ class Engine:
         """The last step had nothing to do: all work waits to be told which tokens are allowed."""
         self._in_flight: InFlight | None = None
         self._last_finish = 0.0
+        self._busy = False  # there was work when the last step ended
+        self._progress: list[Progress] = []  # not returned yet
 
     @property
     def compilations(self) -> CompilationCounts:
@@ -246,40 +248,56 @@ class Engine:
     def step(self) -> list[Progress]:
         """Plan and launch a step, then finish one step and return its progress.
 
-        With overlap that is the previous step, otherwise the one just launched. The result is empty
-        if no step was finished.
+        With overlap that is the previous step, otherwise the one just launched. A step that checks
+        drafts is finished before the next is planned, since how many it keeps decides what follows.
+        The result is empty if no step was finished.
         """
         begin = time.perf_counter()
+        if not self._busy:
+            self._last_finish = begin
+        finished = self._in_flight
+        if finished is not None and finished.plan.drafted:
+            self._in_flight = None
+            self._progress += self._take(finished, begin)
+            finished = None
+        planning = time.perf_counter()
         plan = self._plan()
         planned = time.perf_counter()
+        self.stats.scheduler_seconds += planned - planning
         launched = self._launch(plan) if plan else None
-        finished, self._in_flight = self._in_flight, launched
+        self._in_flight = launched
         if not self.overlap and finished is None:
             finished, self._in_flight = launched, None
-        if finished is None:
-            if launched is None and not self.stalled:
-                self.scheduler.check()
-                self.runner.check()
-            self.stats.step_seconds += time.perf_counter() - begin
-            return []
-        result = self._finish(finished)
+        if finished is not None:
+            self._progress += self._take(finished, planned)
+        elif launched is None and not (self._progress or self.stalled):
+            self.scheduler.check()
+            self.runner.check()
+        self._busy = self.scheduler.has_work
+        self.stats.step_seconds += time.perf_counter() - begin
+        progress, self._progress = self._progress, []
+        return progress
+
+    def _take(self, step: InFlight, planned: float) -> list[Progress]:
+        """Finish a step and record what it brought."""
+        result, plan = self._finish(step), step.plan
         ran = time.perf_counter()
-        if self.scheduler.limits.max_step_seconds is not None and not finished.plan.only_decodes:
+        if self.scheduler.limits.max_step_seconds is not None and not plan.only_decodes:
             # Steps that only decode may run from graphs, at a different cost.
             seconds = ran - max(planned, self._last_finish)
-            self.scheduler.step_time.observe(finished.plan.rows, finished.plan.pairs, seconds)
+            self.scheduler.step_time.observe(plan.rows, plan.pairs, seconds)
+        self._take_scores(plan, result)
+        kept = self.scheduler.commit(plan, result.sampled)
+        progress = [self._report(*each, result) for each in kept.items()]
+        tokens = sum(map(len, kept.values()))
+        if self.scheduler.speculation is not None:
+            self.scheduler.speculation.pace.observe(plan, tokens, ran - self._last_finish)
         self._last_finish = ran
-        self._take_scores(finished.plan, result)
-        progress = [
-            self._progress(request, result)
-            for request in self.scheduler.commit(finished.plan, result.sampled)
-        ]
-        end = time.perf_counter()
         self.stats.steps += 1
-        self.stats.step_seconds += end - begin
-        self.stats.scheduler_seconds += (planned - begin) + (end - ran)
-        self.stats.computed_tokens += finished.plan.num_tokens
-        self.stats.generated_tokens += len(result.sampled)
+        self.stats.scheduler_seconds += time.perf_counter() - ran
+        self.stats.computed_tokens += plan.num_tokens
+        sampling = sum(own.samples > 0 and not own.guesses for own in plan.advances)
+        self.stats.generated_tokens += tokens + sampling - sum(map(bool, kept.values()))
         return progress
 
     def _plan(self) -> StepPlan:
@@ -326,18 +344,12 @@ class Engine:
                 request.distributions.append(result.distributions[request.id])
             if request.id in result.hidden_sums:
                 request.hidden_sums.append(result.hidden_sums[request.id])
-        for request_id, selections in result.selections.items():
-            if (request := self.scheduler.get(request_id)) is not None:
-                request.selections.append(selections)
 
-    def _progress(self, request: Request, result: StepResult) -> Progress:
-        if request.prompt_scores in ONLY_PROMPT:
-            return Progress(request)
-        score = result.logprobs.get(request.id)
-        if score is None:
-            return Progress(request, (result.sampled[request.id],))
-        request.logprobs.append(score)
-        return Progress(request, (result.sampled[request.id],), (score,))
+    def _report(self, request: Request, tokens: Sequence[int], result: StepResult) -> Progress:
+        request.selections += result.selections.get(request.id, ())[: len(tokens)]
+        scores = result.logprobs.get(request.id, ())[: len(tokens)]
+        request.logprobs += scores
+        return Progress(request, tuple(tokens), tuple(scores))
 
     # -- checks -------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from cairn.attention.backend import Graph
-from cairn.attention.batch import AttentionBatch, send, to_device
+from cairn.attention.batch import send, to_device
 from cairn.engine.inputs import Draws, StepInputs
 from cairn.kernels.packing import pack, unpack
 
@@ -31,8 +31,8 @@ Forward = Callable[
     [StepInputs, Draws[torch.Tensor], torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]
 ]
 """The device work of a step whose inputs are on the device. Arguments: the inputs, how tokens are
-drawn, and the rows [seqs] whose logits are needed (None for all rows). Returns logits [seqs, vocab]
-and tokens [seqs]."""
+drawn, and the rows [samples] whose logits are needed (None for all rows). Returns logits [samples,
+vocab] and tokens [samples]."""
 
 Call = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
@@ -105,8 +105,8 @@ class _Recorded:
     graph: torch.cuda.CUDAGraph
     packed: torch.Tensor  # draws, rows whose logits are needed, inputs
     tables: torch.Tensor  # [groups, seqs, max_pages] view of the shared tables; pages, generations
-    logits: torch.Tensor  # [seqs, vocab]
-    tokens: torch.Tensor  # [seqs]
+    logits: torch.Tensor  # [samples, vocab]
+    tokens: torch.Tensor  # [samples]
 
 
 class StepGraphs:
@@ -119,17 +119,22 @@ class StepGraphs:
         tables: tuple[int, int, int],
         device: torch.device,
         generations: bool,
+        samples: int = 1,
     ) -> None:
-        """`tables` is the shape [groups, slots, pages] of the page tables of all requests."""
+        """`tables` is the shape [groups, slots, pages] of the page tables of all requests.
+        `samples` is the most tokens that a sequence of a mixed step samples."""
         self._page_size = page_size
         self._num_groups, self._spare_slot, self._max_pages = tables
         self._generations = generations
+        self._per_seq = samples
         self._sizes = {graph: sorted(own) for graph, own in sizes.items()}
-        self._most_seqs = max(size.seqs for own in sizes.values() for size in own)
+        every = [(graph, size) for graph, own in sizes.items() for size in own]
+        self._most_seqs = max(size.seqs for _, size in every)
+        self._most_samples = max(self._samples(*each) for each in every)
         self._forward = forward
         self._device = device
         self._graphs: dict[tuple[Graph, StepSize], _Recorded] = {}
-        self._shared: torch.Tensor | None = None  # [seqs, vocab]
+        self._shared: torch.Tensor | None = None  # [samples, vocab]
 
     def rehearse(self, rows: Sequence[int], seqs: Sequence[int]) -> None:
         """Run, without a graph, the smallest step to record that has room for each of these
@@ -178,7 +183,7 @@ class StepGraphs:
     def _into_shared(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         logits, tokens = call()
         if self._shared is None:
-            self._shared = logits.new_empty(self._most_seqs, logits.shape[1])
+            self._shared = logits.new_empty(self._most_samples, logits.shape[1])
         return self._shared[: len(logits)].copy_(logits), tokens
 
     def _all_tables(self) -> torch.Tensor:
@@ -204,8 +209,9 @@ class StepGraphs:
             generation=0,
         )
         host = replace(host, batch=replace(host.batch, recorded=graph.kind))
-        draws = Draws.none(size.seqs, self._spare_slot)
-        none = np.zeros(size.seqs, dtype=np.int64)
+        samples = self._samples(graph, size)
+        draws = Draws.none(samples, self._spare_slot)
+        none = np.zeros(samples, dtype=np.int64)
         arrays = (*draws.arrays(), none, *host.arrays())
         packed = to_device(pack(arrays), self._device)
         tables = every_table[:, : size.seqs]
@@ -239,15 +245,21 @@ class StepGraphs:
                 graph.capture_end()
         return graph, result
 
-    def size_for(self, graph: Graph, batch: AttentionBatch) -> StepSize | None:
+    def _samples(self, graph: Graph, size: StepSize) -> int:
+        """Number of rows whose logits a recorded step computes: in a decode step of every row."""
+        return min(size.rows, size.seqs * self._per_seq) if graph.mixed else size.rows
+
+    def size_for(self, graph: Graph, host: StepInputs) -> StepSize | None:
         """The smallest recorded size that fits a step; None if none does.
 
-        Each row of a decode step counts as a sequence, so that landmark rows fit too.
+        Each row of a decode step counts as a sequence, so that landmark rows and drafts fit too.
         """
-        num_rows = batch.num_rows
+        batch = host.batch
+        num_rows, samples = batch.num_rows, len(host.sampled_rows)
         num_seqs = batch.num_seqs + 1 if graph.mixed else num_rows
         for size in self._sizes.get(graph, ()):
-            if num_rows <= size.rows and num_seqs <= size.seqs:
+            fits = num_rows <= size.rows and num_seqs <= size.seqs
+            if fits and samples <= self._samples(graph, size):
                 return size
         return None
 
@@ -256,28 +268,28 @@ class StepGraphs:
         host: StepInputs,
         graph: Graph,
         size: StepSize,
-        sampling: np.ndarray,
         draws: Draws[np.ndarray] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Replay a step. Returns logits [n, vocab] and tokens [n] of the n `sampling` sequences.
+        """Replay a step, for a decode graph one whose rows are sequences. Returns its logits
+        [samples, vocab] and tokens [samples].
 
         The next run overwrites both. Without `draws` the tokens are meaningless.
         """
-        wanted = host.last_token_rows[sampling]
+        wanted = host.sampled_rows
         recorded = self._graphs[graph, size]
-        # A decode step has logits of every row, so a sequence's logits are at its row.
-        places = sampling if graph.mixed else wanted
-        own = Draws.none(size.seqs, self._spare_slot)
+        # A decode step has the logits of every row.
+        places = np.arange(len(wanted)) if graph.mixed else wanted
+        samples = self._samples(graph, size)
+        own = Draws.none(samples, self._spare_slot)
         if draws is not None:
             own.slots[places] = draws.slots
             own.seeds[places] = draws.seeds
             own.temperatures[places] = draws.temperatures
-        logit_rows = np.zeros(size.seqs, dtype=np.int64)
+        logit_rows = np.zeros(samples, dtype=np.int64)
         logit_rows[places] = wanted
-        step = host if graph.mixed else host.as_sequences()
-        arrays = step.padded_arrays(*size, mixed=graph.mixed)
+        arrays = host.padded_arrays(*size, mixed=graph.mixed)
         send(pack((*own.arrays(), logit_rows, *arrays)), recorded.packed)
-        tables = step.pack_tables(self._generations, size.seqs)
+        tables = host.pack_tables(self._generations, size.seqs)
         recorded.tables[:, :, : tables.shape[2]].copy_(to_device(tables, self._device))
         recorded.graph.replay()
         count = len(places)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from cairn.attention.batch import AttentionBatch, GroupTables, to_device
-from cairn.engine.plan import Advance, StepPlan
+from cairn.engine.plan import UNKNOWN, Advance, StepPlan
 from cairn.kernels.packing import pack, unpack
 from cairn.memory.geometry import PageGeometry
 from cairn.sparsity.config import ALL_ROWS
@@ -26,11 +26,11 @@ Array = TypeVar("Array", np.ndarray, torch.Tensor)
 
 @dataclass(frozen=True, slots=True)
 class Draws(Generic[Array]):
-    """How each sequence draws its next token, for sampling without filters."""
+    """How each sampled token is drawn, for sampling without filters."""
 
-    slots: Array  # [seqs]
-    seeds: Array  # [seqs] int64, mixed from the request's seed and the position
-    temperatures: Array  # [seqs] float32, 0 for the most likely token
+    slots: Array  # [samples]
+    seeds: Array  # [samples] int64, mixed from the request's seed and the position
+    temperatures: Array  # [samples] float32, 0 for the most likely token
 
     @staticmethod
     def none(count: int, spare_slot: int) -> Draws[np.ndarray]:
@@ -60,7 +60,7 @@ class StepInputs:
     cache_rows: np.ndarray  # [rows] index in the sequence's cache
     seq: np.ndarray  # [rows] sequence of each row
     is_token: np.ndarray  # [rows] False for landmark rows
-    last_token_rows: np.ndarray  # [seqs] row of each sequence's last token
+    sampled_rows: np.ndarray  # [samples] rows after which tokens are sampled, see Advance.samples
     sent: Sequence[torch.Tensor] = ()
     """token_ids, sources, positions and lengths on the device, once the step is sent."""
 
@@ -89,16 +89,18 @@ class StepInputs:
         positions = cache_rows - cache_rows // size * (size - per_page)
         is_token = cache_rows % size < per_page
         token_ids = np.full(num_rows, -1 if landmark_id is None else landmark_id, dtype=np.int64)
-        known, unknown = array("q"), []
-        for s, advance in enumerate(plan.advances):
+        known = array("q")
+        for advance in plan.advances:
             known += advance.token_ids
-            if len(advance.token_ids) < advance.stop - advance.start:
-                unknown.append(s)
-                known.append(0)
         token_ids[is_token] = known
-        last_token_rows = cu_query[:-1] + geometry.rows(stops - 1) - first_rows
-        sources = np.full(num_rows, -1, dtype=np.int64)
-        sources[last_token_rows[unknown]] = [plan.advances[s].slot for s in unknown]
+        slots = np.array([advance.slot for advance in plan.advances], dtype=np.int64)
+        unknown = is_token & (token_ids == UNKNOWN)
+        sources = np.where(unknown, slots[seq], -1)
+        token_ids[unknown] = 0
+        samples = np.array([advance.samples for advance in plan.advances], dtype=np.int64)
+        owner, tokens = sampled_tokens(stops, samples)
+        sampled_rows = cu_query[owner] + geometry.rows(tokens) - first_rows[owner]
+        traced = np.array([advance.traced for advance in plan.advances], dtype=bool)
         batch = AttentionBatch(
             page_size=size,
             query_lens=query_lens,
@@ -109,7 +111,7 @@ class StepInputs:
                 for pages, lives in zip(tables, generations, strict=True)
             ),
             prompt_rows=np.where(dense, ALL_ROWS, geometry.rows(prompts)),
-            traced_rows=last_token_rows[[s for s, own in enumerate(plan.advances) if own.traced]],
+            traced_rows=sampled_rows[traced[owner]],
         )
         return cls(
             batch=batch,
@@ -120,7 +122,7 @@ class StepInputs:
             cache_rows=cache_rows,
             seq=seq,
             is_token=is_token,
-            last_token_rows=last_token_rows,
+            sampled_rows=sampled_rows,
         )
 
     @classmethod
@@ -156,9 +158,9 @@ class StepInputs:
 
     @property
     def only_decodes(self) -> bool:
-        """Every sequence adds one token, and possibly a landmark row after it."""
+        """A token is sampled after every row, except for landmark rows, which are never first."""
         firsts = self.is_token[self.batch.cu_query[:-1]]
-        return bool(self.is_token.sum() == self.batch.num_seqs and firsts.all())
+        return bool(self.is_token.sum() == len(self.sampled_rows) and firsts.all())
 
     def arrays(self) -> tuple[np.ndarray, ...]:
         """All arrays to send, except the tables."""
@@ -221,8 +223,7 @@ class StepInputs:
         return replace(self, batch=batch, sent=sent)
 
     def as_sequences(self) -> StepInputs:
-        """The same step with each row as its own sequence, which sees the rows before it.
-        `last_token_rows` stays that of the plan's sequences."""
+        """The same step with each row as its own sequence, which sees the rows before it."""
         batch, seq = self.batch, self.seq
         count = len(seq)
         if count == batch.num_seqs:
@@ -259,3 +260,12 @@ class StepInputs:
         of_rows = (none, none - 1, none, none + 1, *[none] * (len(arrays) - 7))
         of_seqs = (lens, self.batch.num_rows + np.cumsum(lens), lens)
         return [np.concatenate(own) for own in zip(arrays, (*of_rows, *of_seqs), strict=True)]
+
+
+def sampled_tokens(stops: np.ndarray, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each sampled token, the index of its advance and the index of the token before it.
+
+    stops [n] and samples [n] are those of the advances.
+    """
+    owner = np.repeat(np.arange(len(samples)), samples)
+    return owner, stops[owner] - (np.cumsum(samples)[owner] - np.arange(len(owner)))

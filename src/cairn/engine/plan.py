@@ -21,6 +21,10 @@ ONLY_PROMPT: frozenset[PromptScores] = frozenset({"whole", "mean", "last"})
 """Requests with these generate nothing."""
 
 
+UNKNOWN = -1
+"""Stands for a token that only the device knows: the newest one of its slot."""
+
+
 class TableEdit(NamedTuple):
     """Page ids to write into a slot's page table, starting at entry `first`."""
 
@@ -50,10 +54,11 @@ class Advance(NamedTuple):
     start: int
     stop: int
     token_ids: array[int]
-    """Tokens [start, stop), without the last one if the previous step is still sampling it."""
+    """Tokens [start, stop), with UNKNOWN for one that the previous step is still sampling."""
     prompt_len: int
-    samples: bool
-    """The last token is the newest one, so the step samples the token after it."""
+    samples: int
+    """The step samples the token after each of its last `samples` tokens. 0 if it does not reach
+    the newest token, 1 if it does, and one more for each drafted token behind that one."""
     prompt_scores: PromptScores = "none"
     next_ids: tuple[int, ...] = ()
     """The prompt token that follows each row, for "top" scores."""
@@ -62,9 +67,20 @@ class Advance(NamedTuple):
     dense: bool = False
     """All rows of the request attend as rows of a prompt do: densely."""
     allowed: bytes | None = None
-    """Bit mask of the tokens that may be sampled, lowest bit first; None for all."""
+    """Bit mask of the tokens that may be sampled, lowest bit first; None for all. Requests with
+    masks have no drafts."""
     attempt: int = 0
     """Number of times the request had been retracted when the plan was made."""
+    guesses: bool = False
+    """The model drafts a token, and what it computes is not kept."""
+    reached: int = 0
+    """Number of tokens that earlier steps computed, if more than `start`. Those from `start` on
+    were not kept."""
+
+    @property
+    def drafted(self) -> int:
+        """Number of drafted tokens that the step checks."""
+        return max(0, self.samples - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +97,8 @@ class StepPlan:
     """Rows of the step. Like `pairs`, complete only if there is a limit on a step's time."""
     pairs: int = 0
     """(row, key) pairs that attention scores."""
+    drafted: int = 0
+    """Drafted tokens that the step checks, of all requests."""
 
     @property
     def num_tokens(self) -> int:
@@ -88,8 +106,8 @@ class StepPlan:
 
     @property
     def only_decodes(self) -> bool:
-        """Every request computes one token."""
-        return all(advance.stop - advance.start == 1 for advance in self.advances)
+        """Every request computes one token, and the drafted ones behind it."""
+        return all(own.stop - own.start == 1 + own.drafted for own in self.advances)
 
     def __bool__(self) -> bool:
         return bool(self.advances)

@@ -67,7 +67,16 @@ class Request:
     state: State = State.WAITING
     computed: int = 0
     pending: int = 0
-    """Number of tokens that the step in flight is sampling: 0 or 1."""
+    """1 while a step is in flight that samples the next token, else 0. If it checks drafts, it may
+    bring several tokens, and no step is planned before it has finished."""
+    drafts: list[int] = field(default_factory=list)
+    """Drafted tokens that would follow the known ones, not checked yet."""
+    chain: int = 0
+    """Number of tokens that the model will have drafted before they are checked."""
+    guessed: int = 0
+    """Number of them whose rows were launched; the newest may not be among `drafts` yet."""
+    reached: int = 0
+    """Number of tokens whose rows were launched, kept or not."""
     pages: SequencePages | None = None
     slot: int = -1
     planned_pages: int = 0  # length of the page tables in the last plan
@@ -76,6 +85,11 @@ class Request:
     retractions: int = 0
     finish_reason: FinishReason | None = None
     stopped_by_token: bool = False
+    drafted_tokens: int = 0  # drafts that were checked
+    accepted_tokens: int = 0  # and came true
+    misses: int = 0  # checks in a row of which no draft came true
+    rest: int = 0  # tokens of the last pause without drafts
+    rests_until: int = 0  # no drafts before this many tokens are known
     times: RequestTimes = field(default_factory=RequestTimes)
     # set by the engine
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one per output token, if requested
@@ -126,8 +140,12 @@ class Request:
             return False
         known = len(self.token_ids)
         if not self.pending:
-            return known > self.computed
+            waits = self.host_tokens and self.guessed > len(self.drafts)
+            return known > self.computed and not waits
         return not self.host_tokens and self.computed <= known < self.end_len - 1
+
+    def forget_drafts(self) -> None:
+        self.drafts, self.chain, self.guessed = [], 0, 0
 
     @property
     def output_ids(self) -> list[int]:

@@ -23,6 +23,7 @@ from cairn.attention.backend import (
 )
 from cairn.config import EngineConfig
 from cairn.engine.attention_options import AttentionPlan, plan_attention
+from cairn.engine.drafters.drafter import Drafter, drafter_class
 from cairn.engine.hisparse_options import (
     HiSparseOptions,
     check_together,
@@ -65,6 +66,14 @@ class EngineChoices:
     hisparse: HiSparseOptions | None
     unrecorded: str | None
     """Why no step is recorded as a CUDA graph, if that is known before the backend is built."""
+    drafter: type[Drafter] | None
+    draft_tokens: int
+    """Most tokens to draft; 0 without a drafter."""
+
+    @property
+    def sparse_drafts(self) -> bool:
+        """Sparse attention only drafts, and all other rows are dense."""
+        return self.drafter is not None and self.drafter.by_model
 
     @property
     def sparse(self) -> SparseConfig | None:
@@ -94,6 +103,7 @@ def resolve(
     """Make all choices for an engine; `dtype` is the type of weights and queries."""
     unrecorded = _unrecorded(config, device)
     hisparse = hisparse_options(config)
+    drafter = _drafter(config)
     if config.attention_backend is None:
         # The host tier works only with sparse attention, so enabling it selects a sparse backend.
         default = "auto" if hisparse is None else AUTO_SPARSE
@@ -101,7 +111,8 @@ def resolve(
         config = replace(config, attention_backend=named)
     if hisparse is not None:
         config = imply(config, hisparse, spec)
-    attention = plan_attention(config, spec, device.type)
+    by_model = drafter is not None and drafter.by_model
+    attention = plan_attention(config, spec, device.type, drafts=by_model)
     sparse = attention.sparse
     geometry = PageGeometry(attention.page_size, spec.tokens_per_page(attention.page_size))
     context = _context_length(config, spec)
@@ -146,7 +157,24 @@ def resolve(
         landmarks=None if sparse is None else landmark_shape(sparse, dtype),
         hisparse=hisparse,
         unrecorded=unrecorded,
+        drafter=drafter,
+        draft_tokens=0 if drafter is None else config.speculative_tokens or drafter.tokens,
     )
+
+
+def _drafter(config: EngineConfig) -> type[Drafter] | None:
+    """The drafter that `speculative` names. Raises ConfigError for what does not go with it."""
+    if config.speculative is None:
+        if config.speculative_tokens is not None:
+            raise ConfigError("speculative_tokens is given but speculative is not; give both")
+        return None
+    if config.enable_hisparse:
+        raise ConfigError(
+            f"speculative is {config.speculative!r} and enable_hisparse is set; the host tier "
+            "copies a page as soon as it is complete, and drafts that fail take pages back: use "
+            "one of them"
+        )
+    return drafter_class(config.speculative)
 
 
 def _check_plans(

@@ -8,9 +8,10 @@ sampler stored them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -44,19 +45,26 @@ _MOST_RECORDED_ROWS = 8192
 host needs to launch the kernels, so a graph saves nothing."""
 
 
+_MOST_ROWS_APART = 8
+"""Rows of the largest step with drafts in which every row is a sequence. Products of so few rows
+have kernels of their own, and reading a past twice costs little where one sequence runs."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The results of a step, by request id."""
 
-    sampled: dict[str, int] = field(default_factory=dict)
-    logprobs: dict[str, TokenLogprob] = field(default_factory=dict)
+    sampled: dict[str, Sequence[int]] = field(default_factory=dict)
+    """For each request the token after its newest one, and after each draft."""
+    logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+    """Likewise, of the sampled tokens."""
     prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     distributions: dict[str, torch.Tensor] = field(default_factory=dict)
     """Log-probabilities [tokens of this step, vocab], float32 on the host."""
     hidden_sums: dict[str, torch.Tensor] = field(default_factory=dict)
     """Of the last layer's hidden states, over the tokens that are wanted, float32 on the host."""
-    selections: dict[str, dict[int, Selection]] = field(default_factory=dict)
-    """For traced requests: the pages read to sample the token, by layer."""
+    selections: dict[str, list[dict[int, Selection]]] = field(default_factory=dict)
+    """For traced requests: the pages read to sample each token, by layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +73,7 @@ class InFlight:
 
     plan: StepPlan
     sampling: tuple[Advance, ...]
-    tokens: torch.Tensor  # [len(sampling)] on the host, valid after `ready`
+    tokens: torch.Tensor  # [samples] on the host, valid after `ready`
     ready: torch.cuda.Event | None
     result: StepResult  # without the tokens
 
@@ -219,7 +227,7 @@ class Runner:
         for resident in (False,) if self.tier is None else (False, True):
             host = step.inputs(len(self._tables), self._geometry.page_size, resident=resident)
             inputs = host.send(self._device, self._reads_generations)
-            wanted = to_device(host.last_token_rows, self._device)
+            wanted = to_device(host.sampled_rows, self._device)
             logits = self._forward(inputs, self.backend.prepare(inputs.batch), wanted)
             temperatures = torch.zeros(len(wanted), device=self._device)
             seeds = torch.zeros(len(wanted), dtype=torch.int64, device=self._device)
@@ -252,6 +260,7 @@ class Runner:
             tables=self._tables.shape,
             device=self._device,
             generations=self._reads_generations,
+            samples=1 + self._choices.draft_tokens,
         )
 
     def wrap_attention(self, wrap: Callable[[AttentionBackend, KVPool], AttentionBackend]) -> None:
@@ -267,7 +276,7 @@ class Runner:
     def launch(self, plan: StepPlan) -> InFlight:
         self._apply(plan)
         host = self._inputs(plan)
-        sampling = [s for s, advance in enumerate(plan.advances) if advance.samples]
+        sampling = [advance for advance in plan.advances if advance.samples]
         result = StepResult()
         scored, pooled = self._scored_rows(plan, host), self._pooled_rows(plan, host)
         replayed = None if scored or pooled else self._replay(plan, host, sampling)
@@ -276,35 +285,39 @@ class Runner:
             if tokens is not None:
                 return self._in_flight(plan, sampling, tokens, result)
         else:
-            logit_rows = np.concatenate([host.last_token_rows[sampling], *scored.values()])
-            logits = self._eager(plan, host, logit_rows, pooled, sampling, result)
-        begin = len(sampling)
-        tokens = self._sample(plan, sampling, logits[:begin], result)
+            logit_rows = np.concatenate([host.sampled_rows, *scored.values()])
+            logits = self._eager(plan, sampling, host, logit_rows, pooled, result)
+        begin = len(host.sampled_rows)
+        tokens = self._sample(sampling, logits[:begin], result)
         for s, wanted in scored.items() if self._samples else ():
             self._score(plan, s, logits[begin : begin + len(wanted)], result)
             begin += len(wanted)
         return self._in_flight(plan, sampling, tokens, result)
 
     def _replay(
-        self, plan: StepPlan, host: StepInputs, sampling: list[int]
+        self, plan: StepPlan, host: StepInputs, sampling: list[Advance]
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Replay a step from a graph; None if no graph fits.
 
-        Returns logits of the `sampling` sequences, and their tokens if all of them sample without
+        Returns the logits of the sampled rows, and their tokens if all of them are sampled without
         filters and scores.
         """
         if self.graphs is None:
             return None
-        batch = host.batch
-        for mixed in (False, True) if host.only_decodes else (True,):
-            graph = self.backend.graph_for(batch, mixed=mixed)
-            size = None if graph is None else self.graphs.size_for(graph, batch)
+        kinds: tuple[bool, ...] = (True,)
+        if host.only_decodes:
+            # Drafts as sequences of their own each read the past again.
+            apart = not plan.drafted or host.batch.num_rows <= _MOST_ROWS_APART
+            kinds = (False, True) if apart else (True, False)
+        for mixed in kinds:
+            step = host if mixed else host.as_sequences()
+            graph = self.backend.graph_for(step.batch, mixed=mixed)
+            size = None if graph is None else self.graphs.size_for(graph, step)
             if graph is None or size is None:
                 continue
-            draws = self._sampler.plain_draws([plan.advances[s] for s in sampling])
-            wanted = np.array(sampling, dtype=np.int64)
-            with self._launching(batch, graph):
-                logits, tokens = self.graphs.run(host, graph, size, wanted, draws)
+            draws = self._sampler.plain_draws(sampling)
+            with self._launching(host.batch, graph):
+                logits, tokens = self.graphs.run(step, graph, size, draws)
             return logits, None if draws is None else tokens
         return None
 
@@ -335,7 +348,7 @@ class Runner:
         return logits, tokens
 
     def _in_flight(
-        self, plan: StepPlan, sampling: list[int], tokens: torch.Tensor, result: StepResult
+        self, plan: StepPlan, sampling: list[Advance], tokens: torch.Tensor, result: StepResult
     ) -> InFlight:
         ready = None
         if self._device.type == "cuda":
@@ -343,23 +356,26 @@ class Runner:
             tokens = on_host.copy_(tokens, non_blocking=True)
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
-        return InFlight(plan, tuple(plan.advances[s] for s in sampling), tokens, ready, result)
+        return InFlight(plan, tuple(sampling), tokens, ready, result)
 
     def finish(self, step: InFlight) -> StepResult:
         """Wait for a launched step and take its tokens."""
         if step.ready is not None:
             step.ready.synchronize()
-        ids = (advance.request_id for advance in step.sampling)
-        step.result.sampled.update(zip(ids, step.tokens.tolist(), strict=True))
+        tokens: list[int] = step.tokens.tolist()
+        begin = 0
+        for advance in step.sampling:
+            step.result.sampled[advance.request_id] = tokens[begin : begin + advance.samples]
+            begin += advance.samples
         return step.result
 
     def _eager(
         self,
         plan: StepPlan,
+        sampling: list[Advance],
         host: StepInputs,
         logit_rows: np.ndarray,
         pooled: dict[int, np.ndarray],
-        sampling: list[int],
         result: StepResult,
     ) -> torch.Tensor:
         inputs = host.send(self._device, self._reads_generations)
@@ -374,11 +390,12 @@ class Runner:
                 for s, rows in pooled.items():
                     total = hidden[to_device(rows, self._device)].float().sum(0)
                     result.hidden_sums[plan.advances[s].request_id] = total.cpu()
-        for s in sampling:
-            if plan.advances[s].traced and self._sparse is not None:
-                read = self._sparse.selections(metadata, int(host.last_token_rows[s]))
-                whole = {layer: self._of_all_heads(own) for layer, own in read.items()}
-                result.selections[plan.advances[s].request_id] = whole
+        if self._sparse is not None and len(host.batch.traced_rows):
+            for own, row in zip(_each_sample(sampling), host.sampled_rows.tolist(), strict=True):
+                if own.traced:
+                    read = self._sparse.selections(metadata, row)
+                    whole = {layer: self._of_all_heads(part) for layer, part in read.items()}
+                    result.selections.setdefault(own.request_id, []).append(whole)
         return logits
 
     def _of_all_heads(self, selection: Selection) -> Selection:
@@ -422,6 +439,15 @@ class Runner:
             self._generations[edit.group, edit.slot, edit.first : stop] = edit.generations
             if self._residency is not None and edit.group == self._residency.group:
                 self._residency.edit(edit.slot, edit.first)
+        if self._sparse is not None:
+            complete = self._geometry.complete_pages
+            again = [
+                self._tables[:, own.slot, complete(own.start) : complete(own.reached)]
+                for own in plan.advances
+                if own.reached
+            ]
+            if again:
+                self._sparse.forget(np.concatenate(again, axis=1))
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
         geometry, residency = self._geometry, self._residency
@@ -438,29 +464,30 @@ class Runner:
     # -- tokens and scores --------------------------------------------------------------------
 
     def _sample(
-        self, plan: StepPlan, sampling: list[int], logits: torch.Tensor, result: StepResult
+        self, sampling: list[Advance], logits: torch.Tensor, result: StepResult
     ) -> torch.Tensor:
-        """Sample tokens [len(sampling)] on the device, and store them there for the next step."""
+        """Sample tokens [samples] on the device, and store the last one of each slot there for the
+        next step."""
         if not sampling:
             return torch.empty(0, dtype=torch.int64)
-        advances = [plan.advances[s] for s in sampling]
         if self._samples:
-            tokens = self._sampler.sample(logits, advances)
+            tokens = self._sampler.sample(logits, sampling, self._newest)
         else:
-            tokens = torch.empty(len(advances), dtype=torch.int64, device=self._device)
+            tokens = torch.empty(len(logits), dtype=torch.int64, device=self._device)
         tokens = self._parallel.from_first(tokens)
-        slots = to_device(np.array([a.slot for a in advances]), self._device)
-        self._newest[slots] = tokens
+        slots = to_device(np.array([own.slot for own in sampling]), self._device)
+        last = to_device(np.cumsum([own.samples for own in sampling]) - 1, self._device)
+        self._newest[slots] = tokens[last]
         wanted = [
-            (row, advance, most)
-            for row, advance in enumerate(advances)
-            if (most := self._top_logprobs[advance.slot]) is not None
+            (row, own, most)
+            for row, own in enumerate(_each_sample(sampling))
+            if (most := self._top_logprobs[own.slot]) is not None and not own.guesses
         ]
         if wanted:
             index = to_device(np.array([row for row, _, _ in wanted]), self._device)
             scores = token_logprobs(logits[index], tokens[index], [most for _, _, most in wanted])
-            for (_, advance, _), score in zip(wanted, scores, strict=True):
-                result.logprobs[advance.request_id] = score
+            for (_, own, _), score in zip(wanted, scores, strict=True):
+                result.logprobs.setdefault(own.request_id, []).append(score)
         return tokens
 
     def _scored_rows(self, plan: StepPlan, host: StepInputs) -> dict[int, np.ndarray]:
@@ -481,7 +508,7 @@ class Runner:
             if advance.prompt_scores == "mean":
                 wanted[s] = np.flatnonzero(host.is_token & (host.seq == s))
             elif advance.prompt_scores == "last" and advance.stop == advance.prompt_len:
-                wanted[s] = host.last_token_rows[s : s + 1].astype(np.int64)
+                wanted[s] = np.flatnonzero(host.is_token & (host.seq == s))[-1:]
         return wanted
 
     def _score(self, plan: StepPlan, s: int, logits: torch.Tensor, result: StepResult) -> None:
@@ -493,3 +520,9 @@ class Runner:
         tokens = torch.tensor(advance.next_ids, dtype=torch.int64, device=self._device)
         most = [self._top_prompt_logprobs[advance.slot]] * len(tokens)
         result.prompt_logprobs[advance.request_id] = token_logprobs(logits, tokens, most)
+
+
+def _each_sample(advances: Sequence[Advance]) -> Iterator[Advance]:
+    """The advance of each sampled token."""
+    for advance in advances:
+        yield from repeat(advance, advance.samples)

@@ -12,22 +12,39 @@ id.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from cairn.attention.batch import to_device
-from cairn.engine.inputs import Draws
-from cairn.engine.plan import Admission, Advance
+from cairn.engine.inputs import Draws, sampled_tokens
+from cairn.engine.plan import UNKNOWN, Admission, Advance
 
 _LEAST_TEMPERATURE = 1e-5  # below it sampling is greedy
 _STEP = 0x9E3779B97F4A7C15  # of splitmix64
 
 # Columns of the parameter table `_numbers`.
 _TOP_P, _MIN_P, _REPETITION, _PRESENCE, _FREQUENCY = range(5)
+
+
+class _Samples(NamedTuple):
+    """What a step samples: one entry for each sampled token of each advance."""
+
+    owner: np.ndarray  # [samples] index of the advance
+    slots: np.ndarray  # [samples]
+    positions: np.ndarray  # [samples] of the sampled token
+
+    @classmethod
+    def of(cls, advances: Sequence[Advance]) -> _Samples:
+        count = len(advances)
+        columns = [(own.slot, own.stop, own.samples) for own in advances]
+        slots, stops, samples = np.array(columns, dtype=np.int64).reshape(count, 3).T
+        owner, before = sampled_tokens(stops, samples)
+        return cls(owner, slots[owner], before + 1)
 
 
 class Sampler:
@@ -115,18 +132,23 @@ class Sampler:
     def plain_draws(self, advances: Sequence[Advance]) -> Draws[np.ndarray] | None:
         """How these requests draw tokens; None if one needs filters, penalties, bias, min_tokens,
         a mask or log-probabilities."""
-        slots = np.array([advance.slot for advance in advances], dtype=np.int64)
+        _, slots, positions = _Samples.of(advances)
         masked = any(advance.allowed is not None for advance in advances)
         if masked or self._special[slots].any():
             return None
-        positions = np.array([advance.stop for advance in advances], dtype=np.int64)
         return Draws(slots, _seeds(self._seeds[slots], positions), self._temperatures[slots])
 
-    def sample(self, logits: torch.Tensor, advances: Sequence[Advance]) -> torch.Tensor:
-        """logits [rows, vocab] -> token ids [rows]"""
-        slots = np.array([advance.slot for advance in advances])
-        positions = np.array([advance.stop for advance in advances])
-        logits = self._adjusted(logits, advances, slots, positions)
+    def sample(
+        self, logits: torch.Tensor, advances: Sequence[Advance], newest: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """logits [samples, vocab] -> token ids [samples]
+
+        `newest` [slots] are the newest tokens on the device, for drafts that only the device knows.
+        """
+        samples = _Samples.of(advances)
+        _, slots, positions = samples
+        drafts = self._drafts(advances, newest) if self._penalized[slots].any() else None
+        logits = self._adjusted(logits, advances, samples, drafts)
         random, filtered = self._temperatures[slots] > 0, self._filtered[slots]
         if self._fused:  # one kernel samples greedy and unfiltered rows
             from cairn.kernels.sampling import sample
@@ -141,40 +163,36 @@ class Sampler:
             if len(rows):
                 index = self._sent(rows)
                 tokens[index] = self._draw(logits[index], slots[rows], positions[rows], filters)
-        penalized = np.flatnonzero(self._penalized[slots])
-        if len(penalized):
-            where = (self._sent(slots[penalized]), tokens[self._sent(penalized)])
-            one = torch.ones((), dtype=torch.int32, device=self._device)
-            self._counts.index_put_(where, one, accumulate=True)
+        if drafts is not None:
+            self._count(tokens, advances, samples, drafts)
         return tokens
 
     def _adjusted(
         self,
         logits: torch.Tensor,
         advances: Sequence[Advance],
-        slots: np.ndarray,
-        positions: np.ndarray,
+        samples: _Samples,
+        drafts: torch.Tensor | None,
     ) -> torch.Tensor:
         """Logits after bias, penalties, min_tokens and token masks; unchanged if none applies."""
-        num_output = positions - np.array([advance.prompt_len for advance in advances])
-        masked = np.array([advance.allowed is not None for advance in advances])
-        changes = (
-            (self._biased[slots], self._add_bias),
-            (self._penalized[slots], self._penalize),
-            (num_output < self._min_tokens[slots], self._hold_back_ends),
-        )
-        if not (masked.any() or any(flags.any() for flags, _ in changes)):
+        owner, slots, positions = samples
+        num_output = positions - np.array([advance.prompt_len for advance in advances])[owner]
+        masked = np.array([advance.allowed is not None for advance in advances])[owner]
+        bias, ends = self._biased[slots], num_output < self._min_tokens[slots]
+        if drafts is None and not (masked.any() or bias.any() or ends.any()):
             return logits
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-        for flags, change in changes:
-            rows = np.flatnonzero(flags)
-            if len(rows):
-                index = self._sent(rows)
-                wide[index] = change(wide[index], slots[rows])
-        rows = np.flatnonzero(masked)
-        if len(rows):
+        if len(rows := np.flatnonzero(bias)):
+            wide[self._sent(rows)] += self._bias[self._sent(slots[rows])]
+        if drafts is not None:
+            self._penalize(wide, advances, samples, drafts)
+        if len(rows := np.flatnonzero(ends)):
+            held_back = self._ends[self._sent(slots[rows])]
             index = self._sent(rows)
-            forbidden = self._forbidden([advances[int(row)].allowed or b"" for row in rows])
+            wide[index] = wide[index].masked_fill(held_back, float("-inf"))
+        if len(rows := np.flatnonzero(masked)):
+            forbidden = self._forbidden([advances[owner[row]].allowed or b"" for row in rows])
+            index = self._sent(rows)
             wide[index] = wide[index].masked_fill(forbidden, float("-inf"))
         return wide
 
@@ -187,22 +205,70 @@ class Sampler:
         allowed = np.unpackbits(bits, axis=1, count=self._vocab, bitorder="little")
         return self._sent(allowed == 0)
 
-    def _add_bias(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
-        return logits + self._bias[self._sent(slots)]
+    # -- penalties ----------------------------------------------------------------------------
 
-    def _penalize(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
-        index = self._sent(slots)
-        counts = self._counts[index]
+    def _drafts(self, advances: Sequence[Advance], newest: torch.Tensor | None) -> torch.Tensor:
+        """The drafted tokens of all advances, one after the other."""
+        ids = [
+            token for own in advances for token in own.token_ids[len(own.token_ids) - own.drafted :]
+        ]
+        drafts = self._ids(ids)
+        if UNKNOWN not in ids:
+            return drafts
+        assert newest is not None
+        slots = self._ids([own.slot for own in advances for _ in range(own.drafted)])
+        return torch.where(drafts == UNKNOWN, newest[slots], drafts)
+
+    def _penalize(
+        self,
+        logits: torch.Tensor,  # [samples, vocab], changed in place
+        advances: Sequence[Advance],
+        samples: _Samples,
+        drafts: torch.Tensor,
+    ) -> None:
+        """Apply penalties. A token is sampled as if the drafts before it came true."""
+        rows = np.flatnonzero(self._penalized[samples.slots])
+        slots = samples.slots[rows]
+        index, places = self._sent(rows), self._sent(slots)
+        counts = self._counts[places]
+        # Entry (row, draft) for each draft before a sampled token.
+        pairs = [
+            (row, draft) for row, draft in _before(advances) if self._penalized[samples.slots[row]]
+        ]
+        if pairs:
+            at, which = np.array(pairs).T
+            counted = self._sent(np.searchsorted(rows, at)), drafts[self._sent(which)]
+            one = torch.ones((), dtype=torch.int32, device=self._device)
+            counts.index_put_(counted, one, accumulate=True)
+        own = logits[index]
         numbers = self._sent(self._numbers[slots]).to(logits.dtype)
-        seen = self._in_prompt[index] | (counts > 0)
+        seen = self._in_prompt[places] | (counts > 0)
         repetition = numbers[:, _REPETITION, None]
-        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-        logits = torch.where(seen, repeated, logits)
-        logits = logits - counts * numbers[:, _FREQUENCY, None]
-        return logits - (counts > 0) * numbers[:, _PRESENCE, None]
+        repeated = torch.where(own > 0, own / repetition, own * repetition)
+        own = torch.where(seen, repeated, own)
+        own = own - counts * numbers[:, _FREQUENCY, None]
+        logits[index] = own - (counts > 0) * numbers[:, _PRESENCE, None]
 
-    def _hold_back_ends(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
-        return logits.masked_fill(self._ends[self._sent(slots)], float("-inf"))
+    def _count(
+        self,
+        tokens: torch.Tensor,  # [samples]
+        advances: Sequence[Advance],
+        samples: _Samples,
+        drafts: torch.Tensor,
+    ) -> None:
+        """Count the sampled tokens that are kept: up to the first that is not the draft."""
+        kept = torch.ones(len(tokens), dtype=torch.int32, device=self._device)
+        row = draft = 0
+        for advance in advances:
+            if advance.guesses:
+                kept[row] = 0
+            elif count := advance.drafted:
+                right = tokens[row : row + count] == drafts[draft : draft + count]
+                kept[row + 1 : row + 1 + count] = right.int().cumprod(0)
+            row, draft = row + advance.samples, draft + advance.drafted
+        index = self._sent(np.flatnonzero(self._penalized[samples.slots]))
+        where = self._sent(samples.slots)[index], tokens[index]
+        self._counts.index_put_(where, kept[index], accumulate=True)
 
     def _draw(
         self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, filters: bool
@@ -229,6 +295,15 @@ class Sampler:
 
     def _sent(self, array: np.ndarray) -> torch.Tensor:
         return to_device(array, self._device)
+
+
+def _before(advances: Sequence[Advance]) -> Iterator[tuple[int, int]]:
+    """Pairs of a sampled token and a draft before it, both counted over all advances."""
+    row = draft = 0
+    for advance in advances:
+        for sample in range(1, advance.samples):
+            yield from ((row + sample, draft + earlier) for earlier in range(sample))
+        row, draft = row + advance.samples, draft + advance.drafted
 
 
 def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

@@ -73,6 +73,9 @@ class SamplingParams:
         low=0,
         high=MAX_LOGPROBS,
     )
+    speculation: bool = option(
+        True, "Draft tokens and check them, if the engine does so. The text is the same either way."
+    )
     prompt_logprobs: int | None = option(
         None,
         "The same for the tokens of the prompt, which is then computed without the prefix cache.",

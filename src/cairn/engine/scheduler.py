@@ -8,17 +8,23 @@ running request is retracted. It resumes later from the part of its prefix that 
 No request starves: decoding requests are in every step; prefill always gets at least one page of
 rows; pages go to the oldest request first; waiting requests start in order unless they wait for a
 page that is about to be published; and the oldest running request can always proceed.
+
+With speculation a decoding request may compute drafted tokens too (see `speculation`). `computed`
+counts only tokens that are known to be true, and so does the prefix cache. What was computed behind
+them is computed again.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from cairn.engine.plan import ONLY_PROMPT, Admission, Advance, StepPlan, TableEdit
+from cairn.engine.plan import ONLY_PROMPT, UNKNOWN, Admission, Advance, StepPlan, TableEdit
 from cairn.engine.request import FinishReason, Request, State
+from cairn.engine.speculation import Speculation
 from cairn.engine.step_time import StepTimeModel, round_rows
 from cairn.errors import PageError, QueueFullError
 from cairn.memory.cache import PagedCache, SequencePages
@@ -47,13 +53,18 @@ class Limits:
 class SchedulerStats:
     retractions: int = 0
     aborted: int = 0
+    drafted: int = 0  # drafted tokens that were checked
+    accepted: int = 0  # and came true
 
 
 class _Step:
     """A plan under construction."""
 
     def __init__(self) -> None:
-        self.budget = 0  # rows left for prefill
+        self.budget = 0  # rows left for prefill and drafts
+        self.reserved = 0  # of them, for prefill
+        self.drafted = 0
+        self.chain = 0  # tokens that a request which begins to draft now drafts
         self.rows = 0
         self.pairs = 0
         self.prefill_rows = 0
@@ -70,6 +81,9 @@ class _Step:
             self.budget -= rows
 
 
+_PENDING = array("q", [UNKNOWN])
+
+
 def attention_pairs(rows: int, context: int) -> int:
     """Number of (row, key) pairs that `rows` new rows after `context` earlier ones score."""
     return rows * context + rows * (rows + 1) // 2
@@ -82,11 +96,15 @@ class Scheduler:
         limits: Limits,
         clock: Callable[[], float],
         step_time: StepTimeModel | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.cache = cache
         self.limits = limits
         self.stats = SchedulerStats()
         self.step_time = step_time or StepTimeModel()
+        self.speculation = speculation
+        # If the model drafts, it does so by reading less than everything.
+        self._dense = speculation is not None and speculation.drafter.by_model
         self._clock = clock
         self._requests: dict[str, Request] = {}
         self._waiting: OrderedDict[str, Request] = OrderedDict()
@@ -149,6 +167,9 @@ class Scheduler:
         # Prefill must make progress however many requests decode.
         least = min(self.cache.geometry.page_size, self.limits.chunked_prefill_size)
         step.budget = max(self.limits.chunked_prefill_size - decoding, least)
+        if self.speculation is not None:
+            step.reserved = least if self._waiting or decoding < len(ready) else 0
+            step.chain = self.speculation.begin(ready)
         for request in ready:
             if request.state is not State.RUNNING:
                 continue  # retracted to make room for an older request
@@ -166,6 +187,7 @@ class Scheduler:
             self.cache.take_edits() if step.advances else CopyEdits(),
             step.rows,
             step.pairs,
+            step.drafted,
         )
 
     def undo(self, plan: StepPlan, *, launched: bool = False) -> None:
@@ -184,7 +206,8 @@ class Scheduler:
             self.cache.clear()  # pages that the plan published may not have been written
             for advance in plan.advances:
                 if (known := self._requests.get(advance.request_id)) is not None:
-                    known.pending -= advance.samples  # this token will never arrive
+                    # This token will never arrive.
+                    known.pending -= advance.samples > 0 and not advance.guesses
 
     def _plan_decode(self, step: _Step, request: Request) -> None:
         assert request.pages is not None
@@ -192,7 +215,37 @@ class Scheduler:
         if start < self.cache.geometry.tokens_per_page * held or (
             self._make_room(step, request, start + 1)
         ):
-            self._advance(step, request, 1, prefill=False)
+            if self.speculation is None:
+                self._advance(step, request, 1, prefill=False)
+            else:
+                self._plan_drafts(step, request, self.speculation)
+
+    def _plan_drafts(self, step: _Step, request: Request, speculation: Speculation) -> None:
+        """Advance a decoding request by its newest token and the drafts after it. If the model
+        drafts, advance by a guess until there are enough of them."""
+        most = self._most_drafts(step, request, speculation)
+        if speculation.drafter.by_model:
+            if not request.guessed:
+                request.chain = min(step.chain, most) if speculation.wants(request) else 0
+            if request.guessed < min(request.chain, most):
+                self._advance(step, request, 1, prefill=False, guesses=True)
+                return
+            drafted = min(request.guessed, most)
+            if not drafted:
+                request.forget_drafts()
+        else:
+            request.drafts = speculation.propose(request, most)
+            drafted = len(request.drafts)
+        self._advance(step, request, 1 + drafted, prefill=False, drafted=drafted)
+
+    def _most_drafts(self, step: _Step, request: Request, speculation: Speculation) -> int:
+        """Number of drafts that there is room for, without making room by retraction."""
+        after = request.num_tokens  # tokens without drafts
+        most = min(speculation.most, request.end_len - after - 1, step.budget - step.reserved)
+        assert request.pages is not None
+        if after + most > self.cache.geometry.tokens(request.pages.num_pages):
+            most = min(most, self.cache.reachable_tokens(request.pages) - after)
+        return max(0, most)
 
     def _plan_prefill(self, step: _Step, request: Request) -> bool:
         """Advance by a chunk; False if there is no budget or no page for it."""
@@ -337,15 +390,33 @@ class Scheduler:
         tokens = min(tokens, request.max_total_tokens)
         return self.cache.groups[group].peak_pages(tokens, chunk, self.cache.geometry)
 
-    def _advance(self, step: _Step, request: Request, tokens: int, *, prefill: bool) -> None:
-        pages, start, scores = request.pages, request.computed, request.prompt_scores
+    def _advance(
+        self,
+        step: _Step,
+        request: Request,
+        tokens: int,
+        *,
+        prefill: bool,
+        drafted: int = 0,
+        guesses: bool = False,
+    ) -> None:
+        """Add an advance by `tokens` tokens, the last `drafted` of which are drafts. With `guesses`
+        the one token is the newest draft, or the newest token if there is none yet."""
+        pages, scores = request.pages, request.prompt_scores
+        start = request.computed + request.guessed * guesses
         stop = start + tokens
         assert pages is not None
         self._hold_pages(step, request, pages, stop)
         if prefill or self.limits.max_step_seconds is not None:
             context = self.cache.geometry.rows(start)
             step.spend(self.cache.geometry.rows(stop) - context, context, prefill=prefill)
-        samples = stop == request.num_tokens and scores not in ONLY_PROMPT
+        token_ids = _PENDING if request.pending else request.token_ids[start:stop]
+        samples = int(stop == request.num_tokens and scores not in ONLY_PROMPT)
+        if drafted or guesses:
+            token_ids = self._with_drafts(request)[start - request.computed :][:tokens]
+            samples = 1 + drafted
+            step.drafted += drafted
+            step.budget -= drafted
         next_ids: tuple[int, ...] = ()
         if scores == "top":
             next_ids = tuple(request.token_ids[start + 1 : min(stop + 1, request.prompt_len)])
@@ -360,17 +431,25 @@ class Scheduler:
                 request.slot,
                 start,
                 stop,
-                request.token_ids[start:stop],
+                token_ids,
                 request.prompt_len,
                 samples,
                 scores,
                 next_ids,
                 request.traced,
-                request.dense,
+                request.dense or (self._dense and not guesses),
                 allowed,
-                attempt=request.retractions,
+                request.retractions,
+                guesses,
+                request.reached if request.reached > start else 0,
             )
         )
+
+    def _with_drafts(self, request: Request) -> array[int]:
+        """The newest token and the drafts after it; UNKNOWN for one that is being sampled."""
+        newest = _PENDING if request.pending else request.token_ids[request.computed :]
+        drafts = array("q", request.drafts)
+        return newest + drafts + _PENDING * (request.guessed > len(drafts))
 
     def _hold_pages(self, step: _Step, request: Request, pages: SequencePages, tokens: int) -> None:
         """Allocate pages for `tokens` tokens and add the edits of the runner's tables."""
@@ -409,51 +488,90 @@ class Scheduler:
             request = self._requests[advance.request_id]
             pages = request.pages
             assert pages is not None
-            request.computed = advance.stop
-            request.pending += advance.samples
-            if advance.stop >= pages.due:
+            request.reached = advance.stop
+            if advance.guesses:
+                request.guessed += 1
+                continue
+            request.computed = advance.stop - advance.drafted
+            request.pending += advance.samples > 0
+            if request.computed >= pages.due:
                 due.append((pages, request))
         for pages, request in due:
             self.cache.commit(pages, request.token_ids, request.computed)
         self.cache.launched()
 
-    def commit(self, plan: StepPlan, sampled: Mapping[str, int]) -> list[Request]:
-        """Record a finished step. Returns the requests that got a token or ended."""
-        progressed = []
+    def commit(
+        self, plan: StepPlan, sampled: Mapping[str, Sequence[int]]
+    ) -> dict[Request, Sequence[int]]:
+        """Record a finished step, with the tokens that each request sampled. Returns the requests
+        that got tokens or ended, with the tokens that they keep."""
+        progressed: dict[Request, Sequence[int]] = {}
         now = self._clock()
         for advance in plan.advances:
             request = self._requests.get(advance.request_id)
             if request is None:
                 continue  # ended after the plan was made
-            pages = request.pages
-            if pages is not None and advance.stop >= pages.due:
-                # The new token may have completed a page. A request that was retracted and resumed
-                # may have computed fewer tokens than before.
-                computed = min(advance.stop, request.computed)
-                self.cache.commit(pages, request.token_ids, computed)
-            # A request that was retracted in the meantime scores its prompt again.
-            if request.prompt_scores != "none" and advance.attempt != request.retractions:
-                request.pending -= advance.samples
+            retracted = advance.attempt != request.retractions
+            if advance.guesses:
+                if len(request.drafts) < request.guessed and not retracted:
+                    request.drafts += sampled[request.id]
                 continue
+            # A request that was retracted in the meantime scores its prompt again.
+            if request.prompt_scores != "none" and retracted:
+                request.pending -= advance.samples > 0
+                continue
+            reason: FinishReason | None = None
             if advance.samples:
                 request.pending -= 1
-                self._append(request, sampled[request.id], now)
-                progressed.append(request)
+                tokens = sampled[request.id]
+                if advance.samples > 1:
+                    tokens = self._kept(request, tokens, known=not retracted)
+                progressed[request] = tokens
+                reason = self._append(request, tokens, now)
             elif request.prompt_scores in ONLY_PROMPT and advance.stop == len(request.token_ids):
-                self._end(request, "length")
-                progressed.append(request)
+                progressed[request] = ()
+                reason = "length"
+            pages = request.pages
+            if pages is not None and request.computed >= pages.due:
+                # The new tokens may have completed a page.
+                self.cache.commit(pages, request.token_ids, request.computed)
+            if reason is not None:
+                self._end(request, reason)
         return progressed
 
-    def _append(self, request: Request, token: int, now: float) -> None:
-        request.token_ids.append(token)
-        known = len(request.token_ids)
-        if known == request.prompt_len + 1:
+    def _kept(self, request: Request, sampled: Sequence[int], *, known: bool) -> Sequence[int]:
+        """The tokens that a request keeps of those sampled after its newest token and after each of
+        its drafts: up to the first one that is not the draft.
+
+        If it was retracted meanwhile, the drafts are no longer `known`, and it keeps one token.
+        """
+        drafts = request.drafts[: len(sampled) - 1] if known else []
+        right = 0
+        while right < len(drafts) and drafts[right] == sampled[right]:
+            right += 1
+        kept = sampled[: right + 1]
+        for i, token in enumerate(kept):
+            if token in request.stop_token_ids:
+                kept = kept[: i + 1]
+                break
+        if known:
+            assert self.speculation is not None
+            request.computed += min(right, len(kept))
+            self.speculation.checked(request, len(drafts), right)
+            self.stats.drafted += len(drafts)
+            self.stats.accepted += right
+            request.forget_drafts()
+        return kept
+
+    def _append(self, request: Request, tokens: Sequence[int], now: float) -> FinishReason | None:
+        """Add sampled tokens. Returns why they end the request, None if they do not."""
+        if request.num_output == 0:
             request.times.first_token = now
-        if token in request.stop_token_ids:
+        request.token_ids.extend(tokens)
+        if tokens[-1] in request.stop_token_ids:
             request.stopped_by_token = True
-            self._end(request, "stop")
-        elif known >= request.end_len:
-            self._end(request, "length")
+            return "stop"
+        return "length" if len(request.token_ids) >= request.end_len else None
 
     # -- leaving ------------------------------------------------------------------------------
 
@@ -461,7 +579,8 @@ class Scheduler:
         """Free a request's pages and requeue it first. It resumes from the prefix cache."""
         self._leave(request)
         request.state = State.WAITING
-        request.computed = 0
+        request.computed = request.reached = 0
+        request.forget_drafts()
         request.retractions += 1
         self.stats.retractions += 1
         self._waiting[request.id] = request
@@ -509,3 +628,8 @@ class Scheduler:
                 held = self.cache.geometry.tokens(request.pages.num_pages)
                 if not request.computed <= min(held, request.num_tokens):
                     raise PageError(f"request {request.id} computed more than it holds")
+                if not request.computed <= request.reached <= held and request.reached:
+                    raise PageError(f"request {request.id} drafted more than it holds")
+                drafts = max(len(request.drafts), request.guessed)
+                if drafts > (0 if self.speculation is None else self.speculation.most):
+                    raise PageError(f"request {request.id} has more drafts than are asked for")

@@ -45,6 +45,8 @@ class Choice:
         self.prompt_tokens = prompt_tokens
         self.tokens = 0  # generated so far
         self.thought_tokens = 0  # those of them that are thoughts
+        self.drafted = 0  # drafts that were checked
+        self.accepted = 0  # and came true
         self.start: Start | None = None  # sent with the first token
         self.last_token: float | None = None  # time it came
         self.reason: Literal["stop", "length"] | None = None  # set when the choice ends

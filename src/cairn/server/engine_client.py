@@ -313,14 +313,17 @@ class EngineClient:
             self.stats = report.stats
 
     def _take_tokens(self, report: wire.Report, now: float) -> None:
-        details = {detail.number: detail for detail in report.details}
+        details = {detail.at: detail for detail in report.details}
+        for number, *drafts in report.drafts:
+            if (choice := self._choices.get(number)) is not None:
+                choice.drafted, choice.accepted = drafts
         came: list[Choice] = []
         stopped: list[int] = []  # by a stop string, which the engine does not know of
-        for number, token in zip(report.numbers, report.tokens, strict=True):
+        for at, (number, token) in enumerate(zip(report.numbers, report.tokens, strict=True)):
             choice = self._choices.get(number)
             if choice is None:
                 continue  # it has ended, and the engine did not know yet
-            detail = details.get(number)
+            detail = details.get(at)
             came.append(choice)
             try:
                 events = choice.take(token, detail)

@@ -16,6 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 import zmq
@@ -225,8 +226,18 @@ class EngineLoop(Driver[int]):
         vectors = [self._vector(each.request) for each in progress if not each.new_tokens]
         progress = [each for each in progress if each.new_tokens]
         numbers = [self._open[each.request.id] for each in progress]
-        tokens = [each.new_tokens[0] for each in progress]
-        self._reads.count([each.request for each in progress])
+        tokens = list(chain.from_iterable(each.new_tokens for each in progress))
+        if len(tokens) > len(numbers):  # some have several
+            pairs = zip(numbers, progress, strict=True)
+            numbers = [number for number, each in pairs for _ in each.new_tokens]
+        drafts = [
+            (self._open[own.id], own.drafted_tokens, own.accepted_tokens)
+            for own, _, _ in progress
+            if own.drafted_tokens
+        ]
+        self._reads.count(
+            [each.request for each in progress], [len(each.new_tokens) for each in progress]
+        )
         details = self._details(progress)
         if self._followers:
             self._follow(progress)
@@ -241,6 +252,7 @@ class EngineLoop(Driver[int]):
             stats,
             vectors=vectors,
             reading=reading,
+            drafts=drafts,
         )
         self._socket.send(wire.encode(report))
         self._accepted, self._refused = [], []
@@ -267,16 +279,17 @@ class EngineLoop(Driver[int]):
         super().close()
 
     def _details(self, progress: Sequence[Progress]) -> list[wire.Detail]:
-        details = []
+        details: list[wire.Detail] = []
+        at = 0
         for each in progress:
-            request = each.request
-            if not (
-                request.finish_reason or request.num_output == 1 or each.logprobs or request.traced
-            ):
+            request, count = each.request, len(each.new_tokens)
+            at += count
+            first = request.num_output == count
+            if not (request.finish_reason or first or each.logprobs or request.traced):
                 continue
             number = self._open[request.id]
             try:
-                details.append(self._detail(number, each))
+                details += [self._detail(each, i, at - count) for i in range(count)]
             except Exception as error:  # only this request fails
                 _log.error("a request failed", exc_info=error)
                 self._refuse(number, error)
@@ -285,10 +298,11 @@ class EngineLoop(Driver[int]):
                 self._open.pop(request.id, None)
         return details
 
-    def _detail(self, number: int, progress: Progress) -> wire.Detail:
-        request = progress.request
+    def _detail(self, progress: Progress, i: int, at: int) -> wire.Detail:
+        """More about the i-th new token of a request, whose first one has the place `at`."""
+        request, before = progress.request, len(progress.new_tokens) - i
         start = reads = None
-        if request.num_output == 1:
+        if request.num_output == before and i == 0:
             scores = request.prompt_logprobs
             start = wire.Start(
                 cached_tokens=request.cached_tokens,
@@ -296,12 +310,12 @@ class EngineLoop(Driver[int]):
             )
         if request.traced:
             # They are sent token by token, so the engine need not keep them.
-            known = len(request.token_ids) - 1
-            reads = self._reads.of_token(request.selections.pop(), known, request)
-        reason = request.finish_reason
+            known = len(request.token_ids) - before
+            reads = self._reads.of_token(request.selections.pop(0), known, request)
+        reason = request.finish_reason if before == 1 else None
         assert reason != "abort"  # an aborted request makes no progress
         return wire.Detail(
-            number, start, progress.logprobs[0] if progress.logprobs else None, reads, reason
+            at + i, start, progress.logprobs[i] if progress.logprobs else None, reads, reason
         )
 
     def _stats(self) -> wire.Stats:
@@ -322,6 +336,8 @@ class EngineLoop(Driver[int]):
             evicted_pages=cache.evicted_pages,
             retractions=scheduler.stats.retractions,
             aborted=scheduler.stats.aborted,
+            drafted_tokens=scheduler.stats.drafted,
+            accepted_tokens=scheduler.stats.accepted,
             read_pages=self._reads.read,
             held_pages=self._reads.held,
             start_compilations=compiled.start,

@@ -171,9 +171,15 @@ class Format:
         completion = sum(choice.tokens for choice in self.choices if choice.reason is not None)
         cached = sum(choice.start.cached_tokens for choice in firsts if choice.start is not None)
         usage = _usage(prompt, completion, cached)
+        details = {}
         if self.options.parsers is not None:
-            thoughts = sum(choice.thought_tokens for choice in self.choices)
-            usage["completion_tokens_details"] = {"reasoning_tokens": thoughts}
+            details["reasoning_tokens"] = sum(choice.thought_tokens for choice in self.choices)
+        if drafted := sum(choice.drafted for choice in self.choices):
+            accepted = sum(choice.accepted for choice in self.choices)
+            details["accepted_prediction_tokens"] = accepted
+            details["rejected_prediction_tokens"] = drafted - accepted
+        if details:
+            usage["completion_tokens_details"] = details
         return usage
 
 

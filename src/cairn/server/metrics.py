@@ -32,6 +32,8 @@ _TOTALS = (
     ("evicted_pages", "Cached pages evicted to make room.", "", {"": "evicted_pages"}),
     ("retractions", "Running requests sent back to wait for pages.", "", {"": "retractions"}),
     ("aborted_requests", "Choices ended before their time.", "", {"": "aborted"}),
+    ("drafted_tokens", "Drafted tokens that were checked.", "", {"": "drafted_tokens"}),
+    ("accepted_draft_tokens", "Drafted tokens that were right.", "", {"": "accepted_tokens"}),
     ("read_pages", "Pages that sparse layers read for generated tokens.", "", {"": "read_pages"}),
     ("held_pages", "Pages that were there to be read.", "", {"": "held_pages"}),
     (

@@ -38,7 +38,8 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _KEY = "cairn_record"
 _LOGGED = (
     *("id", "method", "path", "status", "ttft"),
-    *("prompt_tokens", "completion_tokens", "cached_tokens", "finish", "error"),
+    *("prompt_tokens", "completion_tokens", "cached_tokens", "drafted_tokens", "accepted_tokens"),
+    *("finish", "error"),
 )
 
 
@@ -57,6 +58,8 @@ class Record:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
+    drafted_tokens: int | None = None
+    accepted_tokens: int | None = None
     finish: list[str] | None = None
     ttft: float | None = None
     error: str | None = None

@@ -22,11 +22,14 @@ class PageReads:
         self.read = 0
         self.held = 0
 
-    def count(self, requests: Sequence[Request]) -> None:
-        """Each of these requests got a token, sampled from the row of the token before it."""
+    def count(self, requests: Sequence[Request], tokens: Sequence[int]) -> None:
+        """These requests got so many tokens, each sampled from the row of the token before it."""
         if self._sparse is not None:
-            known = np.array([len(request.token_ids) for request in requests], dtype=np.int64)
-            held, window = self._windows(known - 1, requests)
+            got = [
+                (own, i) for own, count in zip(requests, tokens, strict=True) for i in range(count)
+            ]
+            known = np.array([len(own.token_ids) - i for own, i in got], dtype=np.int64)
+            held, window = self._windows(known - 1, [own for own, _ in got])
             self.held += int(held.sum())
             self.read += int((held - window + np.minimum(self._sparse.topk, window)).sum())
 

@@ -154,6 +154,9 @@ class Sampling(Body):
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     min_tokens: int | None = Field(None, ge=0, le=_MAX_INT)
     ignore_eos: bool | None = None
+    speculation: bool | None = Field(
+        None, description="false: draft no tokens. The text is the same either way."
+    )
     echo: bool | None = Field(
         None, description="Begin the answer with the prompt; in a chat, with its last message."
     )

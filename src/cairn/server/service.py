@@ -346,6 +346,8 @@ class Service:
             record.prompt_tokens = sum(map(len, form.prompts))
             record.completion_tokens = sum(choice.tokens for choice in choices)
             record.cached_tokens = form.usage()["prompt_tokens_details"]["cached_tokens"]
+            record.drafted_tokens = sum(choice.drafted for choice in choices) or None
+            record.accepted_tokens = record.drafted_tokens and sum(own.accepted for own in choices)
             record.finish = [choice.reason for choice in choices if choice.reason is not None]
             self.metrics.answered(answer)
 

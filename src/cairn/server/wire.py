@@ -75,7 +75,7 @@ class Start(msgspec.Struct, array_like=True, frozen=True):
 class Detail(msgspec.Struct, array_like=True, frozen=True):
     """More about a choice's new token than its id. Most tokens have none."""
 
-    number: int
+    at: int  # place of the token in the report
     start: Start | None  # with the first token
     logprob: TokenLogprob | None  # if asked for
     reads: TokenReads | None  # if traced
@@ -127,6 +127,8 @@ class Stats(msgspec.Struct, frozen=True):
     evicted_pages: int
     retractions: int
     aborted: int
+    drafted_tokens: int  # that were checked
+    accepted_tokens: int  # and came true
     read_pages: int  # pages that generated tokens' rows read in a sparse layer
     held_pages: int  # pages they had behind them
     start_compilations: int  # kernels compiled before the engine was ready
@@ -137,7 +139,8 @@ class Stats(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, tag="report", frozen=True):
     """Sent after each step, and while idle at regular intervals, to show that the engine is alive.
 
-    Choice numbers[i] got the token tokens[i].
+    Choice numbers[i] got the token tokens[i]. A choice may get several, which are next to each
+    other.
     """
 
     accepted: list[int]  # requests, by the number of their first choice
@@ -148,6 +151,7 @@ class Report(msgspec.Struct, tag="report", frozen=True):
     stats: Stats | None = None
     vectors: list[tuple[int, bytes]] = []  # choice number, its embedding as float32
     reading: list[tuple[int, int]] = []  # choice number, tokens of its prompt that are read
+    drafts: list[tuple[int, int, int]] = []  # choice number, its drafts so far, and right ones
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):

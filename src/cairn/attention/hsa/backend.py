@@ -269,6 +269,9 @@ class HSABackend(SparseBackend):
             return dict.fromkeys(self._config.layers, everything)
         return metadata.selections.get(row, {})
 
+    def forget(self, pages: np.ndarray) -> None:
+        self._landmarks.invalidate(pages[self._groups.selected])
+
     def abandon(self, batch: AttentionBatch) -> None:
         seq, place, _ = completed_pages(batch)
         self._landmarks.invalidate(batch.groups[self._groups.selected].host_pages[seq, place])

@@ -44,6 +44,7 @@ function show(answer, onState) {
   last = answer;
   $("g-load").textContent = `${now.running} · ${now.waiting}`;
   $("g-hits").textContent = percent(now.hit_tokens, now.prompt_tokens);
+  $("g-drafts").textContent = percent(now.accepted_tokens, now.drafted_tokens);
   $("g-read").textContent = percent(now.read_pages, now.held_pages);
   let total = 0, cached = 0, owned = 0;
   for (const [, all, , kept, used] of now.pages) {

@@ -1,0 +1,16 @@
+"""`--speculative sparse`: the model drafts for itself, with sparse attention over its own pages."""
+
+from __future__ import annotations
+
+from cairn.engine.drafters.drafter import Drafter
+
+
+class SparseDrafter(Drafter):
+    """The same weights read few pages of the past and draft; one dense step checks the drafts.
+
+    A drafting step writes keys and values where the checking step writes them again, so drafts
+    need no memory of their own.
+    """
+
+    tokens = 4
+    by_model = True

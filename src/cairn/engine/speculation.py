@@ -1,0 +1,162 @@
+"""Speculation: when to draft tokens, how many, and whether it pays.
+
+A drafter guesses tokens. The model computes them as further rows of the step that computes the
+newest token, and samples the token after each row. A draft is kept while it equals the token that
+was sampled in its place. Tokens are sampled with the random numbers of their positions, as without
+drafts, so the text is the same with any drafter, good or bad; only the number of steps differs.
+
+Drafts that are wrong cost time. A request whose drafts fail several times in a row pauses, longer
+each time. The engine also times itself with and without drafts, and drafts only while that is
+faster (`Pace`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from cairn.engine.drafters.drafter import Drafter
+from cairn.engine.plan import StepPlan
+from cairn.engine.request import Request
+
+_MISSES = 4
+"""Checks in a row without a right draft after which a request pauses."""
+_SHORTEST_REST, _LONGEST_REST = 32, 1024
+"""Tokens of a pause. It doubles each time, and starts again after a right draft."""
+
+
+class Speculation:
+    def __init__(self, drafter: Drafter, most: int, *, least: int = 0) -> None:
+        """`least` is the number of tokens from which on drafts are worth their while."""
+        self.drafter = drafter
+        self.most = most
+        """Tokens to draft at most."""
+        self._least = least
+        self.pace = Pace()
+        self._pays = True
+
+    def begin(self, requests: Sequence[Request]) -> int:
+        """Called before a step of these requests is planned. Returns how many tokens a request
+        drafts if the model drafts and the request begins to.
+
+        That is few enough for it to be checked together with requests that are drafting already.
+        """
+        self._pays = self.pace.drafts(len(requests))
+        left = [own.chain - own.guessed for own in requests if own.chain > own.guessed]
+        return min(left, default=self.most)
+
+    def wants(self, request: Request) -> bool:
+        """Whether to draft for this request now."""
+        return (
+            request.params.speculation
+            and request.allowed_tokens is None  # its masks are made for one token at a time
+            and self._pays
+            and len(request.token_ids) >= max(self._least, request.rests_until)
+        )
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        """At most `most` drafts that would follow the request's newest token."""
+        if most <= 0 or not self.wants(request):
+            return []
+        # The newest token may be unknown; then its draft is dropped.
+        unknown = request.pending
+        drafts = list(self.drafter.draft(request.token_ids, most + unknown))[unknown:][:most]
+        for i, token in enumerate(drafts):
+            if token in request.stop_token_ids:
+                return drafts[:i]  # nothing follows a stop token
+        return drafts
+
+    def checked(self, request: Request, drafted: int, right: int) -> None:
+        """Note that the first `right` of a request's drafts came true."""
+        request.drafted_tokens += drafted
+        request.accepted_tokens += right
+        if right:
+            request.misses = request.rest = 0
+            return
+        request.misses += 1
+        if request.misses >= _MISSES:
+            request.misses = 0
+            request.rest = min(max(2 * request.rest, _SHORTEST_REST), _LONGEST_REST)
+            request.rests_until = len(request.token_ids) + request.rest
+
+
+_WITH, _WITHOUT = 32, 6
+"""Steps that are timed together, with drafts and without."""
+_BETWEEN = 1024
+"""Steps with drafts before steps without are timed again."""
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 256, 8192
+"""Steps without drafts before drafts are tried again. Doubles each time they do not pay."""
+
+
+class Pace:
+    """Measures tokens per second with and without drafts, and says whether to draft.
+
+    Only steps that decode count. Batches are told apart by size, in powers of two.
+    """
+
+    def __init__(self) -> None:
+        self._trials: dict[int, _Trial] = {}
+
+    def drafts(self, requests: int) -> bool:
+        """Whether drafts pay in a batch of so many requests, as far as is known."""
+        return self._of(requests).phase == "drafts"
+
+    def observe(self, plan: StepPlan, tokens: int, seconds: float) -> None:
+        """Note that a step brought this many tokens, this long after the step before it."""
+        if plan.only_decodes:
+            guesses = any(advance.guesses for advance in plan.advances)
+            self._of(len(plan.advances)).observe(tokens, seconds, plan.drafted, guesses)
+
+    def _of(self, requests: int) -> _Trial:
+        return self._trials.setdefault(requests.bit_length(), _Trial())
+
+
+class _Trial:
+    """Drafts, then times a few steps without drafts, and goes on with what is faster. From time to
+    time it tries the other way again."""
+
+    def __init__(self) -> None:
+        self.phase: Literal["drafts", "timing", "pause"] = "drafts"
+        self._with: float | None = None  # tokens per second with drafts
+        self._without: float | None = None
+        self._drafting = 0  # steps with drafts since steps without were timed
+        self._pause = 0  # steps of the last pause
+        self._restart()
+
+    def _restart(self) -> None:
+        self._steps = self._tokens = 0
+        self._seconds = 0.0
+
+    def observe(self, tokens: int, seconds: float, drafted: int, guesses: bool) -> None:
+        if self.phase != "drafts" and (drafted or guesses):
+            return  # begun before drafts were turned off
+        self._steps += 1
+        self._tokens += tokens
+        self._seconds += seconds
+        if self.phase == "drafts":
+            self._drafting += 1
+            # A time ends with a check, because the steps before may have drafted for it.
+            complete = drafted and self._steps >= _WITH
+        else:
+            complete = self._steps >= (_WITHOUT if self.phase == "timing" else self._pause)
+        if complete:
+            self._decide(self._tokens / max(self._seconds, 1e-9))
+            self._restart()
+
+    def _decide(self, speed: float) -> None:
+        if self.phase == "drafts":
+            self._with = speed
+            if self._without is None or self._drafting >= _BETWEEN:
+                self.phase = "timing"
+                return
+        else:
+            self._without = speed
+            self._drafting = 0
+            if self.phase == "pause":
+                self.phase = "drafts"  # try again
+                return
+        if self._with is None or self._without is None or self._with >= self._without:
+            self.phase, self._pause = "drafts", 0
+        else:
+            self.phase = "pause"
+            self._pause = min(max(2 * self._pause, _SHORTEST_PAUSE), _LONGEST_PAUSE)

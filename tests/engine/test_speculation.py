@@ -1,0 +1,315 @@
+"""Drafts change no token: whatever a drafter says, a request gets what it would get without one.
+
+Models are tiny and in float64, and free memory is NaN. Drafters lie in every way, requests leave
+and are retracted at any time, and all invariants are checked after every step.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cairn import LLM, SamplingParams
+from cairn.engine.drafters.drafter import Drafter
+from cairn.engine.drafters.ngram import NgramDrafter
+from cairn.engine.plan import Advance, StepPlan
+from cairn.engine.request import Request, State
+from cairn.engine.speculation import Pace, Speculation
+from cairn.errors import ConfigError
+from tests.engine.test_equality import PAGE, SPARSE, kv_gib
+from tests.helpers import (
+    TINY_HILS,
+    TINY_LLAMA,
+    TINY_OLMO3,
+    byte_tokenizer,
+    poison_free_memory,
+    tokens_of,
+    write_model,
+)
+
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": (TINY_LLAMA, {}),
+    "olmo3": (TINY_OLMO3, {}),
+    "hils": (TINY_HILS, {}),
+    "prompts": (TINY_LLAMA, SPARSE),
+    "sparse": (
+        TINY_LLAMA,
+        {"speculative": "sparse", "hsa_topk": 2, "hsa_window": 20, "hsa_dense_below": 0},
+    ),
+}
+PARAMS = [
+    SamplingParams(max_tokens=40, ignore_eos=True),
+    SamplingParams(max_tokens=25, temperature=0.9, seed=3),
+    SamplingParams(max_tokens=30, ignore_eos=True, temperature=1.3, top_k=9, top_p=0.9, seed=1),
+    SamplingParams(
+        max_tokens=30,
+        ignore_eos=True,
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        frequency_penalty=0.4,
+    ),
+    SamplingParams(
+        max_tokens=20,
+        temperature=0.7,
+        seed=8,
+        frequency_penalty=0.6,
+        min_tokens=9,
+        logit_bias={5: 2.0, 7: -3.0},
+        stop_token_ids=(11, 12, 13, 14),
+    ),
+    SamplingParams(max_tokens=12, ignore_eos=True, logprobs=3),
+]
+
+
+class Always(Pace):
+    """Does not mind how long steps take."""
+
+    def drafts(self, requests: int) -> bool:
+        return True
+
+
+class Liar(Drafter):
+    """Knows the truth, and tells it for a while: then a wrong token, any tokens, or too many."""
+
+    def __init__(self, truth: list[tuple[int, ...]], seed: int, *, honest: float) -> None:
+        self.truth = truth
+        self.random = random.Random(seed)
+        self.honest = honest
+
+    def draft(self, token_ids: array[int], most: int) -> list[int]:
+        known = tuple(token_ids)
+        right: list[int] = []
+        for told in self.truth:
+            if told[: len(known)] == known:
+                right = list(told[len(known) :])
+        drafts = []
+        for i in range(self.random.randint(0, most + 2)):
+            tell = i < len(right) and self.random.random() < self.honest
+            drafts.append(right[i] if tell else self.random.randint(0, 60))
+        return drafts
+
+
+def load(folder: Path, **options: Any) -> LLM:
+    options = {"page_size": PAGE, "max_running_requests": 4, **options}
+    llm = LLM(folder, dtype="float64", device="cpu", **options)
+    poison_free_memory(llm.engine)
+    return llm
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[LLM, dict[Any, Any]]]:
+    """An engine with drafts, and what plain decoding gives, by prompt and parameters."""
+    config, options = KINDS[request.param]
+    name = "llama" if request.param == "sparse" else request.param
+    folder = write_model(tmp_path_factory.mktemp(name), config)
+    options = {"speculative": "ngram", "speculative_tokens": 5, **options}
+    drafts = {"speculative", "speculative_tokens", *(SPARSE if request.param == "sparse" else ())}
+    plain_options = {key: own for key, own in options.items() if key not in drafts}
+    if request.param == "sparse":
+        del plain_options["hsa_dense_below"]
+    plain: dict[Any, Any] = {}
+    with load(folder, **plain_options) as llm:
+        for length in (1, 47, 90):
+            for params in PARAMS:
+                prompt = tokens_of(length, seed=length % 3)
+                plain[length, params] = prompt, llm.generate(prompt, params)
+    pages = 16  # less than four requests need
+    with load(folder, kv_cache_gib=kv_gib(folder, pages), **options) as llm:
+        yield llm, plain
+
+
+def run(llm: LLM, jobs: list[Request], events: st.DataObject | None = None) -> None:
+    """Step until all is done, with a check after every step, and events in between."""
+    scheduler = llm.engine.scheduler
+    outputs = llm.frontend.submit(jobs)
+    while llm.engine.has_work:
+        if events is not None:
+            event = events.draw(st.sampled_from(["", "", "", "", "retract", "abort"]))
+            running = [own for own in jobs if own.state is State.RUNNING]
+            if event and running:
+                chosen = events.draw(st.sampled_from(running))
+                if event == "abort":
+                    llm.abort(chosen.id)
+                else:
+                    scheduler._retract(chosen)
+        llm.frontend.step()
+        scheduler.check()
+    llm.frontend.step()
+    scheduler.check()
+    assert all(output.result is not None for output in outputs)
+
+
+@settings(max_examples=8)
+@given(data=st.data())
+def test_liars_change_no_token(engine: tuple[LLM, dict[Any, Any]], data: st.DataObject) -> None:
+    llm, plain = engine
+    speculation = llm.engine.scheduler.speculation
+    assert speculation is not None
+    speculation.pace = Always()
+    chosen = data.draw(st.lists(st.sampled_from(sorted(plain, key=str)), min_size=1, max_size=5))
+    if not speculation.drafter.by_model:
+        truth = [(*prompt, *result.token_ids) for prompt, result in plain.values()]
+        honest = data.draw(st.sampled_from([0.0, 0.8, 1.0]))
+        speculation.drafter = Liar(truth, data.draw(st.integers(0, 99)), honest=honest)
+    llm.engine.overlap = data.draw(st.booleans())
+    llm.engine.scheduler.cache.clear()  # examples do not depend on each other
+    events = data if data.draw(st.booleans()) else None
+    jobs = [llm.frontend.prepare(plain[own][0], own[1])[0] for own in chosen]
+    run(llm, jobs, events)
+    for own, job in zip(chosen, jobs, strict=True):
+        expected = plain[own][1]
+        if job.finish_reason == "abort":
+            assert job.output_ids == expected.token_ids[: job.num_output]
+        else:
+            assert job.output_ids == expected.token_ids
+            assert job.finish_reason == expected.finish_reason
+        if expected.logprobs is not None:
+            scores = [score.logprob for score in expected.logprobs][: job.num_output]
+            np.testing.assert_allclose([own.logprob for own in job.logprobs], scores, atol=1e-9)
+        assert job.accepted_tokens <= job.drafted_tokens
+
+
+def test_right_drafts_save_steps(engine: tuple[LLM, dict[Any, Any]]) -> None:
+    llm, plain = engine
+    speculation = llm.engine.scheduler.speculation
+    assert speculation is not None
+    speculation.pace = Always()
+    if speculation.drafter.by_model:
+        pytest.skip("the model drafts as well as it can")
+    prompt, expected = plain[47, PARAMS[0]]
+    speculation.drafter = Liar([(*prompt, *expected.token_ids)], 0, honest=1.0)
+    llm.engine.overlap = False
+    before = llm.engine.stats.steps
+    result = llm.generate(prompt, PARAMS[0], cache_salt="anew")
+    assert result.token_ids == expected.token_ids
+    assert llm.engine.stats.steps - before < 25  # for 40 tokens
+    usage = result.usage
+    assert 15 < usage.accepted_tokens <= usage.drafted_tokens
+    off = llm.generate(prompt, max_tokens=40, ignore_eos=True, speculation=False)
+    assert off.token_ids == expected.token_ids and off.usage.drafted_tokens == 0
+
+
+def test_the_prefix_cache_holds_what_came_true(engine: tuple[LLM, dict[Any, Any]]) -> None:
+    """The next turn finds the answer in the cache, and pages of wrong drafts nowhere."""
+    llm, plain = engine
+    speculation = llm.engine.scheduler.speculation
+    assert speculation is not None
+    if not speculation.drafter.by_model:
+        speculation.drafter = Liar([], 1, honest=0.0)
+    prompt, expected = plain[47, PARAMS[0]]
+    llm.generate(prompt, PARAMS[0], cache_salt="turns")
+    following = [*prompt, *expected.token_ids, 4]
+    again = llm.generate(following, max_tokens=8, ignore_eos=True, cache_salt="turns")
+    alone = llm.generate(
+        following, max_tokens=8, ignore_eos=True, cache_salt="alone", speculation=False
+    )
+    assert again.usage.cached_tokens >= 75 and again.token_ids == alone.token_ids
+
+
+def test_a_stop_string_ends_the_text_at_its_token(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "llama", {**TINY_LLAMA, "vocab_size": 256})
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    with load(folder) as llm:
+        whole = llm.generate(tokens_of(20), params)
+        assert whole.text is not None
+        stop = SamplingParams(max_tokens=40, ignore_eos=True, stop=whole.text[9:11], logprobs=0)
+        expected = llm.generate(tokens_of(20), stop)
+        assert len(expected.token_ids) < 30
+    with load(folder, speculative="ngram", speculative_tokens=7) as llm:
+        assert llm.engine.scheduler.speculation is not None
+        truth = [(*tokens_of(20), *whole.token_ids)]
+        llm.engine.scheduler.speculation.drafter = Liar(truth, 5, honest=1.0)
+        for llm.engine.overlap in (False, True):
+            result = llm.generate(tokens_of(20), stop)
+            assert (result.text, result.token_ids) == (expected.text, expected.token_ids)
+            assert result.finish_reason == "stop" and result.usage.accepted_tokens
+            assert result.logprobs is not None
+            assert len(result.logprobs) == len(result.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "drafts"),
+    [
+        ([1, 2, 3, 4, 5, 6, 1, 2, 3], 4, [4, 5, 6, 1]),
+        ([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3], 2, [5, 1]),  # the latest
+        ([9, 1, 2, 3, 4, 7, 1, 2, 3, 5, 9, 1, 2, 3], 1, [4]),  # the longest run
+        ([1, 2, 1, 2, 1, 2], 5, [1, 2, 1, 2, 1]),  # a loop goes on
+        ([7, 7, 7, 7], 3, [7, 7, 7]),
+        ([2, 3, 4, 9, 3, 4], 3, []),  # two tokens are too few
+        ([5], 3, []),
+        ([], 3, []),
+    ],
+)
+def test_ngram_copies_what_followed(tokens: list[int], most: int, drafts: list[int]) -> None:
+    assert list(NgramDrafter().draft(array("q", tokens), most)) == drafts
+
+
+def test_what_cannot_go_together_is_refused(tmp_path: Path) -> None:
+    llama, hils = (
+        write_model(tmp_path / name, own)
+        for name, own in (("llama", TINY_LLAMA), ("hils", TINY_HILS))
+    )
+    for folder, options, message in (
+        (llama, {"speculative_tokens": 3}, "speculative is not"),
+        (llama, {"speculative": "magic"}, "ngram"),
+        (llama, {"speculative": "ngram", "enable_hisparse": True}, "host tier"),
+        (llama, {"speculative": "sparse", "attention_backend": "hsa"}, "sparse already"),
+        (llama, {"speculative": "sparse", "hsa_prefill": "sparse"}, "read densely"),
+        (hils, {"speculative": "sparse"}, "sparse already"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            LLM(folder, device="cpu", **options)
+
+
+def step(count: int, *, drafted: int = 0) -> StepPlan:
+    """A step of so many requests, one of which has drafts."""
+    advances = [Advance(str(i), i, 5, 6, array("q", [1]), 5, 1) for i in range(count)]
+    first = advances[0]._replace(stop=6 + drafted, samples=1 + drafted)
+    return StepPlan((first, *advances[1:]), drafted=drafted)
+
+
+def drive(pace: Pace, steps: int, kept: int, slower: float, count: int = 4) -> int:
+    """Make steps whose drafts bring `kept` more tokens and take `slower` times as long. Returns the
+    number of steps with drafts."""
+    drafting = 0
+    for _ in range(steps):
+        drafts = pace.drafts(count)
+        drafting += drafts
+        plan = step(count, drafted=3 if drafts else 0)
+        pace.observe(plan, count + kept * drafts, 0.01 * (slower if drafts else 1))
+    return drafting
+
+
+def test_drafts_stop_where_they_make_the_engine_slower() -> None:
+    assert drive(Pace(), 5000, kept=1, slower=1.5) < 300
+    assert drive(Pace(), 5000, kept=1, slower=1.1) > 4900
+    pace = Pace()
+    drive(pace, 500, kept=0, slower=1.2)
+    assert not pace.drafts(4) and pace.drafts(1)  # other batches are other trials
+    assert drive(pace, 20_000, kept=4, slower=1.2) > 18_000  # times change
+
+
+def test_a_request_whose_drafts_fail_pauses() -> None:
+    speculation = Speculation(NgramDrafter(), 3)
+    prompt = [1, 2, 3, 4] * 4
+    own = Request("a", array("q", prompt), SamplingParams(), 0, 999)
+    pauses = []
+    for _ in range(3):
+        while drafts := speculation.propose(own, 3):
+            speculation.checked(own, len(drafts), 0)
+        pauses.append(own.rests_until - len(own.token_ids))
+        own.token_ids.extend(prompt * 20)
+    assert pauses == [32, 64, 128]
+    speculation.checked(own, 3, 1)
+    assert own.rest == 0 and speculation.propose(own, 2) == [1, 2]
