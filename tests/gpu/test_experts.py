@@ -80,3 +80,8 @@ BATCHES = {
 def test_latent_attention(batch: str, sizes: latent_case.Sizes, dtype: torch.dtype) -> None:
     new, lengths = map(list, zip(*BATCHES[batch], strict=True))
     latent_case.check(lengths, new, sizes, CUDA, dtype, tolerance=TOLERANCE.get(dtype, 1e-2))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_both_forms_of_latent_attention(dtype: torch.dtype) -> None:
+    latent_case.check_forms(CUDA, dtype, tolerance=TOLERANCE[dtype] if dtype.itemsize > 2 else 2e-2)

@@ -15,6 +15,7 @@ from cairn.kernels import (
     gemv,
     landmark,
     latent,
+    latent_prompt,
     norm,
     paged_decode,
     paged_extend,
@@ -199,6 +200,11 @@ def latents() -> None:
         constants = {**own, "PAGE_SIZE": page_size, "TMA": tma}
         compiled = compile_kernel(kernel, types, constants, num_warps=8, num_stages=2)
         assert compiled.metadata.shared <= SHARED_MEMORY
+    types |= dict.fromkeys(("keys", "ropes", "values"), BF16)
+    types |= dict.fromkeys(("rows", "length", "query_stride", "rope_stride", "out_stride"), "i32")
+    constants = {"NOPE": 128, "ROPE": 64, "VALUE": 128, "BLOCK_M": 128, "BLOCK_N": 64}
+    compile_kernel(latent_prompt._latent_prompt_kernel, types, constants, num_warps=8, num_stages=3)
+    types["rows"] = I32
     constants = {"MAX_SEQS": 256, "HEADS": 128, "LATENT": 512}
     compile_kernel(latent._latent_merge_kernel, types, constants)
     constants = {"MAX_SEQS": 256, "PROGRAMS": 66, "PAGE_SIZE": 64, "LEAST": 4, "BLOCK": 256}

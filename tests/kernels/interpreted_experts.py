@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cairn import LLM
+from cairn.attention import triton_backend
 from cairn.attention.triton_backend import TritonBackend
 from cairn.kernels import experts as experts_module
 from cairn.kernels import latent as latent_module
@@ -96,3 +97,10 @@ def test_a_whole_engine(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
             results = llm.generate(prompts, max_tokens=2, ignore_eos=True)
             answers.append([result.token_ids for result in results])
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("at_once", [1, 10**6])
+def test_both_forms_of_latent_attention(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many heads are expanded at once."""
+    monkeypatch.setattr(triton_backend, "_EXPANDED", at_once)
+    latent_case.check_forms(CPU, torch.float32, tolerance=1e-5)

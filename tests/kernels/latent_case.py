@@ -7,6 +7,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from cairn.attention.backend import AttentionShape, DenseBackend
+from cairn.attention.latent import LatentHeads
+from cairn.attention.torch_backend import TorchBackend
+from cairn.attention.triton_backend import TritonBackend
+from cairn.engine.inputs import StepInputs
 from cairn.kernels.latent import (
     LatentShares,
     latent_decode,
@@ -16,6 +21,9 @@ from cairn.kernels.latent import (
 )
 from cairn.kernels.paged_extend import ExtendBlocks
 from cairn.kernels.references import latent_attention
+from cairn.memory.groups import group_layers
+from cairn.memory.kv_pool import KVPool
+from cairn.memory.layout import CacheLayout
 
 
 class Sizes(NamedTuple):
@@ -80,4 +88,43 @@ def check(
         blocks = ExtendBlocks.of(np.array(new), chunks, device, per_block)
         latent_extend(query, pool, table, kv_lens, cu_query, blocks, out, scale=scale)
     error = (out.double() - expected).norm() / expected.norm()
+    assert error < tolerance, f"error ratio {error:.1e}"
+
+
+def check_forms(device: torch.device, dtype: torch.dtype, *, tolerance: float) -> None:
+    """A decode row, short chunks in absorbed form and long ones expanded, against torch."""
+    torch.manual_seed(0)
+    heads, nope, rope, value, latent, page_size = 3, 16, 16, 16, 32, 16
+    new, total = np.array([1, 33, 5, 40]), np.array([20, 50, 9, 40])
+    layout = CacheLayout.of_latents(latent + rope)
+    scale = (nope + rope) ** -0.5
+    weights = [torch.randn(heads, nope, latent), torch.randn(heads, latent, value)]
+    rows = torch.randn(int(new.sum()), heads, nope + rope)
+    kept = torch.randn(int((-(-total // page_size)).sum()) + 1, page_size, latent + rope)
+    pages = iter(1 + np.random.default_rng(0).permutation(len(kept) - 1))
+    table = np.zeros((len(new), 5), dtype=np.int32)
+    for s, length in enumerate(total):
+        count = -(-length // page_size)
+        table[s, :count] = [next(pages) for _ in range(count)]
+        kept[table[s, count - 1], (length - 1) % page_size + 1 :] = float("nan")
+    answers = []
+    for backend, on, own in (
+        (TorchBackend, torch.device("cpu"), torch.float64),
+        (TritonBackend, device, dtype),
+    ):
+        groups = group_layers([None], [layout.of_type(own)])
+        size = (heads, 1, latent + rope, scale, page_size, own, on, groups, len(new))
+        shape = AttentionShape(*size, value_dim=latent)
+        pool = KVPool(groups, [len(kept) - 1], page_size, on)
+        step = StepInputs.made_up(page_size, new, total, [table]).send(on, True).batch
+        attention: DenseBackend = backend(shape, pool)
+        metadata = attention.prepare(step)
+        attention.begin(metadata)
+        # Torch has cleared pages that are not full.
+        pool.part(0, "latent").copy_(torch.nan_to_num(kept) if own == torch.float64 else kept)
+        layer = LatentHeads(*(x.to(on, own) for x in weights))
+        assert not layer.expanding_pays(rows[:32]) and layer.expanding_pays(rows[:33])
+        out = attention.forward_latent(0, rows.to(on, own), layer, metadata)
+        answers.append(out.double().cpu())
+    error = (answers[1] - answers[0]).norm() / answers[0].norm()
     assert error < tolerance, f"error ratio {error:.1e}"

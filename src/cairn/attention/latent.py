@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 
 class LatentHeads(NamedTuple):
@@ -40,6 +41,15 @@ class LatentHeads(NamedTuple):
         key, value = self.key[heads], self.value[heads]
         nope = torch.matmul(latent, key.transpose(1, 2))
         return torch.cat((nope, rope.expand(len(key), -1, -1)), -1), torch.matmul(latent, value)
+
+    def expand_rows(self, rows: torch.Tensor, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same by row, without the rotated part of keys, which heads share: keys [rows, heads,
+        nope] and values [rows, heads, value], both contiguous."""
+        key, value = self.key[heads].flatten(0, 1), self.value[heads].transpose(1, 2).flatten(0, 1)
+        latent = rows[:, : self.latent]
+        made = (F.linear(latent, matrix) for matrix in (key, value))
+        keys, values = (x.view(len(rows), self.key[heads].shape[0], -1) for x in made)
+        return keys, values
 
     def expanding_pays(self, query: torch.Tensor) -> bool:
         """Whether the expanded form multiplies less for a sequence's new rows [rows, heads, dim].

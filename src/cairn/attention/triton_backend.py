@@ -4,7 +4,7 @@ rows. Keys and values of heads have kernels of their own, and so have latent row
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 
 from cairn.attention.backend import DENSE_GRAPHS, AttentionShape, DenseBackend, missing_module
 from cairn.attention.batch import AttentionBatch, to_device
+from cairn.attention.latent import LatentHeads
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import LATENT
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from cairn.kernels.paged_extend import ExtendBlocks
 
 
+_EXPANDED = 2**29  # numbers of keys and values that are made at once, by heads
 _MOST_LATENT, _MOST_ROPE = 512, 64  # columns of a latent row that fit into a program's memory
 
 
@@ -30,6 +32,17 @@ class _Metadata:
     blocks: ExtendBlocks | None  # of the other sequences
     batch: AttentionBatch
     groups: Collection[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Forms:
+    """Which rows of a step are read in which form (`attention/latent.py`). Steps that are recorded
+    know no lengths; all their rows are read in absorbed form."""
+
+    step: _Metadata
+    expanded: tuple[int, ...]  # sequences
+    others: torch.Tensor  # [n] rows of the other sequences
+    absorbed: _Metadata  # of these rows
 
 
 class _Kernels(Protocol):
@@ -190,6 +203,7 @@ class TritonBackend(DenseBackend):
         super().__init__(shape, pool)
         kernels = _HeadKernels if shape.value_dim is None else _LatentKernels
         self._kernels: _Kernels = kernels(shape, pool)
+        self._forms: _Forms | None = None  # of the step computed last
         self._every_row = torch.arange(shape.max_seqs, dtype=torch.int32, device=shape.device)
 
     @classmethod
@@ -252,3 +266,71 @@ class TritonBackend(DenseBackend):
         if metadata.blocks is not None:
             self._kernels.extend(layer, query, metadata, out)
         return out
+
+    def forward_latent(
+        self, layer: int, query: torch.Tensor, heads: LatentHeads, metadata: _Metadata
+    ) -> torch.Tensor:
+        forms = None
+        if metadata.blocks is not None and metadata.batch.recorded is None:
+            forms = self._forms_of(query, heads, metadata)
+        if forms is None or not forms.expanded:
+            return super().forward_latent(layer, query, heads, metadata)
+        rows, num_heads, _ = query.shape
+        out = query.new_empty(rows, num_heads, heads.value.shape[2])
+        if len(forms.others):
+            absorbed = query.new_empty(rows, num_heads, self._shape.head_dim)
+            absorbed[forms.others] = heads.absorb(query[forms.others])
+            read = self.attend(layer, absorbed, forms.absorbed)
+            out[forms.others] = heads.values(read[forms.others])
+        batch = metadata.batch
+        for seq in forms.expanded:
+            own = slice(int(batch.cu_query[seq]), int(batch.cu_query[seq + 1]))
+            self._expand(layer, seq, query[own], heads, batch, out[own])
+        return out
+
+    def _expand(
+        self,
+        layer: int,
+        seq: int,
+        query: torch.Tensor,
+        heads: LatentHeads,
+        batch: AttentionBatch,
+        out: torch.Tensor,
+    ) -> None:
+        """Attention of one sequence's new rows over keys and values of each head."""
+        from cairn.kernels.latent_prompt import latent_prompt
+
+        length = int(batch.kv_lens[seq])
+        table = batch.groups[self._pool.group_of[layer]].page_table
+        pages = table[seq, : -(-length // batch.page_size)]
+        kept = self._pool.part(layer, LATENT).index_select(0, pages).flatten(0, 1)[:length]
+        width = heads.key.shape[1] + heads.value.shape[2]
+        at_once = max(1, _EXPANDED // (length * width))
+        for first in range(0, query.shape[1], at_once):
+            own = slice(first, first + at_once)
+            keys, values = heads.expand_rows(kept, own)
+            ropes = kept[:, heads.latent :]
+            scale = self._shape.scale
+            latent_prompt(query[:, own], keys, ropes, values, out[:, own], scale=scale)
+
+    def _forms_of(self, query: torch.Tensor, heads: LatentHeads, metadata: _Metadata) -> _Forms:
+        """The same for all layers of a step."""
+        if self._forms is not None and self._forms.step is metadata:
+            return self._forms
+        from cairn.kernels.paged_extend import ExtendBlocks
+
+        batch = metadata.batch
+        counts = batch.query_lens.tolist()
+        expands = np.array([n > 1 and heads.expanding_pays(query[:n]) for n in counts])
+        chunks = np.flatnonzero((batch.query_lens > 1) & ~expands)
+        blocks = None
+        if len(chunks):
+            size = self._kernels.rows_per_block
+            blocks = ExtendBlocks.of(batch.query_lens, chunks, batch.device, size)
+        self._forms = _Forms(
+            metadata,
+            tuple(np.flatnonzero(expands).tolist()),
+            to_device(np.flatnonzero(~expands.repeat(batch.query_lens)), batch.device),
+            replace(metadata, blocks=blocks),
+        )
+        return self._forms

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from cairn.attention.backend import AttentionShape, backend_names, dense_class, refusal
+from cairn.attention.latent import LatentHeads
 from cairn.bench.engines import need_cuda
 from cairn.bench.report import show_rows, tell
 from cairn.engine.inputs import StepInputs
@@ -21,6 +22,7 @@ from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import CacheLayout
 
 PAGE_SIZE = 64
+_LATENT_HEAD = 128  # columns of a head's value, and of its key without the rotated part
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,10 @@ class Case:
     @property
     def flops(self) -> float:
         pairs = self.new_rows * self.length - self.new_rows * (self.new_rows - 1) / 2
+        """Of latent rows, in absorbed form for decode and in expanded form for prompts."""
         columns = self.head_dim + (self.latent or self.head_dim)
+        if self.latent is not None and self.new_rows > 1:
+            columns = 2 * _LATENT_HEAD + self.head_dim - self.latent
         return 2.0 * self.seqs * pairs * self.num_heads * columns
 
 
@@ -66,6 +71,8 @@ CASES = (
         for seqs in (1, 16, 64)
     ),
     Case("MLA decode 64 x 8K, 16x576", 16, 1, 576, 1, 8192, 64, 512),
+    Case("MLA prefill 8K, 128x576", 128, 1, 576, 8192, 8192, 1, 512),
+    Case("MLA extend 128 on 8K, 128x576", 128, 1, 576, 128, 8320, 1, 512),
     Case("MLA extend 512 on 8K, 128x576", 128, 1, 576, 512, 8704, 1, 512),
 )
 
@@ -112,9 +119,9 @@ def measure(case: Case, backend: str, device: torch.device) -> float | str:
     """Seconds of one layer's attention, or the reason why the backend cannot run it."""
     groups = group_layers([None], [case.layout])
     dtype = torch.bfloat16
-    heads = case.num_heads, case.kv_heads, case.head_dim, case.head_dim**-0.5
+    dims = case.num_heads, case.kv_heads, case.head_dim, case.head_dim**-0.5
     shape = AttentionShape(
-        *heads, PAGE_SIZE, dtype, device, groups, case.seqs, value_dim=case.latent
+        *dims, PAGE_SIZE, dtype, device, groups, case.seqs, value_dim=case.latent
     )
     reason = refusal(backend, shape)
     if reason is not None:
@@ -129,10 +136,21 @@ def measure(case: Case, backend: str, device: torch.device) -> float | str:
     new = np.full(case.seqs, case.new_rows)
     total = np.full(case.seqs, case.length)
     batch = StepInputs.made_up(PAGE_SIZE, new, total, [table]).send(device, True).batch
-    query = torch.randn(int(new.sum()), case.num_heads, case.head_dim, device=device).to(dtype)
     attention = dense_class(backend)(shape, pool)
     metadata = attention.prepare(batch)
     attention.begin(metadata)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(size, dtype=dtype, device=device)
+
+    if case.latent is not None and case.new_rows > 1:
+        width = _LATENT_HEAD
+        heads = LatentHeads(
+            draw(case.num_heads, width, case.latent), draw(case.num_heads, case.latent, width)
+        )
+        query = draw(int(new.sum()), case.num_heads, width + case.head_dim - case.latent)
+        return time_cuda(lambda: attention.forward_latent(0, query, heads, metadata))
+    query = draw(int(new.sum()), case.num_heads, case.head_dim)
     return time_cuda(lambda: attention.forward(0, query, metadata))
 
 
