@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SGLANG := .venv-sglang
+CLIENTS := .venv-clients
 MODEL ?= smollm2
 PORT ?= 8000
 PARALLEL := $(BIN)/python -m pytest -n auto --dist worksteal
 # Sparse attention beyond the first thousand tokens, so that the page map has something to show.
 FLAGS_smollm2 := --attention-backend hsa --hsa-policy quest --hsa-topk 8 --hsa-window 256 --hsa-dense-below 1024 --chunked-prefill-size 256 --demo --request-log off
 
-.PHONY: help run chat test test-all test-sglang lint clean
+.PHONY: help run chat test test-all test-sglang test-clients lint clean
 
 help:
 	@echo "make run       set up and serve a model, with a web page (MODEL=folder, .gguf, hub id or name)"
@@ -18,6 +19,7 @@ help:
 	@echo "make test-all  the same with the long suites and more examples, and make test-sglang"
 	@echo "make lint      the linter and the type checker alone"
 	@echo "make clean     remove what was set up"
+	@echo "make test-clients  set up other people's clients in an environment of their own, and drive the server with them"
 	@echo "make test-sglang  set up stock SGLang in an environment of its own, and test the plug-in in it"
 
 $(VENV)/installed: pyproject.toml
@@ -57,5 +59,15 @@ $(SGLANG)/installed: pyproject.toml tests/sglang/requirements.txt
 test-sglang: $(SGLANG)/installed
 	$(SGLANG)/bin/python -m pytest tests/sglang
 
+# Other people's clients against the server, in an environment of their own. npm is optional.
+$(CLIENTS)/installed: pyproject.toml tests/clients/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --editable ".[dev]" --requirement tests/clients/requirements.txt
+	if command -v npm >/dev/null; then cd tests/clients && npm install --silent --no-package-lock; fi
+	touch $@
+
+test-clients: $(CLIENTS)/installed
+	$(CLIENTS)/bin/python -m pytest tests/clients
+
 clean:
-	rm -rf $(VENV) $(SGLANG) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG) $(CLIENTS) tests/clients/node_modules build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
