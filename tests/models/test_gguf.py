@@ -55,9 +55,12 @@ def write_gguf(
     skip: str = "",
     config: dict[str, Any] = TINY_LLAMA,
     kinds: tuple[dict[str, str], str] = ({}, "F32"),
+    more: dict[str, np.ndarray] | None = None,
+    per_file: int = 0,
 ) -> Path:
-    """`kinds` are the types of matrices by their names in the file, and that of the others."""
-    writer = gguf.GGUFWriter(path, "llama")
+    """`kinds` are the types of matrices by their names in the file, and that of the others. With
+    `per_file` the tensors are split over several files."""
+    writer = gguf.GGUFWriter(path, "llama", split_max_tensors=per_file)
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
@@ -89,6 +92,8 @@ def write_gguf(
         quantization = gguf.GGMLQuantizationType[kind]
         data = gguf.quantize(np.ascontiguousarray(values), quantization)
         writer.add_tensor(target, data, raw_dtype=quantization)
+    for target, values in (more or {}).items():
+        writer.add_tensor(target, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -324,3 +329,52 @@ def test_without_a_compiler_auto_dequantises_and_keep_computes_in_torch(
 def test_other_types_and_ranks_dequantise(quantized: Path) -> None:
     with LLM(quantized, device="cpu", dtype="float64") as llm:
         assert "Q4_1, Q5_0, Q8_0 is dequantised; only a CPU in float32" in llm.engine.notes[0]
+
+
+def test_rope_freqs_divide_the_frequencies_as_llama3_does(tmp_path: Path) -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    folder = write_model(tmp_path, {**TINY_LLAMA, "rope_scaling": scaling})
+    dim = TINY_LLAMA["hidden_size"] // HEADS
+    inverse = 1 / TINY_LLAMA["rope_theta"] ** (np.arange(0, dim, 2) / dim)
+    # The formula of Llama 3.1: long wavelengths are stretched, the band between is blended.
+    blend = np.clip((64 * inverse / (2 * np.pi) - 1) / 3, 0, 1)
+    divisors = (1 / ((1 - blend) / 8 + blend)).astype(np.float32)
+    assert len(set(divisors.tolist())) > 1
+    path = write_gguf(tmp_path / "l3.gguf", folder, more={"rope_freqs.weight": divisors})
+    ids = tokens_of(200)
+    with LLM(folder, device="cpu") as llm:
+        expected = llm.logprobs(ids)
+    with LLM(path, device="cpu") as llm:
+        torch.testing.assert_close(llm.logprobs(ids), expected, rtol=0, atol=1e-4)
+    plain = write_gguf(tmp_path / "plain.gguf", folder)
+    with LLM(plain, device="cpu") as llm:
+        assert (llm.logprobs(ids) - expected).abs().max() > 0.01
+    short = write_gguf(tmp_path / "s.gguf", folder, more={"rope_freqs.weight": divisors[:-1]})
+    with pytest.raises(ConfigError, match=r"rope has \d+ divisors; heads of"):
+        LLM(short, device="cpu")
+
+
+def test_a_model_may_be_split_into_files(folder: Path, tmp_path: Path) -> None:
+    whole = write_gguf(tmp_path / "whole.gguf", folder)
+    write_gguf(tmp_path / "part.gguf", folder, per_file=9)
+    parts = sorted(tmp_path.glob("part-*.gguf"))
+    assert len(parts) > 2 and parts[0].name.startswith("part-00001-of-0000")
+    ids = tokens_of(20)
+    with LLM(whole, device="cpu") as llm:
+        expected = llm.logprobs(ids)
+    with LLM(parts[0], device="cpu") as llm:
+        assert torch.equal(llm.logprobs(ids), expected)
+    with pytest.raises(LoadError, match=r"is part 1 \(from 0\) of \d; give the first"):
+        LLM(parts[1], device="cpu")
+    parts[1].write_bytes(parts[2].read_bytes())
+    with pytest.raises(LoadError, match=r"00002-of-\S+: split.no is 2; its name says 1"):
+        LLM(parts[0], device="cpu")
+    parts[2].unlink()
+    with pytest.raises(LoadError, match=r"split.no is 2|is missing"):
+        LLM(parts[0], device="cpu")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cairn.errors import ConfigError, LoadError
-from cairn.models.gguf_header import GGUFTensor, read_header
+from cairn.models.gguf_header import GGUFHeader, GGUFTensor, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +23,8 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+
+_ROPE_FREQS = "rope_freqs.weight"
 
 # GGUF name -> checkpoint name, for the model and for each layer
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -42,12 +44,43 @@ _LAYER_NAMES = {
 
 
 class GGUFFile:
+    """One file, or the first of several that a model was split into."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
-        header = read_header(path)
-        self.metadata = header.metadata
-        self._tensors = {_checkpoint_name(tensor.name): tensor for tensor in header.tensors}
+        first = read_header(path)
+        self.metadata = first.metadata
+        self._tensors: dict[str, GGUFTensor] = {}
+        for header in (first, *self._other_parts()):
+            for tensor in header.tensors:
+                name = _checkpoint_name(tensor.name)
+                if name in self._tensors:
+                    raise LoadError(f"{path}: tensor {tensor.name} is there twice")
+                self._tensors[name] = tensor
+        self._rope_freqs = self._tensors.pop(_ROPE_FREQS, None)
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    def _other_parts(self) -> Iterator[GGUFHeader]:
+        """The files name-00002-of-0000N.gguf and so on, if this is name-00001-of-0000N.gguf."""
+        count, number = (self.metadata.get(f"split.{key}", 0) for key in ("count", "no"))
+        if count in (0, 1):
+            return
+        end = f"-00001-of-{count:05d}.gguf" if isinstance(count, int) else ""
+        if number != 0 or not end or not self.path.name.endswith(end):
+            raise LoadError(
+                f"{self.path} is part {number!r:.20} (from 0) of {count!r:.20}; give the first, "
+                "whose name ends with -00001-of-N.gguf, and keep the names of all"
+            )
+        stem = self.path.name.removesuffix(end)
+        for part in range(2, count + 1):
+            path = self.path.with_name(f"{stem}-{part:05d}-of-{count:05d}.gguf")
+            if not path.exists():
+                raise LoadError(f"{path} is missing; {self.path.name} says there are {count} parts")
+            header = read_header(path)
+            found = header.metadata.get("split.no")
+            if found != part - 1:
+                raise LoadError(f"{path}: split.no is {found!r:.20}; its name says {part - 1}")
+            yield header
 
     # -- config -------------------------------------------------------------------------------
 
@@ -60,11 +93,6 @@ class GGUFFile:
                 f"{', '.join(_ARCHITECTURES)}"
             )
         shapes = self.shapes
-        if "rope_freqs.weight" in shapes:
-            raise ConfigError(
-                f"{self.path}: tensor rope_freqs.weight (scaled rope) is not supported in GGUF; "
-                "use the model's safetensors"
-            )
         if "model.embed_tokens.weight" not in shapes:
             raise LoadError(f"{self.path}: tensor token_embd.weight is missing")
         heads = self._number(name, "attention.head_count")
@@ -97,6 +125,14 @@ class GGUFFile:
 
     def _rope_scaling(self, name: str) -> dict[str, Any] | None:
         kind = self._get(name, "rope.scaling.type", "none")
+        if self._rope_freqs is not None:
+            if kind != "none" or self._rope_freqs.kind.name != "F32":
+                raise ConfigError(
+                    f"{self.path}: tensor {_ROPE_FREQS} has type {self._rope_freqs.kind.name}, and "
+                    f"rope.scaling.type is {kind!r:.100}; supported: F32, without scaling"
+                )
+            divisors = self._rope_freqs.data.reshape(-1).view(np.float32)
+            return {"rope_type": "divided", "divisors": divisors.tolist()}
         if kind == "none":
             return None
         scaling = {"rope_type": kind, "factor": self._get(name, "rope.scaling.factor", 1.0)}

@@ -27,6 +27,7 @@ _KNOWN_FIELDS = {
     "yarn": set(
         "factor attention_factor beta_fast beta_slow mscale mscale_all_dim truncate".split()
     ),
+    "divided": {"divisors"},  # of GGUF files
 }
 
 
@@ -45,6 +46,8 @@ class RopeParameters:
     truncate: bool = True
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    divisors: tuple[float, ...] = ()
+    """What each frequency is divided by: the tensor rope_freqs of GGUF files."""
     least_frequency: float = 0.0
     """Dimensions of a lower frequency, too low for one turn in the context, do not turn."""
     rotated_share: float = 1.0
@@ -125,6 +128,9 @@ def _parse(
             continue
         if name not in known:
             raise config.unsupported(f"{field}.{name}", value, f"rope type {kind!r} has no such")
+        if name == "divisors":
+            numbers[name] = _divisors(config, f"{field}.{name}", value)
+            continue
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if name == "truncate":
             if not isinstance(value, bool):
@@ -139,10 +145,10 @@ def _parse(
         original = int(outer_original or own_original or context)
     if kind == "yarn" and "factor" not in numbers and original < context:
         numbers["factor"] = context / original
-    required = {"factor", "low_freq_factor", "high_freq_factor"} & _KNOWN_FIELDS[kind]
+    required = {"factor", "low_freq_factor", "high_freq_factor", "divisors"} & _KNOWN_FIELDS[kind]
     for name in sorted(required - numbers.keys()):
         raise ConfigError(f"{config.source}: {field}.{name} is missing for rope type {kind!r}")
-    if kind != "default" and numbers["factor"] < 1:
+    if numbers.get("factor", 1) < 1:
         raise ConfigError(
             f"{config.source}: {field}.factor is {numbers['factor']}; it must be at least 1"
         )
@@ -156,6 +162,15 @@ def _parse(
         )
     # Dynamic scaling starts from max_position_embeddings, whatever else the config says.
     return RopeParameters(theta=theta, kind=kind, original_context=original, **numbers)
+
+
+def _divisors(config: ConfigReader, field: str, values: Any) -> tuple[float, ...]:
+    if not isinstance(values, list) or not all(type(value) is float for value in values):
+        raise config.unsupported(field, values, "it must be a list of numbers")
+    for value in values:
+        if not _LEAST <= value <= _MOST:
+            raise config.out_of_range(field, value, _LEAST, _MOST)
+    return tuple(values)
 
 
 def _scaled_context(rope: RopeParameters, context: int) -> int:
@@ -262,6 +277,12 @@ def _frequencies(
         return _llama3(rope, inverse), 1.0
     if rope.kind == "yarn":
         return _yarn(rope, dim, inverse), _yarn_attention_factor(rope)
+    if rope.kind == "divided":
+        if len(rope.divisors) != dim // 2:
+            raise ConfigError(
+                f"rope has {len(rope.divisors)} divisors; heads of {dim} need {dim // 2}"
+            )
+        return inverse / inverse.new_tensor(rope.divisors), 1.0
     return inverse, 1.0
 
 
