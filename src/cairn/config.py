@@ -173,6 +173,10 @@ class EngineConfig:
         "module:Class, or a pair PREFILL,DECODE. By default ATTN_BACKEND of the environment, or "
         "auto.",
     )
+    disable_dsa: bool = option(
+        False,
+        "Models with DeepSeek sparse attention read every row, for comparison: another output.",
+    )
     disable_cuda_graph: bool = option(False, "CUDA: launch every kernel of a decode step anew.")
     disable_overlap_schedule: bool = option(
         False, "CUDA: wait for a step's tokens before planning the next."

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from cairn.attention.backend import AttentionBackend
-from cairn.attention.batch import AttentionBatch, Scoring
+from cairn.attention.backend import AttentionBackend, SparseBackend
+from cairn.attention.batch import AttentionBatch, IndexQuery, Scoring
 from cairn.attention.latent import LatentHeads
 from cairn.kernels.cpu import CpuKernels
 from cairn.kernels.interface import ScoringHeads
 from cairn.memory.kv_pool import KVPool
+from cairn.memory.layout import INDEX
 
 
 class Attend:
@@ -21,6 +22,9 @@ class Attend:
         """`metadata` is the result of the backend's `prepare` for this batch."""
         self._pool = pool
         self._backend = backend
+        self._indexed: SparseBackend | None = None
+        if isinstance(backend, SparseBackend) and backend.reads_index:
+            self._indexed = backend
         self._batch = batch
         self._metadata = metadata
 
@@ -75,14 +79,30 @@ class Attend:
         return self._backend.forward(layer, query, self._metadata, scoring)
 
     def latent(
-        self, layer: int, query: torch.Tensor, rows: torch.Tensor, heads: LatentHeads
+        self,
+        layer: int,
+        query: torch.Tensor,
+        rows: torch.Tensor,
+        heads: LatentHeads,
+        index: IndexQuery | None = None,
     ) -> torch.Tensor:
         """Store latent rows [rows, latent + rope] and let heads read them.
 
-        query [rows, heads, nope + rope] -> values [rows, heads, value].
+        query [rows, heads, nope + rope] -> values [rows, heads, value]. With `index`, which also
+        stores index keys, heads read the rows that it selects. Without, and if the backend reads
+        an index, they read those that the last call with one selected.
         """
         self.write(layer, rows)
-        return self._backend.forward_latent(layer, query, heads, self._metadata)
+        if self._indexed is None:
+            return self._backend.forward_latent(layer, query, heads, self._metadata)
+        if index is not None:
+            self._pool.write(layer, *self._places(layer), index.keys, INDEX)
+        return self._indexed.forward_indexed(layer, query, heads, self._metadata, index)
+
+    @property
+    def reads_index(self) -> bool:
+        """Layers with an index must pass it to `latent`."""
+        return self._indexed is not None
 
     def _places(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Page of each new row, and its row within the page."""

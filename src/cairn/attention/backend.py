@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from cairn.attention.batch import AttentionBatch, GraphKind, Scoring
+from cairn.attention.batch import AttentionBatch, GraphKind, IndexQuery, Scoring
 from cairn.attention.latent import LatentHeads
 from cairn.errors import ConfigError
 from cairn.kernels.cpu import CpuKernels
@@ -225,6 +225,8 @@ class SparseBackend(Backend):
     sparsely; without "dense_below" no row is dense."""
     serves_trained: ClassVar[bool] = False
     """It supports models that were trained with sparse attention."""
+    reads_index: ClassVar[bool] = False
+    """It reads the rows that a layer's index selects, by `forward_indexed`."""
     serves_tier: ClassVar[bool] = False
     """It supports the host tier."""
     reads_generations: bool = False
@@ -264,12 +266,25 @@ class SparseBackend(Backend):
         """The pages that a traced row of the step read, by layer."""
         return {}
 
+    def forward_indexed(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        heads: LatentHeads,
+        metadata: Any,
+        index: IndexQuery | None,
+    ) -> torch.Tensor:
+        """`forward_latent` over the rows that `index` selects. Without it, over those that the
+        last call with one selected."""
+        raise NotImplementedError
+
 
 _BACKENDS: Mapping[str, str] = {
     "sgl_kernel": "cairn.attention.sgl_kernel_backend:SglKernelBackend",
     "flashinfer": "cairn.attention.flashinfer_backend:FlashInferBackend",
     "triton": "cairn.attention.triton_backend:TritonBackend",
     "torch": "cairn.attention.torch_backend:TorchBackend",
+    "dsa": "cairn.attention.dsa_backend:DSABackend",
     "hsa": "cairn.attention.hsa.backend:HSABackend",
 }
 """name -> "module:class"."""
@@ -279,6 +294,8 @@ _AUTO_DECODE = ("triton", "sgl_kernel", "torch")
 """Candidates of `auto`, fastest first according to `cairn bench attention`."""
 AUTO_SPARSE = "hsa"
 """The backend that `auto` means for models trained with sparse attention and for a host tier."""
+AUTO_INDEXED = "dsa"
+"""The backend that `auto` means for models whose layers have an index."""
 
 
 def backend_names() -> tuple[str, ...]:

@@ -116,3 +116,12 @@ class Scoring(NamedTuple):
 
     query: torch.Tensor  # [rows, heads, head_dim] to score landmarks with
     prior: torch.Tensor  # [rows, heads, head_dim] to pool a page's landmark with, at its last row
+
+
+class IndexQuery(NamedTuple):
+    """What layers with an index pass to attention in addition to the query. A row's score for a
+    query is the sum over heads of weight * relu(query . key)."""
+
+    query: torch.Tensor  # [rows, index heads, width]
+    weights: torch.Tensor  # [rows, index heads], with all scales
+    keys: torch.Tensor  # [rows, width] of the new rows

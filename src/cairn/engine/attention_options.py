@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import cast
 
-from cairn.attention.backend import AUTO_SPARSE, SparseBackend, sparse_class
+from cairn.attention.backend import AUTO_INDEXED, AUTO_SPARSE, SparseBackend, sparse_class
 from cairn.config import EngineConfig
 from cairn.errors import ConfigError
 from cairn.memory.layout import KV
@@ -61,6 +61,13 @@ def plan_attention(
         return _sparse_drafts(config, spec, device, names, kind)
     if spec.sparsity is not None:
         return _native(config, spec, spec.sparsity, names, kind)
+    if config.disable_dsa and spec.index_topk is None:
+        raise ConfigError(f"disable_dsa is given, {spec.architecture} has no index; leave it out")
+    if spec.index_topk is not None and not config.disable_dsa:
+        return _indexed(config, spec, spec.index_topk, names, kind)
+    if kind is not None and kind.reads_index:
+        why = "disable_dsa is given" if config.disable_dsa else f"{spec.architecture} has no index"
+        raise ConfigError(f"attention_backend is {given!r} and {why}; use another backend")
     page_size = config.page_size or DEFAULT_PAGE_SIZE
     if kind is None:
         page_size = config.page_size or _DENSE_PAGE_SIZE.get(device, DEFAULT_PAGE_SIZE)
@@ -237,6 +244,42 @@ def _native(
             warnings.append(f"{option} {value} where the model has {trained}: an approximation")
     summary = _summary(config, spec, sparse, native.chunk_size, backend)
     return AttentionPlan(("auto",), sparse, native.chunk_size, backend, (summary,), tuple(warnings))
+
+
+def _indexed(
+    config: EngineConfig,
+    spec: ModelSpec,
+    topk: int,
+    names: list[str],
+    given: type[SparseBackend] | None,
+) -> AttentionPlan:
+    """Every layer reads the rows that an index selects."""
+    if config.enable_hisparse:
+        raise ConfigError(
+            f"enable_hisparse moves whole pages, and {spec.architecture} reads single rows; leave "
+            "enable_hisparse out"
+        )
+    backend = given or sparse_class([AUTO_INDEXED])
+    assert backend is not None
+    if len(names) > 1 or not (names == ["auto"] or (backend.reads_index and given is not None)):
+        raise ConfigError(
+            f"attention_backend is {','.join(names)!r}; {spec.architecture} reads the rows that "
+            f"its index selects: use {AUTO_INDEXED}, or disable_dsa to read every row"
+        )
+    for name in _hsa_options(config):
+        raise ConfigError(f"{name} is given; {spec.architecture} has its own index: leave it out")
+    page_size = config.page_size or DEFAULT_PAGE_SIZE
+    sparse = SparseConfig(
+        policy=None,
+        layers=tuple(range(len(spec.layers))),
+        topk=topk,
+        window=1,
+        strategy=Policy.strategy,
+        fusion=Policy.fusion,
+        dense_below=topk,  # rows that see no more than they select
+    )
+    note = f"{backend.name}: queries read the {topk} rows that score highest in each layer's index"
+    return AttentionPlan(("auto",), sparse, page_size, backend, (note,))
 
 
 def _policy_shape(spec: ModelSpec, layers: Sequence[int]) -> PolicyShape:

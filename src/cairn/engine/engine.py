@@ -171,8 +171,7 @@ class Engine:
         return [
             Request(
                 id=str(next(ids)),
-                token_ids=tokens,
-                shares_tokens=params.n > 1,
+                token_ids=tokens[:],
                 params=params,
                 seed=derived_seed(seed, choice),
                 max_total_tokens=self.max_tokens,

@@ -17,6 +17,8 @@ KV = "kv"
 LATENT = "latent"
 """The part that holds one latent row for all heads: what keys and values are made of, then the
 rotated part of the key."""
+INDEX = "index"
+"""The part that holds one key per row, by which an index scores the rows that a query reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +72,11 @@ class CacheLayout:
         return cls((CachePart(KV, (2 * kv_heads, head_dim), dtype, heads=kv_heads),))
 
     @classmethod
-    def of_latents(cls, width: int) -> CacheLayout:
-        """The layout of latent rows; a page is [page_size, width]."""
-        return cls((CachePart(LATENT, (width,)),))
+    def of_latents(cls, width: int, index_width: int = 0) -> CacheLayout:
+        """The layout of latent rows, and of index keys if they have a width; a page of either is
+        [page_size, width]. Every later query reads all index keys, so they stay on the device."""
+        index = (CachePart(INDEX, (index_width,), may_leave=False),) if index_width else ()
+        return cls((CachePart(LATENT, (width,)), *index))
 
     def of_type(self, dtype: torch.dtype) -> CacheLayout:
         """The same layout with `dtype` for the parts that have no type."""

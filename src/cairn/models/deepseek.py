@@ -1,8 +1,10 @@
-"""DeepSeek-V2 and V3: latent attention, and experts of which every row also passes shared ones."""
+"""DeepSeek-V2, V3 and V3.2, and GLM-MoE-DSA: latent attention, and experts of which every row also
+passes shared ones. In V3.2 and GLM an index selects the rows that a query reads."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +14,7 @@ from cairn.models.config_reader import ConfigReader
 from cairn.models.decoder import MLP, CausalLM, FeedForward
 from cairn.models.experts import ExpertFeedForward
 from cairn.models.fields import FULL, MOST_EXPERTS, MOST_WIDTH, read_decoder, read_dimensions
+from cairn.models.indexer import IndexDims
 from cairn.models.latent_attention import LatentAttention, LatentDims
 from cairn.models.layers import Factory
 from cairn.models.spec import DecoderSpec
@@ -19,9 +22,12 @@ from cairn.models.spec import DecoderSpec
 
 class DeepseekLM(CausalLM):
     def ignores(self, name: str) -> bool:
-        # Layers behind the last one predict further tokens; they are not used.
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        return super().ignores(name) or bool(layer and int(layer[1]) >= len(self.spec.layers))
+        # Layers behind the last one predict further tokens; they are not used. Layers that share
+        # a selection may come with an index that nobody uses.
+        layer = re.match(r"model\.layers\.(\d+)\.(self_attn\.indexer\.)?", name)
+        if layer is None:
+            return super().ignores(name)
+        return int(layer[1]) >= len(self.spec.layers) or layer[2] is not None
 
 
 def build_v2(config: ConfigReader, factory: Factory) -> CausalLM:
@@ -33,15 +39,73 @@ def build_v2(config: ConfigReader, factory: Factory) -> CausalLM:
 
 
 def build_v3(config: ConfigReader, factory: Factory) -> CausalLM:
+    return _build(config, factory, _read_v3_routing(config))
+
+
+def build_v32(config: ConfigReader, factory: Factory) -> CausalLM:
+    return _build(config, factory, _read_v3_routing(config), _read_index(config))
+
+
+def build_glm(config: ConfigReader, factory: Factory) -> CausalLM:
+    layers = config.take_positive("num_hidden_layers")
+    index = _read_index(config, _read_full_layers(config, layers), interleaved=True)
+    return _build(config, factory, _read_v3_routing(config), index)
+
+
+def _read_v3_routing(config: ConfigReader) -> Routing:
     config.require("scoring_func", ("sigmoid",), "sigmoid")
     config.require("topk_method", ("noaux_tc",), "noaux_tc")
-    routing = replace(
+    return replace(
         _read_routing(config, grouped=True),
         scoring="sigmoid",
         normalize=config.take("norm_topk_prob", bool, True),
         has_bias=True,
     )
-    return _build(config, factory, routing)
+
+
+def _read_index(
+    config: ConfigReader, full: Sequence[bool] | None = None, *, interleaved: bool = False
+) -> IndexDims:
+    """`interleaved` is what the architecture takes where the config says nothing."""
+    config.require("rope_interleave", (True,), True)  # of the latent rows; the index has its own
+    if config.peek("q_lora_rank") is None:
+        raise ConfigError(f"{config.source}: q_lora_rank is missing, and the index needs it")
+    rope, width = config.take("qk_rope_head_dim", int, 64), config.take("index_head_dim", int, 128)
+    if width < rope:
+        raise ConfigError(
+            f"{config.source}: index_head_dim is {width}; it must be at least qk_rope_head_dim, "
+            f"which is {rope}"
+        )
+    return IndexDims(
+        heads=config.take_positive("index_n_heads"),
+        width=width,
+        rope=rope,
+        topk=config.take_positive("index_topk"),
+        interleaved=config.take("indexer_rope_interleave", bool, interleaved),
+        full=tuple(full or [True] * config.take_positive("num_hidden_layers")),
+    )
+
+
+def _read_full_layers(config: ConfigReader, num_layers: int) -> list[bool]:
+    """Whether each layer has an index of its own, or reads what the one before it selected."""
+    offset = config.take("index_skip_topk_offset", int, 2)
+    freq = config.take_positive("index_topk_freq", 1)
+    types = config.take_optional("indexer_types", list)
+    pattern = config.take_optional("index_topk_pattern", str)
+    full = [max(layer - offset + 1, 0) % freq == 0 for layer in range(num_layers)]
+    if types is not None:
+        if len(types) != num_layers or not set(types) <= {"full", "shared"}:
+            raise config.unsupported(
+                "indexer_types", types, f"it names full or shared for each of {num_layers} layers"
+            )
+        full = [kind == "full" for kind in types]
+    elif pattern is not None:
+        if not set(pattern) <= {"F", "S"}:
+            raise config.unsupported("index_topk_pattern", pattern, "it has F or S for a layer")
+        full = [kind == "F" for kind in pattern.ljust(num_layers, "F")[:num_layers]]
+    if not full[0]:
+        raise ConfigError(f"{config.source}: layer 0 shares a selection, and none is before it")
+    return full
 
 
 def _read_routing(config: ConfigReader, grouped: bool) -> Routing:
@@ -67,7 +131,9 @@ def _read_routing(config: ConfigReader, grouped: bool) -> Routing:
     return routing
 
 
-def _build(config: ConfigReader, factory: Factory, routing: Routing) -> CausalLM:
+def _build(
+    config: ConfigReader, factory: Factory, routing: Routing, index: IndexDims | None = None
+) -> CausalLM:
     latent = LatentDims.read(config)
     dims = read_dimensions(config, default_head_dim=latent.rope)
     for name in ("attention_bias", "mlp_bias"):
@@ -88,12 +154,16 @@ def _build(config: ConfigReader, factory: Factory, routing: Routing) -> CausalLM
             spec, layer, factory, routing, inter=inter, shared=shared, wide_router=True
         )
 
-    attention = partial(LatentAttention, dims=latent)
+    attention = partial(LatentAttention, dims=latent, index=index)
     model = DeepseekLM(spec, factory, attention=attention, feed_forward=feed_forward)
     rope = spec.layers[0].rope
     assert rope is not None
-    own = latent.attention(model.spec.layers[0].num_heads, rope)
-    model.spec = replace(model.spec, layers=(own,) * dims.num_layers)
+    heads = model.spec.layers[0].num_heads
+    full = [False] * dims.num_layers if index is None else index.full
+    width = 0 if index is None else index.width
+    layers = tuple(latent.attention(heads, rope, width if own else 0) for own in full)
+    topk = None if index is None else index.topk
+    model.spec = replace(model.spec, layers=layers, index_topk=topk)
     return model
 
 

@@ -13,8 +13,16 @@ from cairn.memory.layout import CacheLayout
 from cairn.models.config_reader import ConfigReader
 from cairn.models.decoder import Attention
 from cairn.models.fields import MOST_HEAD_DIM, MOST_WIDTH
+from cairn.models.indexer import IndexDims, Indexer
 from cairn.models.layers import Factory, Linear, Module, RMSNorm, TensorSlot
-from cairn.models.rope import CosSin, RopeParameters, Rotation, rotate, yarn_magnitude
+from cairn.models.rope import (
+    CosSin,
+    RopeParameters,
+    Rotation,
+    rotate,
+    rotation_order,
+    yarn_magnitude,
+)
 from cairn.models.spec import AttentionSpec, DecoderSpec
 
 
@@ -62,23 +70,23 @@ class LatentDims:
             scale *= yarn_magnitude(rope, rope.mscale_all_dim) ** 2
         return scale
 
-    def attention(self, num_heads: int, rope: RopeParameters) -> AttentionSpec:
+    def attention(
+        self, num_heads: int, rope: RopeParameters, index_width: int = 0
+    ) -> AttentionSpec:
         """For the engine: one kv head as wide as a latent row, of which heads read a part."""
         return AttentionSpec(
             num_heads,
             num_kv_heads=1,
             head_dim=self.kept,
             scale=self.scale(rope),
-            cache=CacheLayout.of_latents(self.kept),
+            cache=CacheLayout.of_latents(self.kept, index_width),
             value_dim=self.latent,
         )
 
     def order(self, first: int, count: int) -> torch.Tensor:
-        """Rows of a projection with the last `rope` of each of `count` heads moved so that pairs
-        are half a rotation apart, which is what `rotate` takes. `first` rows precede those."""
-        rotated = torch.arange(self.rope)
-        if self.interleaved:
-            rotated = rotated.view(-1, 2).t().flatten()
+        """The checkpoint's row for each row of a projection to `count` heads, in which `first`
+        rows come before those that are rotated."""
+        rotated = rotation_order(self.rope, interleaved=self.interleaved)
         head = torch.cat((torch.arange(first), first + rotated))
         return (torch.arange(count)[:, None] * len(head) + head).flatten()
 
@@ -107,7 +115,14 @@ class LatentProjection(Module):
 
 
 class LatentAttention(Attention):
-    def __init__(self, spec: DecoderSpec, layer: int, factory: Factory, dims: LatentDims) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        layer: int,
+        factory: Factory,
+        dims: LatentDims,
+        index: IndexDims | None = None,
+    ) -> None:
         hidden, heads = spec.dims.hidden_size, spec.dims.num_heads
         self._layer, self._heads, self._dims = layer, heads, dims
         kept = {"kv_a_proj_with_mqa": dims.kept}
@@ -143,6 +158,10 @@ class LatentAttention(Attention):
         self.kv_b_proj = LatentProjection(heads, dims, factory)
         self.o_proj = Linear(heads * dims.value, {"o_proj": hidden}, factory, split="in")
         self._parallel = factory.parallel
+        self.indexer: Indexer | None = None
+        if index is not None and index.full[layer]:
+            assert dims.query_latent is not None
+            self.indexer = Indexer(hidden, dims.query_latent, index, factory)
         rope = spec.layers[layer].rope
         assert rope is not None
         self.rotation = Rotation(rope, dims.rope)
@@ -151,12 +170,16 @@ class LatentAttention(Attention):
         assert cos_sin is not None
         dims = self._dims
         query, latent, key = self.a_proj(x).tensor_split(self._cuts, -1)
+        index = None
         if self.q_b_proj is not None:
-            query = self.q_b_proj(self.q_a_layernorm(query))
+            query_latent = self.q_a_layernorm(query)
+            query = self.q_b_proj(query_latent)
+            if self.indexer is not None and attend.reads_index:
+                index = self.indexer(x, query_latent, cos_sin)
         query = query.reshape(len(x), self._heads, dims.query)
         nope, rotated = query.tensor_split((dims.nope,), -1)
         query = torch.cat((nope, rotate(rotated, *cos_sin)), -1)
         key = rotate(key[:, None], *cos_sin)[:, 0]
         row = torch.cat((self.kv_a_layernorm(latent), key), -1)
-        read = attend.latent(self._layer, query, row, self.kv_b_proj.heads)
+        read = attend.latent(self._layer, query, row, self.kv_b_proj.heads, index)
         return self._parallel.sum(self.o_proj(read.reshape(len(x), -1)))

@@ -25,6 +25,8 @@ _ARCHITECTURES: Mapping[str, str] = {
     "Qwen3MoeForCausalLM": "cairn.models.qwen3_moe:build",
     "DeepseekV2ForCausalLM": "cairn.models.deepseek:build_v2",
     "DeepseekV3ForCausalLM": "cairn.models.deepseek:build_v3",
+    "DeepseekV32ForCausalLM": "cairn.models.deepseek:build_v32",
+    "GlmMoeDsaForCausalLM": "cairn.models.deepseek:build_glm",
     "Olmo3ForCausalLM": "cairn.models.olmo3:build",
     "HiLSForCausalLM": "cairn.models.hils:build",
 }

@@ -264,6 +264,13 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
+def rotation_order(dim: int, *, interleaved: bool) -> torch.Tensor:
+    """The checkpoint's dimension for each dimension that `rotate` takes, [dim]. With `interleaved`
+    pairs are neighbours in the checkpoint. Dot products do not depend on the order."""
+    order = torch.arange(dim)
+    return order.view(-1, 2).t().flatten() if interleaved else order
+
+
 def _frequencies(
     rope: RopeParameters, dim: int, exponents: torch.Tensor
 ) -> tuple[torch.Tensor, float]:

@@ -60,6 +60,8 @@ class ModelSpec:
     dynamic_rope_context: int | None = None
     """The length beyond which rotation depends on a prompt's length; None if it never does."""
     sparsity: NativeSparsity | None = None
+    index_topk: int | None = None
+    """Rows that a query reads, if an index of every layer selects them."""
     embedding_rows: int | None = None
     """Ids that can be embedded, if more than the vocabulary; never generated, but may be scored."""
 

@@ -102,11 +102,7 @@ def top_positions(ranks: torch.Tensor, k: int) -> torch.Tensor:
     Of equal ranks the earlier position wins, which torch.topk does not guarantee.
     """
     n = ranks.shape[-1]
-    least = ranks.topk(min(k, n), dim=-1).values[..., -1:]
-    above = ranks > least
-    equal = (ranks == least) & (ranks > float("-inf"))
-    room = min(k, n) - above.sum(-1, keepdim=True)
-    keep = above | (equal & (equal.cumsum(-1) <= room))
+    keep = _largest(ranks, min(k, n))
     # Earlier positions get larger keys, so that topk returns ascending positions, then padding.
     keys = torch.where(keep, torch.arange(n, 0, -1, device=ranks.device), 0)
     keys = keys.topk(min(k, n), dim=-1).values
@@ -114,6 +110,21 @@ def top_positions(ranks: torch.Tensor, k: int) -> torch.Tensor:
     if k > n:
         places = torch.cat((places, places.new_full((*places.shape[:-1], k - n), -1)), -1)
     return places
+
+
+def top_rows(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """Positions of the k largest of scores [rows, n], ascending, [rows, k]. At least k of each row
+    are above -inf. Of equal scores the earlier position wins."""
+    return _largest(scores, k).nonzero()[:, 1].view(len(scores), k)
+
+
+def _largest(ranks: torch.Tensor, k: int) -> torch.Tensor:
+    """Whether each rank is one of the k largest along the last dimension, and above -inf."""
+    least = ranks.topk(k, dim=-1).values[..., -1:]
+    above = ranks > least
+    equal = (ranks == least) & (ranks > float("-inf"))
+    room = k - above.sum(-1, keepdim=True)
+    return above | (equal & (equal.cumsum(-1) <= room))
 
 
 def _gather(values: torch.Tensor, places: torch.Tensor, missing: float) -> torch.Tensor:
