@@ -34,6 +34,14 @@ _HSA = (
     flag("longest-dense-prefill", 131072, "Longest prompt of the dense twin: quadratic time."),
     flag("profile", False, "Show the kernels of each step.", action="store_true"),
 )
+_CPU_ENGINES = ("cairn", "transformers", "llama.cpp")
+_CPU = (
+    flag("model", "smollm2", "A GGUF file, or the name of one.", metavar="NAME"),
+    flag("threads", None, "Of each engine; by default one for each core.", type=int, metavar="N"),
+    list_flag("engines", _CPU_ENGINES, "Which to measure.", str, choices=_CPU_ENGINES),
+    flag("repeat", 5, "Runs of each engine, in turn; medians are shown."),
+    flag("scale", 1.0, "Makes prompts and answers shorter or longer."),
+)
 _MIX = (flag("long-tokens", 131072), flag("streams", 32), flag("stream-tokens", 1024))
 _PROFILE = (flag("requests", 256), flag("steps", 30))
 _ATTENTION = (
@@ -52,6 +60,7 @@ _ENGINE = flags_of(EngineConfig)
 # What it measures, its flags, and those of the engine if it takes them.
 _OTHERS: dict[str, tuple[str, Sequence[Flag], Sequence[Flag]]] = {
     "attention": ("every attention backend side by side, on CUDA", _ATTENTION, ()),
+    "cpu": ("beside transformers and llama.cpp on the same GGUF file, on a CPU", _CPU, ()),
     "hsa": ("sparse against dense attention at long contexts, on CUDA", _HSA, ()),
     "mix": ("a long prompt beside streams that are being answered", _MIX, _ENGINE),
     "moe": ("the experts of one layer, beside transformers, and whole models", _MOE, ()),
