@@ -29,7 +29,7 @@ ROOMS = [
     {"memory"},
     {"kernels"},
     {"config"},
-    {"errors"},
+    {"errors", "interrupts"},
 ]
 
 

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from cairn import LLM, SamplingParams
+from cairn import LLM, Generation, SamplingParams
 from cairn.engine.engine import Engine
 from cairn.errors import CairnError, ConfigError, QueueFullError, RequestError
+from cairn.memory.cache import PagedCache
 from tests.helpers import TINY_LLAMA, byte_tokenizer, poison_free_memory, tokens_of, write_model
 
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -180,6 +184,64 @@ def test_ctrl_c_leaves_a_working_engine(llm: LLM, monkeypatch: pytest.MonkeyPatc
             llm.generate(["hello", "world"], max_tokens=50, ignore_eos=True)
     assert not llm.engine.has_work
     assert llm.generate("hello", max_tokens=5, ignore_eos=True).token_ids == expected
+
+
+@pytest.mark.parametrize("call", [1, 4])
+def test_ctrl_c_while_a_step_is_planned(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """A request has been given pages of the prefix cache, and does not know it yet."""
+    prompts = ["hello " * 20 + str(number) for number in range(6)]
+    expected = llm.generate(prompts[0], max_tokens=5, ignore_eos=True).token_ids
+    calls = 0
+    give = PagedCache.open
+
+    def interrupted(*given: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        pages = give(*given, **options)
+        if calls == call:
+            os.kill(os.getpid(), signal.SIGINT)
+        return pages
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PagedCache, "open", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, max_tokens=20, ignore_eos=True)
+    assert calls >= call and not llm.engine.has_work
+    llm.engine.scheduler.check()
+    assert all(group.owned == 0 for group in llm.engine.usage())
+    assert llm.generate(prompts[0], max_tokens=5, ignore_eos=True).token_ids == expected
+
+
+def test_threads_take_turns(llm: LLM) -> None:
+    prompts = [f"thread {number}" for number in range(8)]
+    given: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True}
+    expected = [llm.generate(prompt, **given).token_ids for prompt in prompts]
+
+    def streamed(prompt: str) -> list[int]:
+        return [token for chunk in llm.stream(prompt, **given) for token in chunk.token_ids]
+
+    def generated(prompt: str) -> list[int]:
+        result: Generation = llm.generate(prompt, **given)
+        return result.token_ids
+
+    with ThreadPoolExecutor(8) as threads:
+        for way in (generated, streamed):
+            assert list(threads.map(way, prompts)) == expected
+        mixed = [threads.submit(way, p) for p in prompts for way in (generated, streamed)]
+        assert [each.result() for each in mixed] == [ids for ids in expected for _ in range(2)]
+
+
+def test_choices_that_wait_share_their_prompt(llm: LLM) -> None:
+    prompt = list(range(50))
+    first, *others = llm.engine.make_requests(prompt, SamplingParams(n=4, max_tokens=2))
+    assert all(other.token_ids is first.token_ids for other in others)
+    outputs = llm.frontend.submit([first, *others])
+    while llm.engine.has_work:
+        llm.frontend.step()
+    assert len({id(output.request.token_ids) for output in outputs}) == 4
+    assert all(output.request.token_ids[:50].tolist() == prompt for output in outputs)
 
 
 def test_scoring_a_cached_prompt_larger_than_half_the_pool_ends(folder: Path) -> None:

@@ -12,11 +12,13 @@ from cairn.engine.locate import locate
 from cairn.engine.request import FinishReason, Request
 from cairn.engine.sampling_params import SamplingParams
 from cairn.errors import RequestError
+from cairn.interrupts import interrupts_held_back
 from cairn.models.source import Confirm
 from cairn.outputs import Chunk, Generation, summarize
 from cairn.progress import loading_bar
 from cairn.text.detokenizer import Detokenizer
 from cairn.text.load import load_tokenizer
+from cairn.text.stop_strings import StopStrings
 from cairn.text.tokenizer import Message, Tokenizer
 from cairn.trace import make_trace
 
@@ -64,7 +66,9 @@ class Driver(Generic[T]):
         return owner
 
     def step(self) -> None:
-        self.deliver(self.engine.step())
+        # Half a plan would lose pages, and a step without delivery would lose tokens.
+        with interrupts_held_back():
+            self.deliver(self.engine.step())
 
     def deliver(self, progress: Sequence[Progress]) -> None:
         """Pass on what a step brought; called with nothing, now and then, while idle."""
@@ -104,8 +108,8 @@ class Output:
         self._summary = summary
         self._detokenizer = None
         if tokenizer is not None:
-            stop, prompt = request.params.stop_strings, request.token_ids
-            self._detokenizer = Detokenizer(tokenizer, stop, prompt)
+            stop = StopStrings(request.params.stop_strings)
+            self._detokenizer = Detokenizer(tokenizer, stop, request.token_ids)
 
     def take(self, progress: Progress) -> None:
         """Add new tokens. Sets the result if they end the request or complete a stop string."""

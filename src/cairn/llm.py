@@ -3,11 +3,13 @@
     with LLM("path/to/model") as llm:
         print(llm.generate("The capital of France is", max_tokens=8).text)
 
-One thread drives the engine. Requests of several streams still share every step.
+Requests of several streams share every step. Threads take turns: one that generates waits for the
+others' calls.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,7 +35,8 @@ class Stream(Iterator[Chunk]):
         self._chunks: deque[Chunk] = deque()
         self._ids = [request.id for request in requests]
         self._open = len(requests)
-        llm.frontend.submit(requests, self._chunks.append)
+        with llm.lock:
+            llm.frontend.submit(requests, self._chunks.append)
 
     @property
     def request_id(self) -> str:
@@ -43,15 +46,16 @@ class Stream(Iterator[Chunk]):
     def __next__(self) -> Chunk:
         if not self._open:
             raise StopIteration
-        try:
-            while not self._chunks:
-                frontend = self._llm.frontend
-                if not any(frontend.is_open(request_id) for request_id in self._ids):
-                    raise CairnError("this stream's request was lost in an engine failure")
-                frontend.step()
-        except BaseException:
-            self.close()
-            raise
+        with self._llm.lock:
+            try:
+                while not self._chunks:
+                    frontend = self._llm.frontend
+                    if not any(frontend.is_open(request_id) for request_id in self._ids):
+                        raise CairnError("this stream's request was lost in an engine failure")
+                    frontend.step()
+            except BaseException:
+                self.close()
+                raise
         chunk = self._chunks.popleft()
         self._open -= chunk.finish_reason is not None
         return chunk
@@ -79,6 +83,7 @@ class LLM:
         Without a model, the default one is fetched on first use.
         """
         self._frontend: Frontend | None = None
+        self.lock = threading.RLock()
         if model is not None:
             options["model"] = str(model)
         self._frontend = Frontend(EngineConfig.from_kwargs(options))
@@ -86,6 +91,7 @@ class LLM:
     @classmethod
     def from_frontend(cls, frontend: Frontend) -> Self:
         llm = cls.__new__(cls)
+        llm.lock = threading.RLock()
         llm._frontend = frontend
         return llm
 
@@ -161,7 +167,9 @@ class LLM:
                 where = f"prompts[{index}]: " if len(many) > 1 else ""
                 raise RequestError(f"{where}{error}") from error
         results = []
-        for outputs in self._run(prepared):
+        with self.lock:
+            finished = self._run(prepared)
+        for outputs in finished:
             first, *others = (cast(Generation, output.result) for output in outputs)
             results.append(first.with_alternatives(others))
         return results[0] if one else results
@@ -209,7 +217,8 @@ class LLM:
         """float32 [len(token_ids), vocab_size]; row i is the log-softmax after token i."""
         params = SamplingParams()
         requests = self.engine.make_requests(list(token_ids), params, returns="whole")
-        (outputs,) = self._run([requests])
+        with self.lock:
+            (outputs,) = self._run([requests])
         return torch.cat(outputs[0].request.distributions)
 
     def embed(
@@ -220,19 +229,23 @@ class LLM:
         encoded = [self.frontend.encode(p) if isinstance(p, str) else list(p) for p in prompts]
         params = SamplingParams()
         requests = [self.engine.make_requests(ids, params, returns=pooling) for ids in encoded]
-        return torch.stack([outputs[0].request.embedding() for outputs in self._run(requests)])
+        with self.lock:
+            finished = self._run(requests)
+        return torch.stack([outputs[0].request.embedding() for outputs in finished])
 
     def abort(self, request_id: str) -> bool:
         """End a request now; its stream closes with reason "abort". False if it had ended."""
-        return self._frontend is not None and self._frontend.abort(request_id)
+        with self.lock:
+            return self._frontend is not None and self._frontend.abort(request_id)
 
     # -- closing ------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Abort what runs and free the model and its memory."""
-        if self._frontend is not None:
-            self._frontend.close()
-            self._frontend = None
+        with self.lock:
+            if self._frontend is not None:
+                self._frontend.close()
+                self._frontend = None
 
     def __enter__(self) -> Self:
         return self

@@ -148,3 +148,11 @@ def test_a_stop_does_not_wait_for_a_grammar(model_folder: Path, tmp_path: Path) 
             assert running.wait(60) == 0
             assert hostile.result().status_code in (400, 503)
         wait_until_gone(hosts[0])
+
+
+def test_stop_strings_have_a_limit(server: ServerProcess) -> None:
+    assert chat(server, stop=["x" * 1024] * 16).status_code == 200
+    for stop in ("x" * 1025, ["y", "x" * 10_000]):
+        answer = chat(server, stop=stop)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == "stop" and "1024" in answer.text

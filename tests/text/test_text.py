@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from cairn.errors import LoadError, RequestError
 from cairn.text.detokenizer import Detokenizer
+from cairn.text.stop_strings import StopStrings
 from cairn.text.tokenizer import ChatTemplate, Tokenizer
 from tests.helpers import byte_tokenizer
 
@@ -47,7 +49,7 @@ def test_tokens_decoded_apart_give_the_text_of_tokens_decoded_together(
     apart, together = Tokenizer(fast, None), Tokenizer(fast, None)
     assert apart.is_byte_level
     together.is_byte_level = False
-    one, other = (Detokenizer(each, stops, prompt) for each in (apart, together))
+    one, other = (Detokenizer(each, StopStrings(stops), prompt) for each in (apart, together))
     for begin in range(0, len(ids), step):
         new = ids[begin : begin + step]
         assert one.push(new) == other.push(new)
@@ -71,25 +73,40 @@ def test_a_character_cut_in_half_appears_only_at_the_end(tokenizer: Tokenizer) -
 def test_stop_strings_end_the_text_and_never_show(
     tokenizer: Tokenizer, text: str, stops: list[str], step: int
 ) -> None:
-    detokenizer = Detokenizer(tokenizer, stops)
+    detokenizer = Detokenizer(tokenizer, StopStrings(stops))
     ids = tokenizer.encode(text)
     shown = ""
     for begin in range(0, len(ids), step):
         shown += detokenizer.push(ids[begin : begin + step])
-        assert not any(stop in shown for stop in stops)
         if detokenizer.stopped:
             break
     shown += detokenizer.finish()
-    positions = [text.find(stop) for stop in stops if stop in text]
-    if positions:
-        # The match that completes first wins, and of those in one push the leftmost.
-        assert detokenizer.stopped
-        assert text.startswith(shown)
-        assert any(text.startswith(stop, len(shown)) for stop in stops)
-        assert not any(stop in shown for stop in stops)
-    else:
-        assert shown == text
+    # The string that is complete first ends the text, however it comes; of several, the longest.
+    ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    assert detokenizer.stopped == bool(ends)
+    assert shown == (text[: min(ends)[1]] if ends else text)
     assert detokenizer.text == shown
+
+
+class CountedText(str):
+    """A text that counts how often one of its characters is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, key: Any) -> str:
+        CountedText.looks += 1
+        return str.__getitem__(self, key)
+
+
+def test_the_search_for_stop_strings_is_linear() -> None:
+    """Against the worst text for a search that begins again at each character."""
+    stops = StopStrings(["a" * 1000 + "b"] * 16)
+    state = stops.start()
+    for _ in range(20):
+        assert stops.find(CountedText("a" * 500), state) is None
+    assert CountedText.looks <= 3 * 16 * 20 * 500
+    assert stops.find("ab", state) == (1 - 1000, 2)
+    assert state == [0] * 16
 
 
 def sentencepiece_like() -> FastTokenizer:
@@ -110,7 +127,7 @@ def sentencepiece_like() -> FastTokenizer:
 @given(prompt=st.lists(st.integers(0, 258), max_size=6), ids=st.lists(st.integers(0, 258)))
 def test_any_ids_of_any_tokenizer_become_text(prompt: list[int], ids: list[int]) -> None:
     """Bytes that are no character, spaces at the start: never an error, nothing lost or doubled."""
-    detokenizer = Detokenizer(Tokenizer(sentencepiece_like(), None), (), prompt)
+    detokenizer = Detokenizer(Tokenizer(sentencepiece_like(), None), None, prompt)
     shown = "".join(detokenizer.push([token]) for token in ids) + detokenizer.finish()
     assert shown == detokenizer.text
     if all(token < 3 for token in [*prompt, *ids]):
@@ -121,7 +138,7 @@ def test_any_ids_of_any_tokenizer_become_text(prompt: list[int], ids: list[int])
 def test_a_leading_space_after_the_prompt_is_kept() -> None:
     tokenizer = Tokenizer(sentencepiece_like(), None)
     assert tokenizer.decode([2]) == "a"
-    detokenizer = Detokenizer(tokenizer, (), prompt_ids=[1, 1])
+    detokenizer = Detokenizer(tokenizer, prompt_ids=[1, 1])
     assert detokenizer.push([2]) == " a"
 
 

@@ -171,7 +171,8 @@ class Engine:
         return [
             Request(
                 id=str(next(ids)),
-                token_ids=tokens[:],
+                token_ids=tokens,
+                shares_tokens=params.n > 1,
                 params=params,
                 seed=derived_seed(seed, choice),
                 max_total_tokens=self.max_tokens,

@@ -56,6 +56,8 @@ class Request:
     allowed_tokens: Callable[[], bytes | None] | None = None
     """Returns a bit mask of the tokens that may follow the output so far; None if that is not known
     yet, and the request has to wait. Needs `host_tokens`."""
+    shares_tokens: bool = False
+    """`token_ids` are also those of other choices of the prompt, and are copied before it runs."""
     traced: bool = False
     """Record which pages were read for each generated token."""
     dense: bool = False

@@ -17,6 +17,7 @@ from cairn.errors import RequestError
 MAX_SEED = 2**63 - 1
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
+MAX_STOP_LENGTH = 1024  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,10 @@ class SamplingParams:
         for text in stop:
             if not isinstance(text, str) or not text:
                 _refuse("stop", text, "a non-empty string or a list of them")
+            if len(text) > MAX_STOP_LENGTH:
+                raise RequestError(
+                    f"stop has a string of {len(text)} characters; at most {MAX_STOP_LENGTH}"
+                )
         for token in stop_ids:
             _check_token("stop_token_ids", token)
 

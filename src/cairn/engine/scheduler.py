@@ -342,6 +342,8 @@ class Scheduler:
         del self._waiting[request.id]
         self._running[request.id] = request
         request.state = State.RUNNING
+        if request.shares_tokens:
+            request.token_ids, request.shares_tokens = request.token_ids[:], False
         request.slot = self._free_slots.pop()
         request.pages = self.cache.open(
             match, len(request.token_ids), publish=request.prompt_scores == "none"

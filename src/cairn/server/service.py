@@ -41,6 +41,7 @@ from cairn.server.schema import (
 )
 from cairn.text.detokenizer import Detokenizer
 from cairn.text.load import load_tokenizer
+from cairn.text.stop_strings import StopStrings
 
 _LOGGED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 
@@ -271,9 +272,11 @@ class Service:
             trace = await self.text().pages(prompts[0], self.client.check_running())
         choices: list[Choice] = []
         messages = []
+        stop = self._stop_strings(params)
+        params = replace(params, stop=())  # the engine does not look for them
         for ids in prompts:
             own = [
-                self._choice(len(choices) + i, ids, params, body, parsed=bool(options.parsers))
+                self._choice(len(choices) + i, ids, stop, body, parsed=bool(options.parsers))
                 for i in range(params.n)
             ]
             choices += own
@@ -351,20 +354,23 @@ class Service:
             record.finish = [choice.reason for choice in choices if choice.reason is not None]
             self.metrics.answered(answer)
 
-    def _choice(
-        self, index: int, prompt: list[int], params: SamplingParams, body: Sampling, *, parsed: bool
-    ) -> Choice:
-        tokenizer = self.text().tokenizer_for(body, parsed=parsed)
-        if tokenizer is None and params.stop_strings:
+    def _stop_strings(self, params: SamplingParams) -> StopStrings:
+        if self.text().tokenizer is None and params.stop_strings:
             raise bad_request(
                 "stop",
                 "stop needs a tokenizer and this model has no tokenizer.json; add one, or leave "
                 "stop out",
             )
+        return StopStrings(params.stop_strings)
+
+    def _choice(
+        self, index: int, prompt: list[int], stop: StopStrings, body: Sampling, *, parsed: bool
+    ) -> Choice:
+        tokenizer = self.text().tokenizer_for(body, parsed=parsed)
         detokenizer = None
         if tokenizer is not None:
             keep = bool(body.include_stop_str_in_output or body.no_stop_trim)
-            detokenizer = Detokenizer(tokenizer, params.stop_strings, prompt, keep_stop=keep)
+            detokenizer = Detokenizer(tokenizer, stop, prompt, keep_stop=keep)
         silent = isinstance(body, CompletionRequest) and body.max_tokens == 0
         number = self.client.new_number()
         return Choice(number, index, len(prompt), detokenizer, silent=silent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cairn.text.stop_strings import StopStrings
 from cairn.text.tokenizer import Tokenizer
 
 _CONTEXT = 8  # prompt tokens that precede the output: some tokenizers drop a leading space
@@ -22,15 +23,17 @@ class Detokenizer:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        stop: Sequence[str] = (),
+        stop: StopStrings | None = None,
         prompt_ids: Sequence[int] = (),
         *,
         keep_stop: bool = False,
     ) -> None:
         """`keep_stop`: the stop string is part of the text."""
         self._tokenizer = tokenizer
-        self._stop = tuple(stop)
         self._keep_stop = keep_stop
+        self._stop = stop or StopStrings()
+        self._matched = self._stop.start()
+        self._searched = 0  # characters of the held text in which no stop string is complete
         # Tokens to decode together; empty if the next one can be decoded alone.
         self._ids = list(prompt_ids[-_CONTEXT:])
         self._known = len(self._ids)  # number of them whose text is known
@@ -79,13 +82,15 @@ class Detokenizer:
         """The held text up to a stop string, or up to what may become one."""
         end = len(self._held)
         if self._stop:
-            # A stop string that is complete now cannot begin before what was held back.
-            found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
-            if found:
-                end, self.matched = min(found)
-                end += len(self.matched) if self._keep_stop else 0
+            old = self._searched
+            found = self._stop.find(self._held[old:], self._matched)
+            if found is not None:
+                begin, end = old + found[0], old + found[1]
+                self.matched = self._held[begin:end]
+                end = end if self._keep_stop else begin
             elif not final:
-                end -= max(overlap(self._held, stop) for stop in self._stop)
+                end -= max(self._matched)
+            self._searched = len(self._held) - end
         piece, self._held = self._held[:end], self._held[end:]
         self._shown.append(piece)
         return piece

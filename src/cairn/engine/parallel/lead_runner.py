@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -14,6 +12,7 @@ from cairn.engine.parallel.rank_process import BackUp, Launch, State, Tell
 from cairn.engine.plan import StepPlan
 from cairn.engine.runner import InFlight, Runner, StepResult
 from cairn.errors import CairnError, RankError
+from cairn.interrupts import interrupts_held_back
 from cairn.kernels.compilations import CompilationCounts
 from cairn.memory.copies import Transfer
 from cairn.memory.hisparse import HiSparseCoordinator, TierStats
@@ -49,7 +48,8 @@ class LeadRunner(Runner):
         Ctrl-C waits until it is done.
         """
         self.ranks.check()
-        with _interrupts_held_back(), self.ranks.ended_by_failure():
+        # Ranks that begin something together must end it together.
+        with interrupts_held_back(), self.ranks.ended_by_failure():
             yield
 
     def watch(self) -> None:
@@ -149,22 +149,3 @@ def _for_others(plan: StepPlan) -> StepPlan:
     if any(advance.allowed is not None for advance in advances):
         advances = tuple(advance._replace(allowed=None) for advance in advances)
     return replace(plan, advances=advances, admissions=())
-
-
-@contextmanager
-def _interrupts_held_back() -> Iterator[None]:
-    """Ctrl-C takes effect at the end: ranks that begin something together must end it together."""
-    handler = None
-    if threading.current_thread() is threading.main_thread():
-        handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler):
-        yield
-        return
-    came: list[tuple[Any, ...]] = []
-    signal.signal(signal.SIGINT, lambda *given: came.append(given))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if came:
-            handler(*came[0])
