@@ -22,21 +22,26 @@ help:
 	@echo "make test-clients  set up other people's clients in an environment of their own, and drive the server with them"
 	@echo "make test-sglang  set up stock SGLang in an environment of its own, and test the plug-in in it"
 
-$(VENV)/installed: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
-	touch $@
+# One stamp for what serving needs, and one for that and the tools of `make test`.
+$(VENV)/serving: EXTRAS := server,grammar
+$(VENV)/testing: EXTRAS := dev
+$(VENV)/serving $(VENV)/testing: pyproject.toml
+	@test -d $(VENV) || echo "Setting up $(VENV). Most of it is torch, which on Linux brings its CUDA libraries. To do" \
+	    "without them: make run PIP_FLAGS='--extra-index-url https://download.pytorch.org/whl/cpu'"
+	@$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_FLAGS) --editable ".[$(EXTRAS)]"
+	@touch $@
 
-run: $(VENV)/installed
+run: $(VENV)/serving
 ifeq ($(MODEL),smollm2)
 	@$(BIN)/cairn pull smollm2 >/dev/null
 endif
 	$(BIN)/cairn serve --model "$(MODEL)" --port $(PORT) $(FLAGS_$(MODEL))
 
-chat: $(VENV)/installed
+chat: $(VENV)/serving
 	@$(BIN)/cairn chat --model "$(MODEL)"
 
-lint: $(VENV)/installed
+lint: $(VENV)/testing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

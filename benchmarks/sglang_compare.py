@@ -10,7 +10,7 @@ python benchmarks/sglang_compare.py table FILE
 sglang-triton is stock SGLang: it is told to load no plug-in, so Cairn may be installed beside it.
 sglang-hsa is the same with Cairn's plug-in (docs/sglang.md). cairn-hsa and cairn-dense are Cairn's
 own engine, the latter with `auto`, which takes the fastest kernels installed. The sglang-* engines
-need an environment with `cairn[sglang]`; everything else runs wherever Cairn does.
+need an environment with `cairn-llm[sglang]`; everything else runs wherever Cairn does.
 
 Prompts are random ids, answers greedy and streamed. A batch's time to the first token ends when the
 last of its requests has one, and a decode step is timed while all of them are decoding. KV takes

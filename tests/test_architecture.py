@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import cairn
@@ -92,3 +93,15 @@ def test_the_api_process_starts_without_torch() -> None:
     """It takes seconds to import, and the engine's process, which needs it, comes after."""
     script = "import sys; sys.modules['torch'] = None; import cairn.server.run"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_hints_name_this_project_and_extras_that_it_has() -> None:
+    top = ROOT.parent.parent
+    extras = tomllib.loads((top / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = set()
+    for path in [*ROOT.rglob("*.py"), *(top / "docs").glob("*.md"), top / "README.md"]:
+        text = path.read_text()
+        assert "cairn[" not in text, f"{path}: the package is cairn-llm"
+        named |= set(re.findall(r"install\([\"'](\w+)[\"']\)|cairn-llm\[(\w+)\]", text))
+    found = {name for pair in named for name in pair if name}
+    assert {"server", "grammar"} <= found <= set(extras)

@@ -72,6 +72,7 @@ def test_unknown_flags_and_values_are_named(
         (["--model", "MODEL", "--temperature", "-1"], "temperature is -1.0"),
         (["--model", "MODEL", "--top-p", "0"], "top_p is 0.0"),
         (["--model", "MODEL", "--kv-cache-gib", "1e-9"], "holds no page"),
+        (["--model", "MODEL", "--kv-cache-gib", "1e6"], "kv_cache_gib is 1e+06 and"),
     ],
 )
 def test_errors_go_to_stderr_with_code_2(
@@ -91,8 +92,42 @@ def test_doctor_tells_versions_devices_and_backends(capsys: pytest.CaptureFixtur
     assert report["packages"]["torch"]
     assert report["devices"][0]["name"] == "cpu"
     assert report["attention_backends"]["torch"] == {"available": True, "reason": None}
+    assert {name for name, state in report["features"].items() if state["available"]} == {
+        "hsa",
+        "server",
+        "grammar",
+    }
     assert main(["doctor"]) == 0
-    assert "torch" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "torch" in printed and "response_format, tools" in printed
+
+
+def test_doctor_tells_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    assert main(["doctor", "--json"]) == 0
+    state = json.loads(capsys.readouterr().out)["features"]["grammar"]
+    assert state["reason"] == "llguidance not installed; pip install 'cairn-llm[grammar]'"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--model", "nowhere"], "model 'nowhere' is no folder"),
+        (["--model", "MODEL", "--kv-cache-gib", "1e6"], "kv_cache_gib is 1e+06 and"),
+    ],
+)
+def test_serve_tells_once_why_it_cannot_start(
+    folder: Path, arguments: list[str], named: str
+) -> None:
+    arguments = [str(folder) if a == "MODEL" else a for a in arguments]
+    command = [sys.executable, "-m", "cairn.cli.main", "serve", "--port", "0", "--device", "cpu"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"cairn: error: {named}")
 
 
 def test_ctrl_c_is_a_clean_end(folder: Path) -> None:

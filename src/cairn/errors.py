@@ -29,3 +29,8 @@ class PageError(CairnError):
 
 class RankError(CairnError):
     """A rank of several failed or ended: the engine cannot go on, and must be started again."""
+
+
+def install(extra: str) -> str:
+    """The command that installs an optional part. The name `cairn` is another project's."""
+    return f"pip install 'cairn-llm[{extra}]'"

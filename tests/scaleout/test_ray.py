@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("ray") is None,
-        reason="needs ray: pip install 'cairn[ray]', in an environment of its own",
+        reason="needs ray: pip install 'cairn-llm[ray]', in an environment of its own",
     ),
 ]
 

@@ -34,7 +34,7 @@ def test_without_sglang_it_says_so(caplog: pytest.LogCaptureFixture) -> None:
         plugin.register()
     assert "cairn doctor --sglang" in caplog.text
     (finding,) = check.examine()
-    assert finding.problem == "not installed; pip install 'cairn[sglang]'"
+    assert finding.problem == "not installed; pip install 'cairn-llm[sglang]'"
 
 
 def doctor(*arguments: str, **changed: str) -> subprocess.CompletedProcess[str]:
@@ -50,7 +50,7 @@ def doctor(*arguments: str, **changed: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.skipif(HAS_SGLANG, reason="sglang is installed here")
 def test_the_doctor_fails_without_sglang() -> None:
     done = doctor()
-    assert done.returncode == 1 and "cairn[sglang]" in done.stdout
+    assert done.returncode == 1 and "cairn-llm[sglang]" in done.stdout
 
 
 @pytest.mark.slow

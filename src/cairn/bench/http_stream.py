@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from cairn.errors import CairnError, ConfigError
+from cairn.errors import CairnError, ConfigError, install
 
 try:
     import httptools
 except ImportError as missing:
-    raise ConfigError("bench serve needs httptools; pip install 'cairn[server]'") from missing
+    raise ConfigError(f"bench serve needs httptools; {install('server')}") from missing
 
 
 class HttpError(CairnError):

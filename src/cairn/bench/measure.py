@@ -22,7 +22,7 @@ from cairn.config import EngineConfig
 from cairn.engine.locate import locate
 from cairn.engine.resolve import resolve_device, resolve_dtype
 from cairn.engine.sampling_params import SamplingParams
-from cairn.errors import ConfigError
+from cairn.errors import ConfigError, install
 from cairn.llm import LLM
 from cairn.models.blocks import dense
 from cairn.models.source import ModelSource
@@ -119,7 +119,7 @@ class TransformersBaseline:
             import transformers
         except ImportError as error:
             raise ConfigError(
-                "the baseline needs transformers: pip install 'cairn[bench]', or --no-baseline"
+                f"the baseline needs transformers: {install('bench')}, or --no-baseline"
             ) from error
         if source.folder is not None:
             model = transformers.AutoModelForCausalLM.from_pretrained(source.folder, dtype=dtype)

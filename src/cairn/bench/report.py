@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cairn import __version__
-from cairn.errors import ConfigError
+from cairn.errors import ConfigError, install
 
 
 def check_files(**paths: str | None) -> None:
@@ -46,7 +46,7 @@ def need_matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'cairn[bench]'") from error
+        raise ConfigError(f"--plot needs matplotlib: {install('bench')}") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -9,6 +9,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.markup import escape
 
+from cairn.cli.terminal import WordWrap, line_reader
 from cairn.engine.sampling_params import SamplingParams
 from cairn.errors import RequestError
 from cairn.llm import LLM
@@ -19,7 +20,8 @@ _HELP = """\
 /stats   what the last answer took, and the state of the KV cache
 /trace   which pages the last answer was read from (with sparse attention)
 /help    this list
-/exit    leave (Ctrl-D does too; Ctrl-C stops an answer)"""
+/exit    leave (Ctrl-D does too; Ctrl-C stops an answer)
+Up and Down recall earlier lines, Ctrl-R searches them."""
 
 _TRACED_PAGES = 8
 
@@ -33,14 +35,14 @@ class Chat:
         params: SamplingParams,
         *,
         system: str | None = None,
-        read: Callable[[str], str] = input,
+        read: Callable[[str], str] | None = None,
         out: TextIO | None = None,
     ) -> None:
         self._llm = llm
         self._params = params
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._system)
-        self._read = read
+        self._read = read or line_reader()
         self._console = Console(file=out or sys.stdout, highlight=False)
         self._last: Generation | None = None
 
@@ -84,16 +86,18 @@ class Chat:
             self._messages.pop()
             self._say(f"[red]{escape(str(error))}[/red]")
             return
-        said = ""
+        said, wrap = "", WordWrap(lambda: self._console.width)
         with stream:
             try:
                 for chunk in stream:
                     said += chunk.text
-                    self._console.file.write(_printable(chunk.text))
-                    self._console.file.flush()
+                    text = _printable(chunk.text)
+                    self._write(wrap.push(text) if self._console.is_terminal else text)
                     self._last = chunk.result or self._last
             except KeyboardInterrupt:
+                self._write(wrap.finish())
                 self._say("\n[dim]stopped[/dim]", end="")
+        self._write(wrap.finish())
         self._say("")
         self._messages.append({"role": "assistant", "content": said})
 
@@ -127,6 +131,10 @@ class Chat:
             text = " ".join(_printable(trace.pages[page].text or "").split())
             lines.append(f"{100 * share:5.1f} %  page {page:<5d} {escape(text[:60])}")
         return "\n".join(lines)
+
+    def _write(self, text: str) -> None:
+        self._console.file.write(text)
+        self._console.file.flush()
 
     def _say(self, text: str, end: str = "\n") -> None:
         self._console.print(text, end=end, soft_wrap=True)

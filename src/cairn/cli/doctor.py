@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from rich.markup import escape
 
 from cairn import __version__
-from cairn.attention.backend import backend_class, backend_names
+from cairn.attention.backend import AUTO_SPARSE, backend_class, backend_names
 from cairn.bench.report import print_rows
 from cairn.engine.resolve import resolve_device
+from cairn.errors import install
 
-_PACKAGES = (
-    "torch numpy safetensors tokenizers jinja2 rich gguf huggingface_hub triton transformers"
-)
+_PACKAGES = """
+    torch numpy safetensors tokenizers jinja2 rich prompt_toolkit gguf huggingface_hub triton
+    transformers fastapi uvicorn pyzmq llguidance
+"""
+_SERVER = "fastapi uvicorn httptools uvloop msgspec zmq prometheus_client pypdf".split()
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -61,7 +66,28 @@ def _examine() -> dict[str, Any]:
         "devices": devices,
         "default_device": default.type,
         "attention_backends": backends,
+        "features": {
+            "hsa": _state(backend_class(AUTO_SPARSE).unavailable_reason(default), _hsa(default)),
+            "server": _state(_missing("server", _SERVER), "cairn serve, make run"),
+            "grammar": _state(_missing("grammar", ["llguidance"]), "response_format, tools"),
+        },
     }
+
+
+def _hsa(device: torch.device) -> str:
+    """What computes sparse attention."""
+    missing = backend_class("triton").unavailable_reason(device)
+    return "by kernels" if missing is None else f"in torch, without kernels: {missing}"
+
+
+def _missing(extra: str, modules: Sequence[str]) -> str | None:
+    """Why a part that needs these modules does not run."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    return f"{', '.join(missing)} not installed; {install(extra)}" if missing else None
+
+
+def _state(reason: str | None, detail: str) -> dict[str, Any]:
+    return {"available": reason is None, "reason": reason, "detail": detail}
 
 
 def _version(package: str) -> str | None:
@@ -92,6 +118,11 @@ def _show_machine(report: dict[str, Any]) -> None:
         for name, state in report["attention_backends"].items()
     }
     _show("Backends", ("attention backend", "state"), backends)
+    features = {
+        name: state["detail"] if state["available"] else f"off: {state['reason']}"
+        for name, state in report["features"].items()
+    }
+    _show("Features", ("feature", "state"), features)
 
 
 def _show(title: str, columns: tuple[str, str], rows: dict[str, str]) -> None:

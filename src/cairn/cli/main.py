@@ -16,7 +16,7 @@ from cairn.cli.demo import add_demo
 from cairn.cli_flags import add_command, collect, flag, flags_of
 from cairn.config import EngineConfig
 from cairn.engine.sampling_params import SamplingParams
-from cairn.errors import CairnError, ConfigError, RequestError
+from cairn.errors import CairnError, ConfigError, RequestError, install
 from cairn.eval.command import add_eval
 from cairn.server.options import ServeConfig
 
@@ -135,7 +135,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         from cairn.server.run import run_server
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"cairn serve needs the package {error.name}; pip install 'cairn[server]'"
+            f"cairn serve needs the package {error.name}; {install('server')}"
         ) from error
     run_server(engine, options)
     return 0

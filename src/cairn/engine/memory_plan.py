@@ -121,7 +121,16 @@ def default_budget(config: EngineConfig, device: torch.device) -> int:
 def kv_budget(config: EngineConfig, device: torch.device) -> int | None:
     """Bytes for the KV cache of a rank; None to size it by what requests need."""
     if config.kv_cache_gib is not None:
-        return int(config.kv_cache_gib * 2**30)
+        wanted = int(config.kv_cache_gib * _GIB)
+        on_gpu = device.type == "cuda"
+        free = torch.cuda.mem_get_info(device)[0] if on_gpu else free_memory(device) // config.tp
+        if wanted > free:
+            where = "on the device" if on_gpu else "for it, a container's limit included"
+            raise ConfigError(
+                f"kv_cache_gib is {config.kv_cache_gib:g} and {free / _GIB:.1f} GiB of memory are "
+                f"free {where}; lower it"
+            )
+        return wanted
     if device.type != "cuda":
         if config.mem_fraction_static is not None:
             raise ConfigError(

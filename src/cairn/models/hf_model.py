@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from cairn.attention.attend import Attend
-from cairn.errors import ConfigError, LoadError
+from cairn.errors import ConfigError, LoadError, install
 from cairn.models.interface import LanguageModel
 from cairn.models.spec import AttentionSpec, ModelSpec
 
@@ -44,7 +44,7 @@ def load_transformers_model(
         from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
     except ImportError as error:
         raise ConfigError(
-            "model_impl=transformers needs the transformers package: pip install 'cairn[hf]'"
+            f"model_impl=transformers needs the transformers package: {install('hf')}"
         ) from error
     AttentionInterface.register(_NAME, _attention)
     # Our attention does the masking, so transformers need not make a mask.

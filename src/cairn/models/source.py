@@ -95,13 +95,24 @@ def find_model(
         return ModelSource(
             ConfigReader(PRESETS[name], f"preset {name}", ignored_fields, is_preset=True)
         )
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+    if _is_hub_id(name):
         folder = _from_hub(name)
         return ModelSource(ConfigReader.from_folder(folder, ignored_fields), folder=folder)
     raise ConfigError(
         f"model {name!r} is no folder, no .gguf file, no hub id (owner/name), and no known name; "
         f"known: {', '.join([*BUNDLED, *PULLABLE, *PRESETS])}"
     )
+
+
+def needs_download(name: str) -> bool:
+    """Whether the model must be fetched before anything is known about it."""
+    if name in BUNDLED or Path(name).expanduser().exists():
+        return False
+    return not pulled_path(name).exists() if name in PULLABLE else _is_hub_id(name)
+
+
+def _is_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
 
 
 def _from_gguf(path: Path, ignored_fields: tuple[str, ...]) -> ModelSource:

@@ -239,7 +239,6 @@ class EngineClient:
 
     def _lose(self, reason: str) -> bool:
         """The engine is gone. Fail all answers, and return whether to start another one."""
-        _log.error("the engine is lost: %s", reason)
         error = ApiError(
             503, f"the engine was lost: {reason}", code="engine_lost", retry_after=_RETRY_AFTER
         )
@@ -250,7 +249,8 @@ class EngineClient:
             self.health = Health("dead", reason)
             usage = self._failure is not None and self._failure.usage
             self._loaded.set_exception((ConfigError if usage else CairnError)(reason))
-            return False
+            return False  # the caller of `loaded` tells the user
+        _log.error("the engine is lost: %s", reason)
         now = time.monotonic()
         self._lost.append(now)
         while self._lost[0] < now - _RESTART_WINDOW:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cairn.errors import install
 from cairn.server.api_error import bad_request
 from cairn.server.reasoning import Place, ReasoningForm
 from cairn.server.schema import ChatRequest, Sampling, Tool, ToolChoice
@@ -240,7 +241,7 @@ def _missing() -> Exception:
     return bad_request(
         "response_format",
         "response_format, structured_outputs and tools need the package llguidance on the server: "
-        "pip install 'cairn[grammar]'",
+        + install("grammar"),
     )
 
 

@@ -14,7 +14,9 @@ import uvicorn
 import uvloop
 
 from cairn.config import EngineConfig
+from cairn.engine.locate import locate
 from cairn.errors import ConfigError
+from cairn.models.source import needs_download
 from cairn.server.connection import Connection, ConnectionLimits, raise_file_limit
 from cairn.server.log import start_logging
 from cairn.server.middleware import RequestLog
@@ -30,6 +32,8 @@ _log = logging.getLogger("cairn.server")
 
 def run_server(engine: EngineConfig, serve: ServeConfig) -> None:
     """Returns after a signal and a clean stop. Raises if the engine cannot be started."""
+    if not needs_download(engine.model):
+        locate(engine)  # what is wrong with it is told at once, before the engine's process starts
     listening = _listen(serve)
     log = RequestLog(serve.request_log)
     with closing(start_logging()), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

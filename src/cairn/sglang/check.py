@@ -9,6 +9,7 @@ import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cairn.errors import install
 from cairn.sglang.hooks import missing_hooks
 from cairn.sglang.plugin import MODELS, NAME
 
@@ -29,7 +30,7 @@ def examine() -> list[Finding]:
     try:
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
-        return [Finding("sglang", "not installed; pip install 'cairn[sglang]'")]
+        return [Finding("sglang", f"not installed; {install('sglang')}")]
     known = "tested" if version in TESTED else f"not tested; tested are {', '.join(TESTED)}"
     findings = [Finding("sglang", None, f"{version}, {known}"), _entry_point()]
     if findings[-1].problem is not None:
@@ -47,7 +48,7 @@ def _entry_point() -> Finding:
     what = f"entry point {GROUP}"
     found = [point for point in importlib.metadata.entry_points(group=GROUP) if point.name == NAME]
     if not found:
-        return Finding(what, "none for hsa; reinstall cairn in this environment")
+        return Finding(what, "none for hsa; reinstall cairn-llm in this environment")
     from sglang.srt.environ import envs
 
     chosen = envs.SGLANG_PLUGINS.get()
