@@ -9,7 +9,7 @@ import torch
 from cairn.attention.backend import AttentionShape, backend_names, dense_class, refusal
 from cairn.attention.batch import to_device
 from cairn.engine.inputs import StepInputs
-from cairn.kernels.references import paged_attention
+from cairn.kernels.references import latent_attention, paged_attention
 from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import CacheLayout
@@ -76,3 +76,37 @@ def test_backends_agree_with_the_reference(
         )
         ratio = (out - expected).norm() / expected.norm()
         assert ratio < 1e-2, f"layer {layer}: error ratio {ratio:.1e}"
+
+
+@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("backend", backend_names())
+def test_backends_agree_over_latent_rows(backend: str, batch: str, num_heads: int) -> None:
+    device, dtype, page_size, width, latent = torch.device("cuda"), torch.bfloat16, 64, 576, 512
+    torch.manual_seed(0)
+    new, total = (np.array(values) for values in zip(*BATCHES[batch], strict=True))
+    groups = group_layers([None], [CacheLayout.of_latents(width).of_type(dtype)])
+    size = (num_heads, 1, width, 0.1, page_size, dtype, device, groups, len(new))
+    shape = AttentionShape(*size, value_dim=latent)
+    reason = refusal(backend, shape)
+    if reason is not None:
+        pytest.skip(reason)
+    counts = -(-total // page_size)
+    pool = KVPool(groups, [int(counts.sum())], page_size, device)
+    pages = np.split(1 + np.random.default_rng(0).permutation(counts.sum()), np.cumsum(counts)[:-1])
+    table = np.zeros((len(new), int(counts.max()) + 1), dtype=np.int32)
+    for row, own in zip(table, pages, strict=True):
+        row[: len(own)] = own
+    step = StepInputs.made_up(page_size, new, total, [table]).send(device, True).batch
+    query = torch.randn(int(new.sum()), num_heads, width, device=device).to(dtype)
+    attention = dense_class(backend)(shape, pool)
+    metadata = attention.prepare(step)
+    attention.begin(metadata)
+    rows = pool.part(0, "latent").normal_()
+    out = attention.forward(0, query, metadata).float()
+    on_device = to_device(table, device)
+    expected = latent_attention(
+        query, rows, on_device, total.tolist(), new.tolist(), latent=latent, scale=0.1
+    )
+    ratio = (out - expected).norm() / expected.norm()
+    assert ratio < 1e-2, f"error ratio {ratio:.1e}"

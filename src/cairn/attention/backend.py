@@ -282,6 +282,7 @@ class SparseBackend(Backend):
 _BACKENDS: Mapping[str, str] = {
     "sgl_kernel": "cairn.attention.sgl_kernel_backend:SglKernelBackend",
     "flashinfer": "cairn.attention.flashinfer_backend:FlashInferBackend",
+    "flash_mla": "cairn.attention.flash_mla_backend:FlashMLABackend",
     "triton": "cairn.attention.triton_backend:TritonBackend",
     "torch": "cairn.attention.torch_backend:TorchBackend",
     "dsa": "cairn.attention.dsa_backend:DSABackend",
@@ -289,9 +290,10 @@ _BACKENDS: Mapping[str, str] = {
 }
 """name -> "module:class"."""
 
-_AUTO_PREFILL = ("sgl_kernel", "triton", "torch")
-_AUTO_DECODE = ("triton", "sgl_kernel", "torch")
-"""Candidates of `auto`, fastest first according to `cairn bench attention`."""
+_AUTO = ("sgl_kernel", "triton", "torch"), ("triton", "sgl_kernel", "torch")
+_AUTO_LATENT = ("triton", "torch"), ("flash_mla", "triton", "torch")
+"""Candidates of `auto` for prefill and for decode, fastest first according to `cairn bench
+attention`, over keys and values and over latent rows."""
 AUTO_SPARSE = "hsa"
 """The backend that `auto` means for models trained with sparse attention and for a host tier."""
 AUTO_INDEXED = "dsa"
@@ -344,7 +346,8 @@ def resolve_backends(
     )
     passed: dict[str, str] = {}
     chosen = []
-    pairs = zip((*names, *names)[:2], (_AUTO_PREFILL, _AUTO_DECODE), strict=True)
+    auto = _AUTO if shape.value_dim is None else _AUTO_LATENT
+    pairs = zip((*names, *names)[:2], auto, strict=True)
     for name, candidates in pairs:
         reasons = {}
         for candidate in candidates if name == "auto" else (name,):
