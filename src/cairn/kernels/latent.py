@@ -30,7 +30,9 @@ from cairn.kernels.pdl import pdl_options
 from cairn.kernels.sizes import blocks_of, power_of_two
 from cairn.kernels.softmax import LOG2E, softmax_result, softmax_step
 
-_LEAST_ROWS = 256  # fewest rows of a share: less is not worth the merge
+_LEAST_ROWS = 128  # fewest rows of a share: less is not worth the merge
+_TILE = 64, 2  # rows of a tile, and tiles in memory, of 16-bit types
+_TILE_FLOAT32 = 16, 1
 _MERGED = tl.constexpr(16)  # parts that are merged at once
 
 
@@ -481,8 +483,8 @@ def _sizes(
     """Descriptors of latents and rotated parts; constants and options of the kernels."""
     heads, width = query.shape[1:]
     page_size, latent = pool.shape[1], out.shape[2]
-    block_m = _block_m(query.dtype)
-    block_n = block_m
+    half = query.dtype.itemsize == 2
+    block_n, tiles = _TILE if half else _TILE_FLOAT32
     rope = width - latent
     tma = (
         can_describe(pool.device, pool.dtype)
@@ -495,9 +497,8 @@ def _sizes(
         flat = pool.view(-1, width)
         describe = TensorDescriptor.from_tensor
         descriptors = describe(flat, [block_n, latent]), describe(flat, [block_n, rope])
-    half = query.dtype.itemsize == 2
     sizes: dict[str, Any] = {"HEADS": heads, "LATENT": latent, "ROPE": rope, "TMA": tma}
     sizes |= {"PAGE_SIZE": page_size, "HEAD_TILE": _head_tile(heads, query.dtype)}
-    sizes |= {"BLOCK_M": block_m, "BLOCK_N": block_n}
-    sizes |= {"num_warps": 8 if half else 4, "num_stages": 2 if half else 1}
+    sizes |= {"BLOCK_M": _block_m(query.dtype), "BLOCK_N": block_n}
+    sizes |= {"num_warps": 8 if half else 4, "num_stages": tiles}
     return descriptors, sizes
