@@ -24,6 +24,7 @@ from cairn.bench.http_stream import HttpError, Reply
 from cairn.bench.load import draw_requests, due_times, parse_load, redraw
 from cairn.bench.profile import per_step, share_out
 from cairn.bench.replay import Prompts, read_trace, run
+from cairn.bench.spec import loops
 from cairn.bench.tier_engines import SMALL_BATCHES, full_length
 from cairn.bench.tier_options import TierBench
 from cairn.bench.workloads import seeded
@@ -97,6 +98,32 @@ def test_bad_workloads_are_named(
 ) -> None:
     assert main(["bench", *arguments, "--model", str(folder), "--device", "cpu"]) == 2
     assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "parts", ["prose", pytest.param("quote,wrong", marks=pytest.mark.slow)], ids=["prose", "rest"]
+)
+def test_drafts_are_measured(parts: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--context", "300", "--batches", "1,2", "--tokens", "2,3", "--output-len", "6"]
+    small += ["--repeat", "1", "--hsa-topk", "1", "--hsa-window", "32", "--hsa-dense-below", "0"]
+    engine = ["--model", str(folder), "--device", "cpu", "--page-size", "16"]
+    assert main(["bench", "spec", "--parts", parts, *small, *engine]) == 0
+    rows = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["results"]
+    found = [(row["part"], row["requests"], row["K"]) for row in rows]
+    if parts == "prose":
+        assert found == [("prose", batch, count) for batch in (1, 2) for count in (2, 3)]
+        assert all(row["same text"] == f"{row['requests']}/{row['requests']}" for row in rows)
+    else:
+        assert found == [("quote", 1, 7), ("wrong", 1, 7)]
+        assert rows[1]["accepted"].startswith("0/") and rows[1]["accepted"] > "0/1"
+    assert all(row["plain tok/s"] > 0 and row["tok/s"] > 0 for row in rows)
+    assert main(["bench", "spec", *engine, "--speculative", "ngram"]) == 2
+    assert "leave it out" in capsys.readouterr().err
+
+
+def test_loops_are_runs_that_come_again() -> None:
+    assert not loops([*range(20), *range(7)]) and loops([*range(20), *range(8)])
+    assert not loops([1, 2])
 
 
 def test_profiles_need_a_gpu(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -384,7 +384,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         if drafts is not None:
             liar = Liar(most_drafts, by_model=drafts == "model")
-            self.scheduler.speculation = Speculation(liar, most_drafts)
+            self.scheduler.speculation = Speculation(liar, most_drafts, 3)
         self.most = self.scheduler.cache.max_tokens
         self.prompts: dict[str, list[int]] = {}
         self.all: dict[str, Request] = {}

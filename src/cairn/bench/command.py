@@ -56,6 +56,16 @@ _MOE = (
     list_flag("rows", (1, 8, 64, 512), "Rows of the layer."),
     flag("baseline", True, "Run transformers too.", action=argparse.BooleanOptionalAction),
 )
+_SPEC_PARTS = ("quote", "wrong", "prose")
+_SPEC = (
+    list_flag("parts", _SPEC_PARTS, "What to measure.", str, choices=_SPEC_PARTS),
+    list_flag("batches", (8, 64, 128), "prose: requests at once."),
+    list_flag("tokens", (2, 4, 6), "prose: tokens to draft before they are checked."),
+    flag("context", 7168, "prose: tokens of each prompt."),
+    flag("output-len", 256, "prose: tokens to generate on average."),
+    flag("repeat", 3, "quote, wrong: runs with drafts and without, in turn."),
+    TEXT,
+)
 _ENGINE = flags_of(EngineConfig)
 # What it measures, its flags, and those of the engine if it takes them.
 _OTHERS: dict[str, tuple[str, Sequence[Flag], Sequence[Flag]]] = {
@@ -66,6 +76,7 @@ _OTHERS: dict[str, tuple[str, Sequence[Flag], Sequence[Flag]]] = {
     "moe": ("the experts of one layer, beside transformers, and whole models", _MOE, ()),
     "profile": ("where the time of a decode step goes, on CUDA", _PROFILE, _ENGINE),
     "replay": ("requests of a recorded trace, at their times", _REPLAY, _ENGINE),
+    "spec": ("what drafted tokens save, and cost where they are wrong", _SPEC, _ENGINE),
     "tier": ("what KV in host memory buys, and what it costs", flags_of(TierBench), ()),
 }
 _SERVE_HELP = (

@@ -4,7 +4,7 @@ layers select pages."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import cast
 
 from cairn.attention.backend import AUTO_INDEXED, AUTO_SPARSE, SparseBackend, sparse_class
@@ -22,6 +22,8 @@ _DENSE_PAGE_SIZE = {"cuda": 128}
 """
 _POLICY, _TOPK, _WINDOW, _SINKS = "quest", 32, 512, 1
 """Defaults for models that were not trained with sparse attention."""
+_DRAFT_TOPK = 16
+"""For drafts, which may be wrong."""
 
 
 _DENSE_PAYS = {"cuda": (18432, 24576)}
@@ -132,6 +134,8 @@ def _sparse_drafts(
     kind = sparse_class([AUTO_SPARSE])
     assert kind is not None
     page_size = config.page_size or DEFAULT_PAGE_SIZE
+    if config.hsa_topk is None:
+        config = replace(config, hsa_topk=_DRAFT_TOPK)
     sparse = _training_free(config, spec, page_size, "", kind)
     summary = _summary(config, spec, sparse, page_size, kind)
     return AttentionPlan(tuple(names), sparse, page_size, kind, (f"drafts by {summary}",))

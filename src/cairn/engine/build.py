@@ -102,7 +102,9 @@ def build_engine(
         if choices.drafter is not None:
             # Below this row drafting rows are dense, and save nothing.
             dense = choices.sparse.dense_below if choices.sparse and choices.sparse_drafts else 0
-            speculation = Speculation(choices.drafter(), choices.draft_tokens, least=dense)
+            speculation = Speculation(
+                choices.drafter(), choices.draft_tokens, model.spec.vocab_size, least=dense
+            )
         runner.mark_ready()
         return Engine(
             model.spec,

@@ -20,17 +20,19 @@ from cairn.engine.plan import StepPlan
 from cairn.engine.request import Request
 
 _MISSES = 4
-"""Checks in a row without a right draft after which a request pauses."""
+"""Checks in a row without a right draft after which a request pauses. Each of them halves the
+number of drafts. After a pause one is enough."""
 _SHORTEST_REST, _LONGEST_REST = 32, 1024
 """Tokens of a pause. It doubles each time, and starts again after a right draft."""
 
 
 class Speculation:
-    def __init__(self, drafter: Drafter, most: int, *, least: int = 0) -> None:
+    def __init__(self, drafter: Drafter, most: int, vocab_size: int, *, least: int = 0) -> None:
         """`least` is the number of tokens from which on drafts are worth their while."""
         self.drafter = drafter
         self.most = most
         """Tokens to draft at most."""
+        self._vocab = vocab_size
         self._least = least
         self.pace = Pace()
         self._pays = True
@@ -58,12 +60,14 @@ class Speculation:
         """At most `most` drafts that would follow the request's newest token."""
         if most <= 0 or not self.wants(request):
             return []
+        most = min(most, max(1, self.most >> request.misses))
         # The newest token may be unknown; then its draft is dropped.
         unknown = request.pending
         drafts = list(self.drafter.draft(request.token_ids, most + unknown))[unknown:][:most]
         for i, token in enumerate(drafts):
-            if token in request.stop_token_ids:
-                return drafts[:i]  # nothing follows a stop token
+            # Nothing follows a stop token, or what is no token of the model.
+            if token in request.stop_token_ids or not 0 <= token < self._vocab:
+                return drafts[:i]
         return drafts
 
     def checked(self, request: Request, drafted: int, right: int) -> None:
@@ -75,7 +79,7 @@ class Speculation:
             return
         request.misses += 1
         if request.misses >= _MISSES:
-            request.misses = 0
+            request.misses = _MISSES - 1
             request.rest = min(max(2 * request.rest, _SHORTEST_REST), _LONGEST_REST)
             request.rests_until = len(request.token_ids) + request.rest
 

@@ -1,0 +1,222 @@
+"""`cairn bench spec`: what drafts save where they are right, and cost where they are wrong."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cairn.bench.engines import as_subclass, measured, random_prompt, step_to_first_tokens
+from cairn.bench.report import show_rows
+from cairn.cli_flags import collect
+from cairn.config import EngineConfig
+from cairn.engine.drafters.drafter import Drafter
+from cairn.engine.request import Request
+from cairn.engine.resolve import resolve_device
+from cairn.engine.sampling_params import SamplingParams
+from cairn.engine.speculation import Pace, Speculation
+from cairn.errors import ConfigError
+from cairn.eval.haystack import read_text
+from cairn.llm import LLM
+
+_QUOTED, _QUOTE = 500, 400  # tokens of a text, and tokens of it to be quoted
+_BEGINNING = 40  # tokens of the quotation that the prompt has
+_WRONG_PROMPT, _WRONG_TOKENS = 128, 512  # tokens of a prompt and its answer
+_FORCED = 32  # tokens of the answer with wrong drafts
+_LOOP = 8  # a text that repeats so many tokens has fallen into a loop
+
+
+def command(arguments: argparse.Namespace) -> int:
+    options = collect(arguments, EngineConfig)
+    if given := sorted({"speculative", "speculative_tokens"} & set(options)):
+        raise ConfigError(f"bench spec sets {given[0]} itself; leave it out")
+    dense = {name: own for name, own in options.items() if not name.startswith("hsa_")}
+    cuda = resolve_device(options.get("device", "auto")).type == "cuda"
+    rows: list[dict[str, Any]] = []
+    if {"quote", "wrong"} & set(arguments.parts):
+        with measured(**dense, speculative="ngram") as llm:
+            if "quote" in arguments.parts:
+                rows.append(_quote(llm, arguments.text, arguments.repeat))
+            if "wrong" in arguments.parts:
+                rows += [
+                    _wrong(llm, batch, arguments.repeat) for batch in ([1, 64] if cuda else [1])
+                ]
+    if "prose" in arguments.parts:
+        rows += _prose(arguments, options, dense)
+    show_rows("spec", rows, arguments.output)
+    return 0
+
+
+# -- quoting, and drafts that fail: one engine, with drafts and without in turn -------------------
+
+
+def _quote(llm: LLM, text: str | None, repeat: int) -> dict[str, Any]:
+    """A text, and its beginning once more: the model goes on quoting."""
+    tokens = llm.frontend.encode(read_text(text))[:_QUOTED]
+    prompt = [*tokens, *llm.frontend.encode("\n\n"), *tokens[:_BEGINNING]]
+    plain, drafted, requests = _in_turn(llm, [prompt], _QUOTE, repeat)
+    return _row("quote", "ngram", llm, requests, plain, drafted)
+
+
+def _wrong(llm: LLM, batch: int, repeat: int) -> dict[str, Any]:
+    """Drafts that are all wrong, which the engine must make for the first tokens."""
+    speculation = llm.engine.scheduler.speculation
+    assert speculation is not None
+    stubborn = as_subclass(_Stubborn, speculation)
+    stubborn.drafter = _Wrong()
+    llm.engine.scheduler.speculation = stubborn
+    try:
+        prompts = [random_prompt(llm, _WRONG_PROMPT, seed) for seed in range(batch)]
+        plain, drafted, requests = _in_turn(llm, prompts, _WRONG_TOKENS, repeat)
+    finally:
+        llm.engine.scheduler.speculation = speculation
+    return _row("wrong", f"forced for {_FORCED}", llm, requests, plain, drafted)
+
+
+class _Wrong(Drafter):
+    def draft(self, token_ids: array[int], most: int) -> Sequence[int]:
+        return [token_ids[-1] ^ 1] * most
+
+
+class _Stubborn(Speculation):
+    def wants(self, request: Request) -> bool:
+        forced = request.params.speculation and request.num_output < _FORCED
+        return forced or super().wants(request)
+
+
+def _in_turn(
+    llm: LLM, prompts: list[list[int]], tokens: int, repeat: int
+) -> tuple[float, float, list[Request]]:
+    """Tokens per second without drafts and with them, each the best of `repeat` runs in turn, and
+    the requests of the last run with drafts."""
+    best = {False: 0.0, True: 0.0}
+    requests: dict[bool, list[Request]] = {}
+    for _ in range(repeat):
+        for drafts in (False, True):
+            params = SamplingParams(max_tokens=tokens, ignore_eos=True, speculation=drafts)
+            requests[drafts] = _start(llm, prompts, params)
+            begin = _now()
+            while llm.engine.has_work:
+                llm.frontend.step()
+            made = sum(own.num_output - 1 for own in requests[drafts])
+            best[drafts] = max(best[drafts], made / (_now() - begin))
+    return best[False], best[True], requests[True]
+
+
+# -- prose at long contexts: an engine with dense attention, and one that drafts sparsely ---------
+
+
+def _prose(
+    arguments: argparse.Namespace, options: dict[str, Any], dense: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Continue long prose greedily, in several batches, with several numbers of drafts."""
+    most = max(arguments.batches)
+    running = {"max_running_requests": most}
+    plain: dict[int, float] = {}
+    outputs: list[list[int]] = []
+    with measured(**{**running, **dense}) as llm:
+        prompts = _windows(llm, arguments, most)
+        for batch in arguments.batches:
+            plain[batch], requests = _continue(llm, prompts[:batch], arguments.output_len)
+            outputs = max(outputs, [own.output_ids for own in requests], key=len)
+    rows = []
+    sparse = {"speculative": "sparse", "speculative_tokens": max(arguments.tokens)}
+    with measured(**{**running, **options}, **sparse) as llm:
+        speculation = llm.engine.scheduler.speculation
+        assert speculation is not None
+        for batch in arguments.batches:
+            for speculation.most in arguments.tokens:
+                speculation.pace = Pace()
+                speed, requests = _continue(llm, prompts[:batch], arguments.output_len)
+                row = _row("prose", "sparse", llm, requests, plain[batch], speed)
+                pairs = zip(requests, outputs, strict=False)
+                same = sum(_equal(own.output_ids, text) for own, text in pairs)
+                kept = len(_without_loops(requests))
+                rows.append({**row, "loops": batch - kept, "same text": f"{same}/{batch}"})
+    return rows
+
+
+def _windows(llm: LLM, arguments: argparse.Namespace, count: int) -> list[list[int]]:
+    """Pieces of a text that begin at different places."""
+    tokens = llm.frontend.encode(read_text(arguments.text))
+    length = arguments.context
+    if len(tokens) < length + count:
+        raise ConfigError(f"the text has {len(tokens)} tokens, {length + count} are needed")
+    apart = (len(tokens) - length) // count
+    return [tokens[i * apart : i * apart + length] for i in range(count)]
+
+
+def _continue(llm: LLM, prompts: list[list[int]], tokens: int) -> tuple[float, list[Request]]:
+    """Tokens per second while requests get this many tokens on average; those that fall into loops
+    are left out. The requests are ended."""
+    room = llm.engine.max_tokens - len(prompts[0])
+    requests = _start(llm, prompts, SamplingParams(max_tokens=room, ignore_eos=True))
+    before = [own.num_output for own in requests]
+    begin = _now()
+    while sum(own.num_output for own in requests) < tokens * len(requests):
+        llm.frontend.step()
+    seconds = _now() - begin
+    made = {own.id: own.num_output - old for own, old in zip(requests, before, strict=True)}
+    llm.frontend.abort_all()
+    while llm.engine.has_work:
+        llm.frontend.step()
+    kept = _without_loops(requests) or requests
+    return sum(made[own.id] for own in kept) / len(kept) * len(requests) / seconds, requests
+
+
+def _without_loops(requests: Sequence[Request]) -> list[Request]:
+    return [own for own in requests if not loops(own.output_ids)]
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    """Whether a run of `_LOOP` tokens comes more than once."""
+    runs = [tuple(tokens[i : i + _LOOP]) for i in range(len(tokens) - _LOOP + 1)]
+    return len(set(runs)) < len(runs)
+
+
+def _equal(left: Sequence[int], right: Sequence[int]) -> bool:
+    count = min(len(left), len(right))
+    return list(left[:count]) == list(right[:count])
+
+
+# -- both -----------------------------------------------------------------------------------------
+
+
+def _start(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[Request]:
+    """Requests that have their first token."""
+    requests = [own for prompt in prompts for own in llm.frontend.prepare(prompt, params)]
+    llm.frontend.submit(requests)
+    step_to_first_tokens(llm, requests)
+    return requests
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _row(
+    part: str, drafts: str, llm: LLM, requests: list[Request], plain: float, speed: float
+) -> dict[str, Any]:
+    counted = _without_loops(requests) if part == "prose" else requests
+    drafted = sum(own.drafted_tokens for own in counted)
+    accepted = sum(own.accepted_tokens for own in counted)
+    speculation = llm.engine.scheduler.speculation
+    assert speculation is not None
+    return {
+        "part": part,
+        "drafts": drafts,
+        "K": speculation.most,
+        "requests": len(requests),
+        "context": requests[0].prompt_len,
+        "plain tok/s": round(plain, 1),
+        "tok/s": round(speed, 1),
+        "ratio": round(speed / plain, 3),
+        "accepted": f"{accepted}/{drafted}",
+        "share": round(accepted / drafted, 3) if drafted else None,
+    }
