@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from cairn import LLM
+from cairn.engine.threads import fastest
 from cairn.errors import ConfigError
 from tests.helpers import TINY_LLAMA, write_model
 from tests.server.process import ServerProcess, write_chat_model
@@ -110,6 +111,33 @@ def test_threads_are_as_many_as_asked_for(folder: Path, threads: int) -> None:
     torch.set_num_threads(threads)
     with LLM(folder, device="cpu"):
         assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize(
+    ("times", "chosen"),
+    [
+        ({1: [4.0], 2: [2.1], 4: [2.0]}, 2),  # the last two share cores
+        ({1: [4.0], 2: [9.0], 4: [30.0]}, 1),  # others keep the cores busy
+        ({1: [8.0], 2: [4.0], 4: [9.0, 2.0, 2.0]}, 4),  # one run was disturbed
+        ({1: [1.0]}, 1),
+    ],
+)
+def test_the_fewest_threads_that_are_as_fast_are_chosen(
+    times: dict[int, list[float]], chosen: int
+) -> None:
+    assert fastest(times) == chosen
+
+
+def test_auto_measures_and_says_what_it_chose(folder: Path, threads: int) -> None:
+    torch.set_num_threads(2)
+    with LLM(folder, device="cpu", threads="auto") as llm:
+        chosen = torch.get_num_threads()
+        assert chosen in (1, 2)
+        (note,) = (note for note in llm.engine.notes if note.startswith("threads: "))
+        assert note.startswith(f"threads: {chosen} of 2; ") and ", 2: " in note
+    torch.set_num_threads(threads)
+    with pytest.raises(ConfigError, match=r"tp is 2 and threads is 'auto'.*threads=N"):
+        LLM(folder, device="cpu", tp=2, threads="auto", kv_cache_gib=0.01)
 
 
 def test_ranks_share_threads(folder: Path, threads: int) -> None:

@@ -91,7 +91,8 @@ def flags_of(config: type[Any], *, skip: Collection[str] = ()) -> list[Flag]:
         if kind is bool:
             options["action"] = "store_true"
         else:
-            options["type"] = kind
+            word = option.metadata.get("word")
+            options["type"] = kind if word is None else partial(_number_or, word, kind)
             if option.metadata.get("choices"):
                 options["choices"] = option.metadata["choices"]
             else:
@@ -147,6 +148,10 @@ def check_at_least(arguments: argparse.Namespace, low: int, *names: str) -> None
         value = getattr(arguments, name, low)
         if value < low:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least {low}")
+
+
+def _number_or(word: str, kind: type, given: str) -> Any:
+    return given if given == word else kind(given)
 
 
 def _scalar(hint: Any) -> tuple[type, bool]:

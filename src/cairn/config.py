@@ -27,10 +27,12 @@ def option(
     low: float | None = None,
     above: float | None = None,
     high: float | None = None,
+    word: str | None = None,
 ) -> Any:
     """A field with its help text: one of `choices`, a number from `low` (or above `above`) to
-    `high`, or any value of the field's type. Without `high`, whole numbers end at 2**31 - 1."""
-    rule = {"choices": choices, "low": low, "above": above, "high": high}
+    `high` or in its place `word`, or any value of the field's type. Without `high`, whole numbers
+    end at 2**31 - 1."""
+    rule = {"choices": choices, "low": low, "above": above, "high": high, "word": word}
     return field(default=default, metadata={"help": text, **rule})
 
 
@@ -61,6 +63,11 @@ def check_options(given: DataclassInstance, error: type[CairnError], prefix: str
 def _wanted(known: Field[Any], value: object) -> str | None:
     """What a field takes, if that is not `value`."""
     kind, rule = str(known.type).removesuffix(" | None"), known.metadata
+    word = rule.get("word")
+    if word is not None:
+        kind = kind.removesuffix(" | str")
+        if value == word:
+            return None
     if rule["choices"]:
         fits = value in rule["choices"] and not isinstance(value, bool)
         return None if fits else f"choose one of {', '.join(map(str, rule['choices']))}"
@@ -82,7 +89,8 @@ def _wanted(known: Field[Any], value: object) -> str | None:
         return None
     least = f"from {low}" if above is None else f"above {above}"
     most = "" if high == math.inf else f" to {high}"
-    return f"it must be a {'whole ' if whole else ''}number {least}{most}"
+    other = "" if word is None else f", or {word}"
+    return f"it must be a {'whole ' if whole else ''}number {least}{most}{other}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,11 +138,12 @@ class EngineConfig:
         low=1,
         high=64,
     )
-    threads: int | None = option(
+    threads: int | str | None = option(
         None,
         "Threads of a process for work on the CPU, divided among ranks there; by default "
-        "torch's choice, one for each core.",
+        "torch's choice, one for each core. auto measures at start which number is fastest.",
         low=1,
+        word="auto",
     )
     context_length: int | None = option(
         None,

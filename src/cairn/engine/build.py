@@ -22,6 +22,7 @@ from cairn.engine.resolve import EngineChoices, resolve, resolve_device, resolve
 from cairn.engine.runner import Runner
 from cairn.engine.scheduler import Scheduler
 from cairn.engine.speculation import Speculation
+from cairn.engine.threads import choose_threads
 from cairn.errors import ConfigError
 from cairn.kernels.interface import COPY_THREADS
 from cairn.memory.cache import PagedCache
@@ -67,12 +68,14 @@ def build_engine(
 
         ranks = Ranks(config, source, dtype, device.type)
         device = ranks.device
-    elif config.threads is not None:
+    elif isinstance(config.threads, int):
         torch.set_num_threads(config.threads)
     with nullcontext() if ranks is None else ranks.ended_by_failure():
         sampling_defaults(source)  # fail before the weights are read
         model, notes = load_model(config, source, dtype, device, progress, ranks or Alone())
         eos_token_ids = source.eos_token_ids(model.spec.vocab_size)
+        if config.threads == "auto" and device.type == "cpu":
+            notes.append(choose_threads(model))
         choices = resolve(config, model.spec, dtype, device)
         if ranks is not None:
             choices = replace(choices, config=ranks.agree_on_budget(choices.config))
@@ -136,6 +139,7 @@ def check_tp(config: EngineConfig, source: ModelSource, device: torch.device) ->
         ("model_impl", "transformers", "cairn"),
         ("quantization", "int8", "none"),
         ("quantization", "keep", "none"),
+        ("threads", "auto", "N"),
     ):
         if getattr(config, name) == impossible:
             raise ConfigError(

@@ -74,7 +74,7 @@ class Ranks(RankGroup):
         self._built = False
         self._folder = tempfile.TemporaryDirectory(prefix="cairn-ranks-")
         self._threads = torch.get_num_threads()
-        share = config.threads or self._threads
+        share = config.threads if isinstance(config.threads, int) else self._threads
         if device_type == "cpu":
             share = max(1, share // config.tp)
         self.note = f"tp: {config.tp} ranks, on cpu with {share} threads each"
