@@ -265,7 +265,7 @@ def test_fp8_blocks_are_dequantised_exactly(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "config", "message"),
     [
-        (lambda t: None, {"quantization_config": {"quant_method": "awq"}}, "quant_method is 'awq'"),
+        (lambda t: None, {"quantization_config": {"quant_method": "hqq"}}, "quant_method is 'hqq'"),
         (lambda t: None, {"quantization_config": FP8}, "weight_block_size"),
         (fp8_blocks, {}, "_scale_inv.* are not part of"),
         (lambda t: t.update(fp8("lm_head.weight", t)), {}, "float8_e4m3fn; only float"),

@@ -32,7 +32,7 @@ from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.memory.kv_pool import HostPool, KVPool
 from cairn.memory.landmarks import LandmarkPool
 from cairn.models.checkpoint import Checkpoint
-from cairn.models.fp8_blocks import BlockScaled, read_block_size
+from cairn.models.fp8_blocks import BlockScaled
 from cairn.models.interface import LanguageModel
 from cairn.models.loader import (
     Progress,
@@ -43,6 +43,7 @@ from cairn.models.loader import (
     fill_dummy,
     quantize,
 )
+from cairn.models.packed_int4 import Packed, Packing, read_quantization
 from cairn.models.parallel import Alone, Parallel
 from cairn.models.registry import read_spec
 from cairn.models.source import ModelSource
@@ -194,8 +195,10 @@ def _weights(config: EngineConfig, source: ModelSource) -> WeightSource:
             f"model {config.model!r} is a preset, a shape without weights; use load_format=dummy"
         )
     weights = Checkpoint.open(source.folder)
-    blocks = read_block_size(source.config)
-    return weights if blocks is None else BlockScaled(weights, blocks)
+    form = read_quantization(source.config)
+    if form is None:
+        return weights
+    return Packed(weights, form) if isinstance(form, Packing) else BlockScaled(weights, form)
 
 
 def build_runner(

@@ -9,6 +9,7 @@ import torch
 from cairn.config import EngineConfig
 from cairn.errors import ConfigError
 from cairn.kernels.cpu import CpuKernels, CpuKernelsUnavailableError
+from cairn.models.packed_int4 import METHODS, quantization_method
 from cairn.models.source import ModelSource
 
 
@@ -24,7 +25,7 @@ class Quantization:
 def resolve_quantization(
     config: EngineConfig, source: ModelSource, dtype: torch.dtype, device: torch.device
 ) -> Quantization:
-    choice, types = config.quantization, source.quantized_types()
+    choice, types = config.quantization, _types(source)
     if config.load_format == "dummy":
         types = ()
     refusal = None
@@ -55,3 +56,11 @@ def resolve_quantization(
         return Quantization(choice == "keep", None, (f"products run in torch, slowly: {error}",))
     notes = () if choice == "int8" else (f"weights: {named} as in the file",)
     return Quantization(choice != "int8", kernels, notes)
+
+
+def _types(source: ModelSource) -> tuple[str, ...]:
+    """Types of the matrices that are quantised in the file and can stay so."""
+    if source.gguf is not None:
+        return source.gguf.quantized_types()
+    method = quantization_method(source.config)
+    return (method.upper(),) if method in METHODS else ()

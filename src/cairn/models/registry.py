@@ -9,9 +9,9 @@ import torch
 
 from cairn.errors import ConfigError
 from cairn.models.config_reader import ConfigReader
-from cairn.models.fp8_blocks import read_block_size
 from cairn.models.interface import LanguageModel
 from cairn.models.layers import Factory
+from cairn.models.packed_int4 import read_quantization
 from cairn.models.parallel import Alone
 from cairn.models.spec import ModelSpec
 
@@ -38,7 +38,7 @@ def build(config: ConfigReader, factory: Factory, impl: str = "cairn") -> Langua
 
     `impl` is the option model_impl: "cairn" for a model of this package, or "module:function".
     """
-    read_block_size(config)
+    read_quantization(config)
     model = _find(config, impl)(config, factory)
     if not isinstance(model, LanguageModel):
         raise ConfigError(

@@ -34,10 +34,6 @@ class ModelSource:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters of a model that has no generation_config.json."""
 
-    def quantized_types(self) -> tuple[str, ...]:
-        """Types of matrices that are quantised in the file."""
-        return () if self.gguf is None else self.gguf.quantized_types()
-
     def eos_token_ids(self, vocab_size: int) -> frozenset[int]:
         """End tokens of generation_config.json and config.json, one or several each."""
         values = [self.config.peek("eos_token_id"), self._generation().get("eos_token_id")]
