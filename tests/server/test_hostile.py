@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from llguidance import LLMatcher
 
 from cairn.server.grammars import Grammars
 from cairn.server.wire import Grammar
@@ -86,17 +87,13 @@ def settle(grammars: Grammars) -> None:
 
 def test_a_dead_worker_takes_one_choice_with_it(grammars: Grammars) -> None:
     """The choice whose question it was given fails; another worker answers the others."""
-    from llguidance import LLMatcher
-
     grammar = Grammar(LLMatcher.grammar_from_regex("[ab]{3}"), "response_format")
     own, other = grammars.follow(grammar, [0, 1])
     a, b = byte_tokenizer().encode("ab").ids
     settle(grammars)
     other.advance([a])
     settle(grammars)
-    (worker,) = [
-        pid for host in children(os.getpid()) for pid in children(host) if b"spawn" in command(host)
-    ]
+    worker = worker_of()
     os.kill(worker, signal.SIGSTOP)
     own.advance([a])
     other.advance([b])
@@ -108,6 +105,26 @@ def test_a_dead_worker_takes_one_choice_with_it(grammars: Grammars) -> None:
     # Two of three letters are there: the third is not the end.
     allowed = {token for token in range(256) if other.mask[token // 8] >> token % 8 & 1}
     assert allowed == {a, b}
+
+
+def test_a_worker_that_gets_no_processor_is_given_up(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammar = Grammar(LLMatcher.grammar_from_regex("[ab]{3}"), "response_format")
+    (follower,) = grammars.follow(grammar, [0])
+    settle(grammars)
+    os.kill(worker_of(), signal.SIGSTOP)
+    monkeypatch.setattr("cairn.server.grammars._MOST_SECONDS", 0.1)
+    follower.advance(byte_tokenizer().encode("a").ids)
+    settle(grammars)
+    assert grammars.take_failed() == [follower]
+
+
+def worker_of() -> int:
+    """The only worker of this process."""
+    hosts = [host for host in children(os.getpid()) if b"spawn" in command(host)]
+    (worker,) = [pid for host in hosts for pid in children(host)]
+    return worker
 
 
 def command(pid: int) -> bytes:

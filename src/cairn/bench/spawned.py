@@ -41,6 +41,10 @@ class Spawned:
         self.seconds_to_ready = 0.0
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def output(self) -> str:
         """The last lines it printed."""
         lines = self._log.read_text(errors="replace").splitlines(keepends=True)

@@ -22,7 +22,6 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 COMPILE_SECONDS, MASK_SECONDS = 5.0, 1.0  # of processor time
 MEMORY_MIB = 128  # of a worker, beside what it shares with the host
-_NICE = 10  # a worker must not slow the engine's steps
 _LONGEST_ERROR = 300
 HEADER = struct.Struct("!I")  # length of the message that follows
 
@@ -79,8 +78,8 @@ def _work(connection: socket.socket, tokens: LLTokenizer | None, problem: str) -
     """A worker's main. It ends when the connection does."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library reports panics there
-        os.nice(_NICE)
         _limit_memory()
+        connection.sendall(HEADER.pack(os.getpid()))
         stream = connection.makefile("rwb")
         rules = _Rules(tokens, problem, _read(stream).decode())
         while message := _read(stream):

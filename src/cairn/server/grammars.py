@@ -7,6 +7,8 @@ on.
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import socket
 import threading
 import time
@@ -24,6 +26,9 @@ from cairn.text.tokenizer import Tokenizer
 
 _MOST_WORKERS = 32  # different grammars at once
 _IDLE_SECONDS = 60.0  # that a worker is kept for the next request with its grammar
+_PATIENCE = 0.05  # seconds after which a worker gets a low priority
+_NICE = 15
+_MOST_SECONDS = 20.0  # for an answer, on a machine that has little processor time for workers
 _PIECE = 1 << 16
 _LIMITS = (
     f"it needs more than {COMPILE_SECONDS:g} s to be prepared, {MASK_SECONDS:g} s for a token, or "
@@ -94,12 +99,13 @@ class Grammars:
         try:
             found = self._workers.get(text) or self._open(text)
         except QueueFullError as error:
-            self._fail([follower], str(error))
+            self._fail(follower, str(error))
             return
         if follower.number not in found.followers:  # new, or its worker has died
             found.followers[follower.number] = follower
             tokens = follower.output
         found.pending.append(follower)
+        found.asked = found.asked if len(found.pending) > 1 else time.monotonic()
         found.send(grammar_worker.encode(Ask(follower.number, list(tokens))))
         self.last_ask = time.perf_counter()
 
@@ -108,6 +114,8 @@ class Grammars:
         if found is not None and found.followers.pop(follower.number, None) is not None:
             found.send(grammar_worker.encode(Ask(follower.number, None)))
             found.idle_since = time.monotonic()
+            if found.pending and not found.followers and found.kill():
+                self._close(found)  # nobody waits for what it computes
 
     def take(self) -> bool:
         """Take the answers that have come. Returns whether there were any."""
@@ -120,6 +128,8 @@ class Grammars:
                 news |= not alive or len(found.pending) < before
                 if not alive:
                     self._replace(found)
+                else:
+                    found.make_way()
             elif not found.followers and time.monotonic() - found.idle_since > _IDLE_SECONDS:
                 self._close(found)
         return news
@@ -182,18 +192,18 @@ class Grammars:
     def _replace(self, found: _Worker) -> None:
         """A worker has died of the question that it had first. Ask another one the rest."""
         self._close(found)
-        guilty, *others = found.pending
-        if not found.answered:  # it died of the grammar itself
-            self._fail([guilty, *others], _LIMITS)
-            return
-        self._fail([guilty], _LIMITS)
-        for follower in others:
-            self.ask(follower, ())
+        guilty = found.pending[0]
+        for follower in found.pending:
+            if found.followers.get(follower.number) is not follower:
+                continue  # it has ended
+            if follower is guilty or not found.answered:  # or it died of the grammar itself
+                self._fail(follower, _LIMITS)
+            else:
+                self.ask(follower, ())
 
-    def _fail(self, followers: Sequence[Follower], error: str) -> None:
-        for follower in followers:
-            follower.error = error
-        self._failed += followers
+    def _fail(self, follower: Follower, error: str) -> None:
+        follower.error = error
+        self._failed.append(follower)
 
     def _close(self, found: _Worker) -> None:
         for grammar, each in list(self._workers.items()):
@@ -212,7 +222,9 @@ class _Worker:
         self.pending: deque[Follower] = deque()  # in the order in which they are answered
         self.answered = False
         self.unsent = bytearray()
+        self.asked = 0.0  # when the first pending question was asked, or came to be the first
         self.idle_since = 0.0
+        self._pid: int | None = None  # the first thing that a worker says
         self._received = bytearray()
 
     def send(self, message: bytes) -> None:
@@ -230,6 +242,9 @@ class _Worker:
             alive = True
         except ConnectionError:  # it died with questions unread
             pass
+        if self._pid is None and len(self._received) >= HEADER.size:
+            (self._pid,) = HEADER.unpack_from(self._received)
+            del self._received[: HEADER.size]
         failed = []
         while len(self._received) >= HEADER.size:
             end = HEADER.size + HEADER.unpack_from(self._received)[0]
@@ -237,13 +252,30 @@ class _Worker:
                 break
             answer = grammar_worker.decode_mask(self._received[HEADER.size : end])
             del self._received[:end]
-            self.answered = True
+            self.answered, self.asked = True, time.monotonic()
             follower = self.pending.popleft()
             follower.mask = answer.mask or None
             if answer.error:
                 follower.error = answer.error
                 failed.append(follower)
         return alive, failed
+
+    def make_way(self) -> None:
+        """Lower the worker's priority if an answer takes long, or end it."""
+        waited = time.monotonic() - self.asked if self.pending else 0.0
+        if waited > _MOST_SECONDS:
+            self.kill()
+        elif waited > _PATIENCE and self._pid is not None:
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, self._pid, _NICE)
+
+    def kill(self) -> bool:
+        """False if the process has not told its id yet."""
+        if self._pid is None:
+            return False
+        with suppress(OSError):
+            os.kill(self._pid, signal.SIGKILL)
+        return True
 
     def _flush(self) -> None:
         with suppress(OSError):  # it is full, or the worker is dead, which `receive` sees

@@ -120,7 +120,7 @@ def _usage(prompt: int, completion: int, cached: int, created: int) -> dict[str,
 def _tool_use(call: Call) -> dict[str, Any]:
     try:
         given = json.loads(call.arguments)
-    except ValueError:  # the model wrote them as text
+    except (ValueError, RecursionError):  # the model wrote them as text
         given = call.arguments
     arguments = given if isinstance(given, dict) else {"arguments": given}
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
