@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as FastTokenizer
@@ -54,7 +55,10 @@ _ROPES: list[dict[str, Any]] = [
     {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 2.0, "mscale": 1.0,
                          "mscale_all_dim": 0.5, "beta_fast": 32, "beta_slow": 1}},
 ]  # fmt: skip
-_GOLDENS = ("hf_qwen3_moe_norm", "hf_deepseek_v3_yarn_groups", "hf_deepseek_v3_no_q_lora")
+_GOLDENS = """
+    hf_qwen3_moe_norm hf_deepseek_v2_groups hf_deepseek_v3_yarn_groups hf_deepseek_v32_yarn_groups
+    hf_glm_moe_dsa_shared_index
+""".split()
 _CONFIGS: list[dict[str, Any]] = [
     *({**TINY_LLAMA, **rope} for rope in _ROPES),
     {**TINY_LLAMA, "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True,
@@ -125,7 +129,8 @@ class Cases:
         for index, model in enumerate(self._models):
             self._add_text(model, _tokenizers()[index % len(_tokenizers())])
         self._sharded = _shard(self._models[0], folder / "sharded")
-        self._ggufs = [_gguf(folder / f"{kind}.gguf", kind) for kind in ("gpt2", "llama")]
+        kinds = (("gpt2", 0), ("llama", 0), ("gpt2", 8))
+        self._ggufs = [_ggufs(folder / f"g{i}", *kind) for i, kind in enumerate(kinds)]
 
     def _add_text(self, model: Path, fast: FastTokenizer) -> None:
         fast.save(str(model / "tokenizer.json"))
@@ -141,12 +146,12 @@ class Cases:
     # -- one case of each kind ----------------------------------------------------------------
 
     def gguf(self, draw: random.Random) -> None:
-        source = draw.choice(self._ggufs)
-        target = self._folder / "case.gguf"
-        raw = source.read_bytes()
+        files = sorted(self._copy(draw.choice(self._ggufs)).iterdir())
+        changed = draw.choice(files)
+        raw = changed.read_bytes()
         # The header is a tenth of the file, and what can go wrong is there.
-        target.write_bytes(change_bytes(raw, draw, len(raw) // draw.choice([1, 8, 8, 30])))
-        _use(target)
+        changed.write_bytes(change_bytes(raw, draw, len(raw) // draw.choice([1, 8, 8, 30])))
+        _use(files[0])
 
     def safetensors(self, draw: random.Random) -> None:
         model = self._copy(self._sharded if draw.random() < 0.6 else draw.choice(self._models))
@@ -230,8 +235,11 @@ def _shard(model: Path, target: Path) -> Path:
     return target
 
 
-def _gguf(path: Path, kind: str) -> Path:
-    folder = write_model(path.with_suffix(".source"), TINY_LLAMA)
+def _ggufs(folder: Path, kind: str, per_file: int) -> Path:
+    """A folder with a GGUF file, or with several of so many tensors each."""
+    folder.mkdir()
+    config = {**TINY_LLAMA, "intermediate_size": 64}
+    source = write_model(folder.with_suffix(".source"), config)
     pieces = ["<unk>", "<s>", "</s>", "\u2581", "a", "b", "ab"]
     tokens = [*pieces, *(f"<0x{byte:02X}>" for byte in range(54))]
     if kind == "gpt2":
@@ -244,11 +252,16 @@ def _gguf(path: Path, kind: str) -> Path:
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.chat_template": _TEMPLATES[0],
     }
+    path = folder / "model.gguf"
     if kind == "gpt2":
         metadata |= {"tokenizer.ggml.pre": "smollm", "tokenizer.ggml.merges": ["a b"]}
+        write_gguf(path, source, metadata, config=config, per_file=per_file)
     else:
         metadata["tokenizer.ggml.scores"] = [float(-index) for index in range(61)]
-    return write_gguf(path, folder, metadata)
+        kinds = {"attn_q": "Q4_0", "ffn_up": "Q5_1", "token_embd": "F16"}, "Q8_0"
+        freqs = {"rope_freqs.weight": np.ones(4, np.float32)}
+        write_gguf(path, source, metadata, config=config, kinds=kinds, more=freqs)
+    return folder
 
 
 # -- the process ------------------------------------------------------------------------------

@@ -182,6 +182,7 @@ def test_config_fields_that_cannot_be_honoured_are_named(
         ("rms_norm_eps", float("nan")),
         ("original_max_position_embeddings", -1),
         ("rope_scaling", {"rope_type": "linear", "factor": 1e11}),
+        ("rope_scaling", {"type": "yarn", "factor": 2, "original_max_position_embeddings": 0.5}),
         ("rope_scaling", {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1e-320}),
         ("rope_scaling", {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4,
                           "high_freq_factor": 4}),

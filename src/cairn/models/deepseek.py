@@ -13,7 +13,16 @@ from cairn.kernels.interface import Routing
 from cairn.models.config_reader import ConfigReader
 from cairn.models.decoder import MLP, CausalLM, FeedForward
 from cairn.models.experts import ExpertFeedForward
-from cairn.models.fields import FULL, MOST_EXPERTS, MOST_WIDTH, read_decoder, read_dimensions
+from cairn.models.fields import (
+    FULL,
+    MOST_EXPERTS,
+    MOST_HEAD_DIM,
+    MOST_HEADS,
+    MOST_WIDTH,
+    read_decoder,
+    read_dimensions,
+    read_num_layers,
+)
 from cairn.models.indexer import IndexDims
 from cairn.models.latent_attention import LatentAttention, LatentDims
 from cairn.models.layers import Factory
@@ -47,8 +56,8 @@ def build_v32(config: ConfigReader, factory: Factory) -> CausalLM:
 
 
 def build_glm(config: ConfigReader, factory: Factory) -> CausalLM:
-    layers = config.take_positive("num_hidden_layers")
-    index = _read_index(config, _read_full_layers(config, layers), interleaved=True)
+    full = _read_full_layers(config, read_num_layers(config))
+    index = _read_index(config, full, interleaved=True)
     return _build(config, factory, _read_v3_routing(config), index)
 
 
@@ -70,19 +79,22 @@ def _read_index(
     config.require("rope_interleave", (True,), True)  # of the latent rows; the index has its own
     if config.peek("q_lora_rank") is None:
         raise ConfigError(f"{config.source}: q_lora_rank is missing, and the index needs it")
-    rope, width = config.take("qk_rope_head_dim", int, 64), config.take("index_head_dim", int, 128)
+    rope, width = (
+        config.take_positive(name, default, most=MOST_HEAD_DIM)
+        for name, default in (("qk_rope_head_dim", 64), ("index_head_dim", 128))
+    )
     if width < rope:
         raise ConfigError(
             f"{config.source}: index_head_dim is {width}; it must be at least qk_rope_head_dim, "
             f"which is {rope}"
         )
     return IndexDims(
-        heads=config.take_positive("index_n_heads"),
+        heads=config.take_positive("index_n_heads", most=MOST_HEADS),
         width=width,
         rope=rope,
         topk=config.take_positive("index_topk"),
         interleaved=config.take("indexer_rope_interleave", bool, interleaved),
-        full=tuple(full or [True] * config.take_positive("num_hidden_layers")),
+        full=tuple(full or [True] * read_num_layers(config)),
     )
 
 
@@ -94,7 +106,7 @@ def _read_full_layers(config: ConfigReader, num_layers: int) -> list[bool]:
     pattern = config.take_optional("index_topk_pattern", str)
     full = [max(layer - offset + 1, 0) % freq == 0 for layer in range(num_layers)]
     if types is not None:
-        if len(types) != num_layers or not set(types) <= {"full", "shared"}:
+        if len(types) != num_layers or any(kind not in ("full", "shared") for kind in types):
             raise config.unsupported(
                 "indexer_types", types, f"it names full or shared for each of {num_layers} layers"
             )

@@ -14,10 +14,14 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 # What no model has, and what can still be computed with: a config may be hostile.
 _MOST_LAYERS = 1024
-_MOST_HEADS = 2**12
+MOST_HEADS = 2**12
 MOST_HEAD_DIM = 2**12
 MOST_EXPERTS = 1024
 MOST_WIDTH = 2**24
+
+
+def read_num_layers(config: ConfigReader) -> int:
+    return config.take_positive("num_hidden_layers", most=_MOST_LAYERS)
 
 
 def read_dimensions(
@@ -27,7 +31,7 @@ def read_dimensions(
     without `own_head_dim` the architecture honours no other."""
     config.require("hidden_act", ("silu", "swish"), "silu")
     hidden = config.take_positive("hidden_size", most=MOST_WIDTH)
-    heads = config.take_positive("num_attention_heads", most=_MOST_HEADS)
+    heads = config.take_positive("num_attention_heads", most=MOST_HEADS)
     kv_heads = config.take_positive("num_key_value_heads", heads)
     if heads % kv_heads:
         raise ConfigError(
@@ -52,7 +56,7 @@ def read_dimensions(
         vocab_size=config.take_positive("vocab_size", most=MOST_WIDTH),
         hidden_size=hidden,
         intermediate_size=config.take_positive("intermediate_size", most=MOST_WIDTH),
-        num_layers=config.take_positive("num_hidden_layers", most=_MOST_LAYERS),
+        num_layers=read_num_layers(config),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,

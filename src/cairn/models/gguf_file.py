@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ _ARCHITECTURES = {
 }
 
 _ROPE_FREQS = "rope_freqs.weight"
+_MOST_ROPE_FREQS = 2**12
 
 # GGUF name -> checkpoint name, for the model and for each layer
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -126,10 +128,12 @@ class GGUFFile:
     def _rope_scaling(self, name: str) -> dict[str, Any] | None:
         kind = self._get(name, "rope.scaling.type", "none")
         if self._rope_freqs is not None:
-            if kind != "none" or self._rope_freqs.kind.name != "F32":
+            type_name, shape = self._rope_freqs.kind.name, self._rope_freqs.shape
+            if kind != "none" or type_name != "F32" or prod(shape) > _MOST_ROPE_FREQS:
                 raise ConfigError(
-                    f"{self.path}: tensor {_ROPE_FREQS} has type {self._rope_freqs.kind.name}, and "
-                    f"rope.scaling.type is {kind!r:.100}; supported: F32, without scaling"
+                    f"{self.path}: tensor {_ROPE_FREQS} has type {type_name} and shape "
+                    f"{list(shape)}, and rope.scaling.type is {kind!r:.100}; supported: F32, one "
+                    "for each pair of dimensions, without scaling"
                 )
             divisors = self._rope_freqs.data.reshape(-1).view(np.float32)
             return {"rope_type": "divided", "divisors": divisors.tolist()}

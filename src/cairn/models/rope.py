@@ -140,6 +140,9 @@ def _parse(
         numbers[name] = value
     theta = float(numbers.pop("rope_theta", theta))
     own_original = numbers.pop("original_max_position_embeddings", None)
+    if own_original is not None and own_original < 1:
+        name = f"{field}.original_max_position_embeddings"
+        raise config.out_of_range(name, own_original, 1, _MOST_POSITIONS)
     original = context
     if kind in ("yarn", "llama3"):
         original = int(outer_original or own_original or context)
