@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
@@ -123,6 +125,20 @@ def test_without_a_compiler_the_reason_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(CpuKernelsUnavailableError, match=r"no C\+\+ compiler \(no-such-compiler\)"):
         CpuKernels.load()
+
+
+def test_a_compiler_that_fails_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = tmp_path / "cxx"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *-dM*) ;; *) echo "no room" >&2; exit 1;; esac\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("CAIRN_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(CpuKernelsUnavailableError, match=r"cxx failed: no room"):
+        CpuKernels.load()
+    assert "compiling kernels for this CPU" in caplog.text
+    assert not list((tmp_path / "cache" / "kernels").iterdir())
 
 
 def test_int8_of_float_weights() -> None:

@@ -19,6 +19,7 @@ from cairn.attention.backend import AUTO_SPARSE, backend_class, backend_names
 from cairn.bench.report import print_rows
 from cairn.engine.resolve import resolve_device
 from cairn.errors import install
+from cairn.kernels.cpu import CpuKernelsUnavailableError, find_compiler
 
 _PACKAGES = """
     torch numpy safetensors tokenizers jinja2 rich prompt_toolkit gguf huggingface_hub triton
@@ -68,6 +69,9 @@ def _examine() -> dict[str, Any]:
         "attention_backends": backends,
         "features": {
             "hsa": _state(backend_class(AUTO_SPARSE).unavailable_reason(default), _hsa(default)),
+            "quantised weights": _state(
+                _compiler_missing(), "GGUF, GPTQ, AWQ and int8 are multiplied as they are, on a CPU"
+            ),
             "server": _state(_missing("server", _SERVER), "cairn serve, make run"),
             "grammar": _state(_missing("grammar", ["llguidance"]), "response_format, tools"),
         },
@@ -78,6 +82,14 @@ def _hsa(device: torch.device) -> str:
     """What computes sparse attention."""
     missing = backend_class("triton").unavailable_reason(device)
     return "by kernels" if missing is None else f"in torch, without kernels: {missing}"
+
+
+def _compiler_missing() -> str | None:
+    try:
+        find_compiler()
+    except CpuKernelsUnavailableError as error:
+        return f"dequantised at load: {error}"
+    return None
 
 
 def _missing(extra: str, modules: Sequence[str]) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -83,7 +84,7 @@ class CpuKernels:
     def load(cls, march: str = "native") -> CpuKernels:
         """The kernels for an instruction set, by default this CPU's own. Compiles them if they are
         not in the cache folder."""
-        compiler = _compiler()
+        compiler = find_compiler()
         target = f"-march={march}"
         # All macros of the target: its instruction set and the compiler's version.
         macros = _run([compiler, target, "-dM", "-E", "-x", "c++", os.devnull])
@@ -99,6 +100,10 @@ class CpuKernels:
         except OSError as error:
             raise CpuKernelsUnavailableError(f"{kept.parent} cannot be written: {error}") from error
         part = Path(folder) / name
+        logging.getLogger("cairn").warning(
+            "compiling kernels for this CPU, which takes seconds; later starts find them in %s",
+            kept.parent,
+        )
         try:
             _run([compiler, *_FLAGS, target, *map(str, _SOURCES), "-o", str(part)])
             part.replace(kept)  # atomic, even when two processes compile at once
@@ -176,7 +181,8 @@ class CpuKernels:
         return out
 
 
-def _compiler() -> str:
+def find_compiler() -> str:
+    """$CXX, or the first usual one. Raises CpuKernelsUnavailableError."""
     named = os.environ.get("CXX")
     for name in (named,) if named else ("c++", "g++", "clang++"):
         if (found := shutil.which(name)) is not None:
