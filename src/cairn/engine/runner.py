@@ -285,6 +285,9 @@ class Runner:
             if tokens is not None:
                 return self._in_flight(plan, sampling, tokens, result)
         else:
+            if plan.drafted and self._device.type == "cpu" and self._sparse is None:
+                # A CPU computes single rows of sequences much faster than chunks.
+                host = host.as_sequences() if host.only_decodes else host
             logit_rows = np.concatenate([host.sampled_rows, *scored.values()])
             logits = self._eager(plan, sampling, host, logit_rows, pooled, result)
         begin = len(host.sampled_rows)

@@ -86,6 +86,8 @@ class Speculation:
 
 _WITH, _WITHOUT = 32, 6
 """Steps that are timed together, with drafts and without."""
+_WORSE = 0.98
+"""Drafts stop if they bring less than this share of the tokens per second without them."""
 _BETWEEN = 1024
 """Steps with drafts before steps without are timed again."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 256, 8192
@@ -115,52 +117,67 @@ class Pace:
         return self._trials.setdefault(requests.bit_length(), _Trial())
 
 
+class _Speed:
+    """Tokens per second of steps of one kind."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        self.steps = 0  # since the value was taken
+        self._tokens = 0
+        self._seconds = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        self.steps += 1
+        self._tokens += tokens
+        self._seconds += seconds
+
+    def take(self) -> None:
+        """The value is now half that of the steps since, and half the old one."""
+        new = self._tokens / max(self._seconds, 1e-9)
+        self.value = new if self.value is None else (self.value + new) / 2
+        self.steps = self._tokens = 0
+        self._seconds = 0.0
+
+
 class _Trial:
-    """Drafts, then times a few steps without drafts, and goes on with what is faster. From time to
+    """Drafts while steps with drafts bring more tokens per second than steps without. From time to
     time it tries the other way again."""
 
     def __init__(self) -> None:
         self.phase: Literal["drafts", "timing", "pause"] = "drafts"
-        self._with: float | None = None  # tokens per second with drafts
-        self._without: float | None = None
+        self._with, self._without = _Speed(), _Speed()
         self._drafting = 0  # steps with drafts since steps without were timed
-        self._pause = 0  # steps of the last pause
-        self._restart()
-
-    def _restart(self) -> None:
-        self._steps = self._tokens = 0
-        self._seconds = 0.0
+        self._pause = self._left = 0  # steps of the last pause, and those that are left
+        self._drafted_before = False
 
     def observe(self, tokens: int, seconds: float, drafted: int, guesses: bool) -> None:
-        if self.phase != "drafts" and (drafted or guesses):
-            return  # begun before drafts were turned off
-        self._steps += 1
-        self._tokens += tokens
-        self._seconds += seconds
-        if self.phase == "drafts":
+        drafts, before = bool(drafted or guesses), self._drafted_before
+        self._drafted_before = drafts
+        if self.phase == "pause":
+            self._left -= 1
+            if self._left <= 0:
+                self.phase, self._with = "drafts", _Speed()
+        if drafts:
             self._drafting += 1
+            self._with.add(tokens, seconds)
             # A time ends with a check, because the steps before may have drafted for it.
-            complete = drafted and self._steps >= _WITH
-        else:
-            complete = self._steps >= (_WITHOUT if self.phase == "timing" else self._pause)
-        if complete:
-            self._decide(self._tokens / max(self._seconds, 1e-9))
-            self._restart()
+            if drafted and self._with.steps >= _WITH:
+                self._with.take()
+                self._decide()
+        elif not before:  # a step after a check was not launched ahead
+            self._without.add(tokens, seconds)
+            if self._without.steps >= _WITHOUT:
+                self._without.take()
+                self._drafting = 0
+                if self.phase == "timing":
+                    self._decide()
 
-    def _decide(self, speed: float) -> None:
-        if self.phase == "drafts":
-            self._with = speed
-            if self._without is None or self._drafting >= _BETWEEN:
-                self.phase = "timing"
-                return
-        else:
-            self._without = speed
-            self._drafting = 0
-            if self.phase == "pause":
-                self.phase = "drafts"  # try again
-                return
-        if self._with is None or self._without is None or self._with >= self._without:
+    def _decide(self) -> None:
+        on, off = self._with.value, self._without.value
+        if off is None or self._drafting >= _BETWEEN:
+            self.phase = "timing"
+        elif on is None or on >= _WORSE * off:
             self.phase, self._pause = "drafts", 0
         else:
             self.phase = "pause"
-            self._pause = min(max(2 * self._pause, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+            self._pause = self._left = min(max(2 * self._pause, _SHORTEST_PAUSE), _LONGEST_PAUSE)
