@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from cairn import LLM
 from cairn.kernels.cpu import HEAD_DIMS, CpuKernels, CpuKernelsUnavailableError
 from cairn.models.rope import rotate
+from tests.helpers import TINY, TINY_EXPERTS, TINY_OLMO3, tokens_of, write_model
 
 HEADS, KV_HEADS, SIZE = 6, 2, 16
 
@@ -75,3 +79,34 @@ def test_attention_reads_the_rows_of_each_sequence_and_no_others(
         alone = slice(s, s + 1)
         single = kernels.attend(query[alone], cache, table[alone], first[alone], last[alone], 0.3)
         assert torch.equal(single, out[alone])
+
+
+SIZES = {"hidden_size": 128, "intermediate_size": 64}
+MODELS = {
+    "llama": {**TINY, **SIZES, "architectures": ["LlamaForCausalLM"]},
+    "norm of heads": {**TINY, **SIZES, "architectures": ["Qwen3ForCausalLM"], "head_dim": 32},
+    "windows, norm of layers": {**TINY_OLMO3, **SIZES},
+    "experts": {**TINY_EXPERTS, **SIZES, "head_dim": 32},
+    "heads of another size": {**TINY, **SIZES, "architectures": ["LlamaForCausalLM"],
+                              "num_attention_heads": 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_say_the_same_with_kernels_and_without(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path, MODELS[name])
+    prompts = [tokens_of(n) for n in (3, 40, 17, 1)]
+    options = {"device": "cpu", "quantization": "int8", "page_size": 16, "kv_cache_gib": 0.01}
+    with LLM(folder, **options) as llm:
+        if any("slowly" in note for note in llm.engine.notes):
+            pytest.skip("there is no C++ compiler")
+        scores = llm.logprobs(prompts[1])
+        answers = [result.token_ids for result in llm.generate(prompts, max_tokens=20)]
+        alone = [llm.generate(prompt, max_tokens=20).token_ids for prompt in prompts]
+    assert answers == alone
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with LLM(folder, **options) as llm:
+        torch.testing.assert_close(llm.logprobs(prompts[1]), scores, rtol=0, atol=2e-3)
+        assert [r.token_ids for r in llm.generate(prompts, max_tokens=20)] == answers
