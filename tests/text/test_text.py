@@ -196,6 +196,7 @@ DOUBLING = "{% set ns = namespace(x=[1], s='ab') %}{% for i in range(60) %}"
         ("{{ ('a' * 10**7) | list }}", "too large"),
         ("{{ ('%s' * 999) % (['a' * 10**6] * 999) }}", "too large"),
         ("{{ '%99999d' % 1 }}", "wider than 999"),
+        ("{{ '%99999d' | format(1) }}", "wider than 999"),
         ("{{ 9 ** (9 ** 9) }}", "4096 bits"),
         ("{{ 'a' | indent(10**9) }}", "indent has a width"),
         ("{{ [1] | batch(10**9, 0) | list }}", "batch has 1000000000 columns"),
@@ -234,6 +235,7 @@ def test_what_templates_use_gives_what_jinja2_gives() -> None:
         "{{ 'a\nb' | indent(2) }}{{ range(5) | batch(2) | list }}{{ ' x ' | trim | default('y') }}"
         "{% macro hi(name, end='!') %}{{ name }}{{ end }}{{ caller() if caller }}{% endmacro %}"
         "{{ hi('Ann') }}{% call hi('Bob') %}called{% endcall %}{{ 7 // 2 }}{{ 2 ** 5 }}{{ 7 / 2 }}"
+        "{{ '%s %d' | format('a', 3) }}{{ '%(x)s' | format(x=1) }}"
     )
     roles = ["system", "user", "assistant", "tool", "user"]
     messages = [{"role": role, "content": f"we are {role}"} for role in roles]

@@ -34,7 +34,7 @@ def edited_lines(history: Path) -> Callable[[str], str]:
         kept = FileHistory(str(history))
     except OSError:
         kept = InMemoryHistory()
-    return PromptSession[str](history=kept).prompt
+    return PromptSession[str](history=kept, reserve_space_for_menu=0).prompt
 
 
 class WordWrap:

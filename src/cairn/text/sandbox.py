@@ -365,6 +365,11 @@ def _join(context: Context, value: Any, d: str = "", attribute: str | None = Non
 
 
 @pass_context
+def _format(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+    return _of(context).call_binop(context, "%", str(value), kwargs or list(args))
+
+
+@pass_context
 def _list(context: Context, value: Any) -> list[Any]:
     environment = _of(context)
     if hasattr(value, "__len__"):
@@ -458,6 +463,7 @@ _FILTERS: dict[str, Callable[..., Any]] = {
     **{name: _metered(FILTERS[name]) for name in _PLAIN_FILTERS},
     **{name: _metered(FILTERS[name], compares=True) for name in _COMPARING_FILTERS},
     "batch": pass_context(partial(_columns, name="batch")),
+    "format": _format,
     "indent": _indent,
     "join": _join,
     "list": _list,
