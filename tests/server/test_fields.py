@@ -261,6 +261,10 @@ def test_usage_with_every_chunk(server: ServerProcess) -> None:
     chunks = events(server, COMPLETE, stream_options=options, **body)
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 4, 4]
     assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {3}
+    messages = [{"role": "user", "content": "x"}]
+    chat = {"messages": messages, "max_tokens": 3, "ignore_eos": True, "logprobs": True}
+    told = events(server, CHAT, stream_options=options, **chat)
+    assert [chunk["usage"]["completion_tokens"] for chunk in told] == [0, 1, 2, 3, 3]
     without = events(server, COMPLETE, stream_options={"continuous_usage_stats": True}, **body)
     assert all("usage" not in chunk for chunk in without)
 

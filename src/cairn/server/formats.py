@@ -241,6 +241,10 @@ class OpenAIFormat(Format):
         cached = 0 if choice.start is None else choice.start.cached_tokens
         return _usage(choice.prompt_tokens, choice.tokens, cached)
 
+    def _usage_before(self, choice: Choice) -> dict[str, Any] | None:
+        """Before any token is told, even if one has come."""
+        return _usage(choice.prompt_tokens, 0, 0) if self.options.continuous_usage else None
+
     def last(self) -> bytes:
         done = b"data: [DONE]\n\n"
         return self._event(None, self.usage()) + done if self.options.with_usage else done
@@ -310,7 +314,7 @@ class CompletionFormat(OpenAIFormat):
             for choice in self.choices:
                 ids = {"prompt_token_ids": self._of_prompt(choice)["prompt_token_ids"]}
                 chunk = {**self._chunk_choice(choice.index, Parsed()), **ids}
-                events.append(self._event(chunk, self._usage_so_far(choice)))
+                events.append(self._event(chunk, self._usage_before(choice)))
         return b"".join(events)
 
     def _chunk_choice(self, index: int, new: Parsed) -> dict[str, Any]:
@@ -351,7 +355,7 @@ class ChatFormat(OpenAIFormat):
             extra = {}
             if choice.index == 0 and self.options.token_ids:
                 extra["prompt_token_ids"] = list(self.prompts[0])
-            events.append(self._event(body, self._usage_so_far(choice), **extra))
+            events.append(self._event(body, self._usage_before(choice), **extra))
         return b"".join(events)
 
     def _chunk_choice(self, index: int, new: Parsed) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def add_responses(app: FastAPI, service: Service, *, strict: bool) -> None:
         body = await read_body(request, ResponsesRequest, strict=strict)
         earlier = body.previous_response_id
         items = whole_conversation(
-            body, [] if earlier is None else store.get(earlier).items, store.item
+            body, [] if earlier is None else store.get(earlier, 400).items, store.item
         )
         if not items:
             raise bad_request("input", "input is empty; give a text or items")

@@ -36,11 +36,12 @@ class ResponseStore:
         while self._size > _MOST_BYTES:
             self._size -= self._stored.popitem(last=False)[1].size
 
-    def get(self, response_id: str) -> Stored:
+    def get(self, response_id: str, status: int = 404) -> Stored:
+        """Raises an error with this status if there is none."""
         found = self._stored.get(response_id)
         if found is None:
             raise ApiError(
-                404,
+                status,
                 f"the response {response_id[:100]!a} is not stored; only those sent with store: "
                 "true are, in memory, the newest ones",
                 param="previous_response_id",
