@@ -367,6 +367,14 @@ def test_tier_bandwidth(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert all(row["gb_per_s"] > 0 for row in rows)
 
 
+def test_an_index_beside_its_dense_twin(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--lengths", "100", "--batches", "1,2", "--topk", "60", "--new-rows", "50"]
+    assert main(["bench", "dsa", "--device", "cpu", *sizes]) == 0
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["sequences"] for row in record["results"]] == [1, 2]
+    assert all(row["dsa_ms"] > 0 and row["dense_ms"] > 0 for row in record["results"])
+
+
 def test_experts_beside_transformers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "moe", "--device", "cpu", "--rows", "1,3"]) == 0
     record = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -300,6 +300,8 @@ def test_dummy_weights_have_the_stated_distribution_and_follow_the_seed() -> Non
         ("qwen3-30b-a3b", 30532),
         ("deepseek-v2-lite", 15706),
         ("dsv3-slice", 1868),
+        ("dsv32-slice", 1924),
+        ("glm5-slice", 2960),
     ],
 )
 def test_presets_have_their_published_size(name: str, millions: int) -> None:

@@ -49,6 +49,13 @@ _ATTENTION = (
     flag("cases", "", "Only cases with this in their name, such as MLA.", metavar="TEXT"),
 )
 _MOE_PARTS = ("layer", "step", "serve")
+_DSA = (
+    flag("device", "auto", "Where to run."),
+    list_flag("lengths", (8192, 32768), "Contexts."),
+    list_flag("batches", (1, 8), "Numbers of sequences."),
+    flag("new-rows", 1, "New rows of each sequence."),
+    flag("topk", 2048, "Rows that a query reads."),
+)
 _MOE = (
     flag("model", "moe-toy", "A preset with experts.", metavar="NAME"),
     flag("device", "auto", "Where to run."),
@@ -71,6 +78,7 @@ _ENGINE = flags_of(EngineConfig)
 _OTHERS: dict[str, tuple[str, Sequence[Flag], Sequence[Flag]]] = {
     "attention": ("every attention backend side by side, on CUDA", _ATTENTION, ()),
     "cpu": ("beside transformers and llama.cpp on the same GGUF file, on a CPU", _CPU, ()),
+    "dsa": ("a layer with an index beside its dense twin", _DSA, ()),
     "hsa": ("sparse against dense attention at long contexts, on CUDA", _HSA, ()),
     "mix": ("a long prompt beside streams that are being answered", _MIX, _ENGINE),
     "moe": ("the experts of one layer, beside transformers, and whole models", _MOE, ()),
