@@ -243,14 +243,19 @@ def run(server: Spawned, arguments: argparse.Namespace) -> None:
     print("|---|---|---|---|---|---|---|---|")
     for name in ("", *(arguments.only or ATTACKS)):
         print("|", " | ".join(measure(name, url, pid, arguments.seconds)), "|", flush=True)
-    ending = threading.Thread(target=first.schema, args=(ENDLESS,))
-    ending.start()
-    time.sleep(0.5)
+    work = [
+        threading.Thread(target=first.schema, args=(ENDLESS,)),
+        threading.Thread(target=tokenize, args=(first,)),
+    ]
+    for each in work:
+        each.start()
+    time.sleep(1)
     begin = time.perf_counter()
     server.stop()
     took = time.perf_counter() - begin
-    ending.join()
-    print(f"\nSIGTERM during a grammar without end: {took:.1f} s, drain_timeout is {DRAIN} s")
+    for each in work:
+        each.join()
+    print(f"\nSIGTERM during a grammar and long texts: {took:.1f} s, drain_timeout is {DRAIN} s")
 
 
 if __name__ == "__main__":

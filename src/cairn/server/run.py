@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
@@ -22,10 +25,12 @@ from cairn.server.log import start_logging
 from cairn.server.middleware import RequestLog
 from cairn.server.options import ServeConfig
 from cairn.server.service import Service
+from cairn.server.text_threads import THREADS
 
 _BACKLOG = 2048
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
-_AFTER_DRAIN = 5  # seconds to send errors for what is not complete
+_AFTER_DRAIN = 2  # seconds to send errors for what is not complete
+_THREAD_SECONDS = 0.2  # for a thread without work to end
 
 _log = logging.getLogger("cairn.server")
 
@@ -38,6 +43,17 @@ def run_server(engine: EngineConfig, serve: ServeConfig) -> None:
     log = RequestLog(serve.request_log)
     with closing(start_logging()), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(engine, serve, listening, log))
+    _leave_busy_threads()
+
+
+def _leave_busy_threads() -> None:
+    """End the process if texts are still being tokenised: Python would wait for that."""
+    left = [thread for thread in threading.enumerate() if thread.name.startswith(THREADS)]
+    for thread in left:
+        thread.join(_THREAD_SECONDS)
+    if any(thread.is_alive() for thread in left):
+        sys.stdout.flush()
+        os._exit(0)
 
 
 async def _serve(
