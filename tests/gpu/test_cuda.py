@@ -49,7 +49,12 @@ def test_golden_hils_logits_in_float32(case: str) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "name"),
-    [("torch", DENSE), ("triton", DENSE), *(("triton", name) for name in ROUTED)],
+    [
+        ("torch", DENSE),
+        ("triton", DENSE),
+        # Steps of models with an index are not recorded.
+        *(("triton", name) for name in ROUTED if "v32" not in name and "dsa" not in name),
+    ],
 )
 def test_graphs_and_overlap_change_nothing(backend: str, name: str) -> None:
     """Greedy and seeded requests of many lengths, with every switch on and off."""
