@@ -113,3 +113,20 @@ def test_the_text_of_a_conversation_begins_with_that_of_a_shorter_one() -> None:
 def test_what_cannot_be_read_is_left_to_the_replica(body: bytes) -> None:
     assert routing_text("/v1/chat/completions", body) == ""
     assert routing_text("/v1/models", b'{"prompt": "text"}') == ""
+
+
+def test_other_apis_are_routed_by_their_conversation_too() -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    more = [*turns, {"role": "user", "content": "c"}]
+
+    def text(path: str, **body: object) -> str:
+        return routing_text(path, json.dumps(body).encode())
+
+    for path, name, system in (
+        ("/v1/messages", "messages", "system"),
+        ("/responses", "input", "instructions"),
+    ):
+        short = text(path, **{name: turns, system: "Be brief."})
+        assert "Be brief." in short
+        assert text(path, **{name: more, system: "Be brief."}).startswith(short)
+    assert text("/v1/responses", input="Hello").endswith("Hello")

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-_GENERATING = ("/v1/chat/completions", "/v1/completions")
+_GENERATING = ("/chat/completions", "/completions", "/messages", "/responses")
 
 
 class _Body(msgspec.Struct):
@@ -14,6 +14,9 @@ class _Body(msgspec.Struct):
 
     messages: Any = None
     prompt: Any = None
+    system: Any = None  # of the Messages API
+    instructions: Any = None  # of the Responses API, like `input`
+    input: Any = None
     cache_salt: Any = None
 
 
@@ -23,13 +26,19 @@ def routing_text(path: str, body: bytes) -> str:
     The text of a conversation begins with that of its earlier turns. Prompts with different salts,
     which share no cache, begin differently.
     """
-    if path not in _GENERATING:
+    if path.removeprefix("/v1") not in _GENERATING:
         return ""
     try:
         fields = msgspec.json.decode(body, type=_Body)
     except msgspec.MsgspecError:
         return ""
-    text = "".join(map(_message, fields.messages)) if isinstance(fields.messages, list) else ""
+    turns = fields.messages if fields.messages is not None else fields.input
+    text = turns if isinstance(turns, str) else ""
+    if isinstance(turns, list):
+        text = "".join(map(_message, turns))
+    if fields.system or fields.instructions:
+        before = {"role": "system", "content": fields.system or fields.instructions}
+        text = _message(before) + text
     text = text or _prompt(fields.prompt)
     return f"{fields.cache_salt}\n{text}" if text else ""
 
