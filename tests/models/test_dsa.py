@@ -123,13 +123,13 @@ def test_batched_and_retracted_requests_say_the_same(case: str) -> None:
             for name, result in zip(names, results, strict=True):
                 assert result.token_ids == golden[f"greedy_ids_{name}"].tolist()
         whole = golden["input_ids_a"].tolist()
-        prompts = [whole[:90], whole[50:130], whole[100:190]]
-        alone = [llm.generate(prompt, max_tokens=60, ignore_eos=True) for prompt in prompts]
+        prompts = [whole[:60], whole[50:110], whole[100:160]]
+        alone = [llm.generate(prompt, max_tokens=40, ignore_eos=True) for prompt in prompts]
     page_bytes = sum(layer.layout.of_type(torch.float32).page_bytes(16) for layer in layers)
-    few = {"kv_cache_gib": 22 * page_bytes / 2**30, "max_running_requests": 3}
+    few = {"kv_cache_gib": 14 * page_bytes / 2**30, "max_running_requests": 3}
     with LLM(GOLDENS / case, dtype="float32", device="cpu", page_size=16, **few) as llm:
         poison_free_memory(llm.engine)
-        results = llm.generate(prompts, max_tokens=60, ignore_eos=True)
+        results = llm.generate(prompts, max_tokens=40, ignore_eos=True)
         assert [one.token_ids for one in results] == [one.token_ids for one in alone]
         assert llm.engine.scheduler.stats.retractions > 0
 

@@ -83,7 +83,16 @@ QUICK = ("hf_olmo3_mha_swa", "quest-tier")
 """Tokens of the others take as long again, and differ only where log-probs do."""
 
 
-@pytest.mark.parametrize("case", FAMILIES, indirect=True)
+LATER = {"hf_deepseek_v2_groups", "hf_deepseek_v3_no_q_lora", "hf_glm_moe_dsa_full"}
+LATER |= {name for name in FAMILIES if name.startswith("hf_deepseek_v32")}
+"""Like others of their family."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(x, marks=pytest.mark.slow if x in LATER else ()) for x in FAMILIES],
+    indirect=True,
+)
 def test_log_probs_of_two_ranks_are_those_of_one(case: tuple[Path, dict[str, Any]]) -> None:
     with start(case, 1, "float32") as llm:
         expected = scores(llm)
