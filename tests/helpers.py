@@ -155,15 +155,21 @@ def poison_free_memory(
 
 
 def watch_frees(allocator: PageAllocator, freed: Callable[[int], object]) -> None:
-    """Call `freed` with each page that becomes free, after the cache's own records."""
+    """Call `freed` with each page that becomes free, after the cache's own records. Replaces an
+    earlier `freed`."""
     before = allocator._on_free
+    allocator._on_free = _Watch(before.own if isinstance(before, _Watch) else before, freed)
 
-    def both(page: int) -> None:
-        if before is not None:
-            before(page)
-        freed(page)
 
-    allocator._on_free = both
+class _Watch:
+    def __init__(self, own: Callable[[int], object] | None, freed: Callable[[int], object]) -> None:
+        self.own = own
+        self._freed = freed
+
+    def __call__(self, page: int) -> None:
+        if self.own is not None:
+            self.own(page)
+        self._freed(page)
 
 
 def held_slices(hot: HotCache) -> list[tuple[int, int, int, int]]:

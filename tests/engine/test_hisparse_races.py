@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from cairn import LLM, SamplingParams
-from cairn.engine.plan import StepPlan
+from cairn.engine.plan import UNKNOWN, StepPlan
 from cairn.engine.request import Request
 from cairn.engine.runner import InFlight
 from cairn.memory.cache import PagedCache, SequencePages
@@ -255,10 +255,10 @@ def test_e_the_newest_token_of_a_slot_is_written_for_its_last_owner(
         def early(plan: StepPlan) -> InFlight:
             advances = []
             for advance in plan.advances:
-                known = advance.token_ids
-                if len(known) == advance.stop - advance.start:
+                known = advance.token_ids[:]
+                if known[-1] != UNKNOWN:
                     real._newest[advance.slot] = known[-1]
-                    known = known[:-1]
+                    known[-1] = UNKNOWN
                 advances.append(advance._replace(token_ids=known))
             return launch(replace(plan, advances=tuple(advances)))
 

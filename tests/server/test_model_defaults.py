@@ -49,7 +49,7 @@ def test_fields_that_shape_the_draw_are_taken(folder: Path) -> None:
     [
         ({"temperature": -1}, "temperature is -1"),
         ({"top_p": "all"}, "top_p is 'all'"),
-        ([], "no JSON object"),
+        ([], "does not hold a JSON object"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(folder: Path, said: Any, why: str) -> None:
