@@ -291,6 +291,7 @@ def rows_of(
     return rows[:-1]
 
 
+@pytest.mark.slow
 def test_tier_throughput(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of("throughput", folder, capsys)
     with_tier = [row for row in rows if row.get("tier") and row["context"] == 1024]
@@ -317,6 +318,7 @@ def test_tier_requests_outlive_what_is_measured() -> None:
         assert full_length(bench, 1000, batches) >= 1000 + len(SMALL_BATCHES) * (10 + 2 * 5)
 
 
+@pytest.mark.slow
 def test_tier_hits_grow_with_the_hot_cache(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -342,6 +344,7 @@ def test_tier_contexts_beyond_the_device(folder: Path, capsys: pytest.CaptureFix
     assert row["context"] == 3900 and row["resident"] < 1 and row["prefill_s"] > 0
 
 
+@pytest.mark.slow
 def test_tier_prompts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of("prompt", folder, capsys, "--contexts", "3900,300")
     assert [(row["tier"], row["context"]) for row in rows] == [

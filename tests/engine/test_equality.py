@@ -86,7 +86,7 @@ def test_chunked_prefill_equals_whole(folder: Path, chunk: int) -> None:
     torch.testing.assert_close(chunked, whole, rtol=0, atol=1e-6)
 
 
-@settings(max_examples=25)
+@settings(max_examples=min(25, settings().max_examples // 20))
 @given(data=st.data())
 def test_output_does_not_depend_on_company(folder: Path, data: st.DataObject) -> None:
     """Random batches over a small shared pool, with prefixes in common, run twice."""

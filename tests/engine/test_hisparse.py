@@ -34,7 +34,7 @@ from tests.helpers import (
 )
 
 CASES = sorted(p.parent.name for p in GOLDENS.glob("[!h]*/layer_intermediates.safetensors"))
-MACHINE_EXAMPLES = max(15, settings().max_examples // 12)  # each is a whole life of an engine
+MACHINE_EXAMPLES = settings().max_examples // 20  # each is a whole life of an engine
 
 
 @pytest.fixture(scope="module", params=sorted(MODELS.keys() - {"many"}))

@@ -65,7 +65,7 @@ def test_training_form_equals_engine(
 @pytest.mark.parametrize(
     ("top_k", "longest"),
     [
-        (16, 2048),
+        pytest.param(16, 2048, marks=pytest.mark.slow),
         pytest.param(16, 4096, marks=pytest.mark.slow),
         pytest.param(64, 4096, marks=pytest.mark.slow),
     ],
