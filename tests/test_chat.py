@@ -111,7 +111,8 @@ def test_streamed_text_is_wrapped_at_words(text: str, cuts: list[int], width: in
     shown = "".join(wrap.push(text[a:b]) for a, b in itertools.pairwise(ends)) + wrap.finish()
     whole = WordWrap(lambda: width)
     assert shown == whole.push(text) + whole.finish()
-    assert shown.split() == text.split() or "漢" in text
+    if all(cell_len(word) < width for word in text.split()):  # longer words are cut
+        assert shown.split() == text.split() or "漢" in text
     assert "".join(shown.split()) == "".join(text.split())
     for line in shown.split("\n"):
         assert cell_len(line) <= width or " " not in line.strip()
