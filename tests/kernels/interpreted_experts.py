@@ -75,6 +75,14 @@ def test_latent_attention(
     latent_case.check(*case, CPU, torch.float32, tolerance=1e-5)
 
 
+def test_tiles_of_several_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares end within a tile and before the end of their sequence."""
+    monkeypatch.setattr(latent_module, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(latent_module, "_TILE_FLOAT32", (64, 1))
+    sizes = latent_case.Sizes(4, 32, 16, 16)
+    latent_case.check([1, 40, 300, 700], [1, 1, 1, 1], sizes, CPU, torch.float32, tolerance=1e-5)
+
+
 @pytest.mark.parametrize("case", ["hf_qwen3_moe_norm", "hf_deepseek_v3_yarn_groups"])
 def test_a_whole_engine(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunked prefill, a mixed step and decode, against torch."""

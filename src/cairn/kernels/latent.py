@@ -287,7 +287,7 @@ def _latent_decode_kernel(
                 row + tl.zeros_like(head),
                 head,
                 valid,
-                length - 1 + tl.zeros_like(head),
+                end_row - 1 + tl.zeros_like(head),
                 first_row,
                 end_row,
                 end_row,

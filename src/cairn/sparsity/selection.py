@@ -115,6 +115,8 @@ def top_positions(ranks: torch.Tensor, k: int) -> torch.Tensor:
 def top_rows(scores: torch.Tensor, k: int) -> torch.Tensor:
     """Positions of the k largest of scores [rows, n], ascending, [rows, k]. At least k of each row
     are above -inf. Of equal scores the earlier position wins."""
+    if scores.device.type != "cpu":
+        return top_positions(scores, k)  # `nonzero` would wait for the device
     return _largest(scores, k).nonzero()[:, 1].view(len(scores), k)
 
 
