@@ -65,9 +65,10 @@ def main() -> None:
         splits = {"rows": I32, "item_seq": I32, "item_indptr": I32}
         splits |= {"partial": FP32, "partial_lse": FP32, "arrivals": I32, "group_arrivals": I32}
         block_n = 16 if page_size == 16 else 64
-        decode = {**shape, "BLOCK_N": block_n}
         types = {**ATTENTION, **splits}
-        compile_kernel(paged_decode._decode_kernel, types, decode, num_stages=5)
+        for rows in (1, 5):
+            decode = {**shape, "ROWS": rows, "BLOCK_N": block_n}
+            compile_kernel(paged_decode._decode_kernel, types, decode, num_stages=5)
         blocks = {"cu_query": I32, "block_seq": I32, "block_begin": I32}
         blocks["dense_until"] = I32
         for tma in {False, page_size % 64 == 0}:
@@ -86,7 +87,7 @@ def main() -> None:
     latents()
     types = {"kv_lens": I32, "item_seq": I32, "item_indptr": I32}
     types |= {"num_seqs": "i32", "num_items": "i32", "target": "i32"}
-    plan = {"PAGE_SIZE": 64, "WINDOW": 100, "LEAST": 4, "BLOCK": 256, "BLOCK_ITEMS": 512}
+    plan = {"PAGE_SIZE": 64, "WINDOW": 100, "ROWS": 5, "LEAST": 4, "BLOCK": 256, "BLOCK_ITEMS": 512}
     compile_kernel(paged_decode._plan_kernel, types, plan)
     types = {"x": BF16, "residual": BF16, "weight": BF16, "out": BF16}
     types |= {"eps": "fp32", "x_stride": "i32"}

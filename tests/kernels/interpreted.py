@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cairn import LLM
+from cairn import LLM, SamplingParams
 from cairn.attention.hsa.backend import HSABackend
 from cairn.attention.hsa.kernel_sparse import KernelSparse
 from cairn.attention.triton_backend import TritonBackend
@@ -54,8 +54,16 @@ from cairn.kernels.top_pages import keep_best, threshold_in_memory, threshold_of
 from cairn.memory import prompt_stage
 from cairn.sparsity.selection import top_positions
 from tests.engine.lanes import tier_of
+from tests.engine.test_speculation import Always, Liar
 from tests.engine.tiered import check_clean, tiered
-from tests.helpers import TINY_HILS, TINY_LLAMA, poison_free_memory, tokens_of, write_model
+from tests.helpers import (
+    TINY_HILS,
+    TINY_LLAMA,
+    TINY_OLMO3,
+    poison_free_memory,
+    tokens_of,
+    write_model,
+)
 from tests.kernels import located_case, swap_case
 from tests.kernels.sparse_case import CASES, run
 
@@ -86,6 +94,9 @@ SHAPES = [
     ([1, 63, 64, 65, 700], [1, 1, 1, 1, 1], 4, 1, 32, 64, None, False),
     ([5, 200], [1, 1], 8, 2, 24, 16, 20, True),
     ([130], [1], 2, 2, 8, 512, None, False),
+    ([5, 17, 300, 16, 33], [5, 3, 5, 1, 2], 4, 2, 16, 16, None, False),
+    ([700, 64, 66, 9], [4, 1, 3, 0], 6, 2, 32, 64, None, False),
+    ([5, 200, 39, 37], [3, 3, 3, 1], 8, 2, 24, 16, 20, True),
     ([70, 130, 3, 1], [70, 5, 3, 1], 4, 2, 16, 16, None, False),
     ([70, 200], [70, 64], 4, 2, 16, 64, 33, True),
     ([40], [40], 2, 1, 80, 16, None, False),
@@ -112,14 +123,15 @@ def test_paged_attention(
     expected, expected_lse = paged_attention(query, clean, table, lengths, new, **options)
     kv_lens = torch.tensor(lengths, dtype=torch.int32)
     out, lse = torch.full_like(query, NAN), torch.full(query.shape[:2], NAN)
-    if max(new) == 1:
-        splits = DecodeSplits.empty(len(lengths), heads, kv_heads, dim, CPU)
-        plan_splits(splits, kv_lens, kv_heads=kv_heads, page_size=page_size, window=window)
-        rows = torch.arange(len(lengths), dtype=torch.int32)
-        paged_decode(query, pool, table, kv_lens, rows, splits, out, lse=lse, **options)
+    cu_query = torch.tensor([0, *np.cumsum(new)], dtype=torch.int32)
+    if (few := max(new)) <= 5:
+        splits = DecodeSplits.empty(len(lengths), heads, kv_heads, dim, CPU, few)
+        paging = {"kv_heads": kv_heads, "page_size": page_size, "window": window}
+        plan_splits(splits, kv_lens, rows_per_seq=few, **paging)
+        options |= {"rows_per_seq": few}
+        paged_decode(query, pool, table, kv_lens, cu_query, splits, out, lse=lse, **options)
         assert not splits.arrivals.any() and not splits.group_arrivals.any()
     else:
-        cu_query = torch.tensor([0, *np.cumsum(new)], dtype=torch.int32)
         blocks = ExtendBlocks.of(np.array(new), np.arange(len(new)), CPU)
         paged_extend(query, pool, table, kv_lens, cu_query, blocks, out, lse=lse, **options)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
@@ -447,6 +459,22 @@ class _Rerun:
             kept.copy_(new)
 
 
+def _rerun_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let steps that were recorded run again where CUDA would replay them."""
+
+    def capture(own: StepGraphs, call: Callable[[], Any], pool: Any) -> tuple[_Rerun, Any]:
+        rerun = _Rerun(call)
+        step: Any = call
+        if len(step.args) == 1:  # its logits go to a place that steps share
+            (step,) = step.args
+        seqs = len(step.args[1].slots)
+        rerun.result = torch.zeros(seqs, 64), torch.zeros(seqs, dtype=torch.int64)
+        return rerun, rerun.result
+
+    monkeypatch.setattr(StepGraphs, "_capture", capture)
+    monkeypatch.setattr(StepGraphs, "_aside", nullcontext)
+
+
 def test_a_whole_engine_on_recorded_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode and mixed steps with dense rows, sparse rows and both, padded to recorded sizes,
     against the same steps as they are."""
@@ -456,20 +484,7 @@ def test_a_whole_engine_on_recorded_steps(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(graphs, "_MIXED_ROWS", (32, 48))
     config = {**TINY_LLAMA, "hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
     folder = write_model(tmp_path, config)
-    recorded: list[_Rerun] = []
-
-    def capture(own: StepGraphs, call: Callable[[], Any], pool: Any) -> tuple[_Rerun, Any]:
-        rerun = _Rerun(call)
-        step: Any = call
-        if len(step.args) == 1:  # its logits go to a place that steps share
-            (step,) = step.args
-        seqs = len(step.args[1].slots)
-        rerun.result = torch.zeros(seqs, 64), torch.zeros(seqs, dtype=torch.int64)
-        recorded.append(rerun)
-        return rerun, rerun.result
-
-    monkeypatch.setattr(StepGraphs, "_capture", capture)
-    monkeypatch.setattr(StepGraphs, "_aside", nullcontext)
+    _rerun_steps(monkeypatch)
     prompts = [tokens_of(n, seed=n, vocab=64) for n in (45, 23)]
     options: dict[str, Any] = {"attention_backend": "triton,hsa", "page_size": 16, "hsa_topk": 2}
     options |= {"hsa_window": 16, "hsa_dense_below": 26}
@@ -499,6 +514,39 @@ def test_a_whole_engine_on_recorded_steps(tmp_path: Path, monkeypatch: pytest.Mo
                         used.add((graph.mixed, graph.kind))
     assert answers[0] == answers[1]
     assert used == {(True, "dense"), (True, "both"), (False, "both"), (False, "sparse")}
+
+
+def test_drafts_are_checked_in_recorded_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of a sequence read its past together, also behind a window."""
+    _use_few_programs(monkeypatch)
+    monkeypatch.setattr(TritonBackend, "unavailable_reason", staticmethod(lambda _: None))
+    monkeypatch.setattr(graphs, "_MIXED_ROWS", (32,))
+    config = {**TINY_OLMO3, "hidden_size": 64, "vocab_size": 64, "sliding_window": 20}
+    config |= {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    folder = write_model(tmp_path, config)
+    _rerun_steps(monkeypatch)
+    prompts = [tokens_of(n, seed=n, vocab=64) for n in (45, 23)]
+    options: dict[str, Any] = {"attention_backend": "triton", "page_size": 16}
+    options |= {"device": "cpu", "dtype": "float32", "kv_cache_gib": 0.05}
+    options |= {"chunked_prefill_size": 32, "max_running_requests": 3}
+    asked = SamplingParams(max_tokens=9, ignore_eos=True)
+    with LLM(folder, **options) as llm:
+        expected = [result.token_ids for result in llm.generate(prompts, asked)]
+    truth = [(*prompt, *own) for prompt, own in zip(prompts, expected, strict=True)]
+    with LLM(folder, **options, speculative="ngram", speculative_tokens=3) as llm:
+        speculation, runner = llm.engine.scheduler.speculation, llm.engine.runner
+        assert speculation is not None
+        speculation.pace, speculation.drafter = Always(), Liar(truth, 1, honest=0.8)
+        runner.record_graphs(32)
+        poison_free_memory(llm.engine)
+        assert [result.token_ids for result in llm.generate(prompts, asked)] == expected
+        assert runner.graphs is not None and llm.engine.scheduler.stats.accepted > 4
+        replayed: Any = {
+            key: step.graph for key, step in runner.graphs._graphs.items() if key[0].few
+        }
+        assert sum(step.replays for step in replayed.values()) > 2
 
 
 def test_a_whole_engine_on_sparse_kernels_with_a_host_tier(

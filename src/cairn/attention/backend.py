@@ -42,6 +42,8 @@ class AttentionShape:
     groups: tuple[LayerGroup, ...]
     max_seqs: int = 1
     """Most sequences in a step. In a recorded decode step every row counts as a sequence."""
+    most_rows: int = 1
+    """Most rows of a sequence in a step that only decodes: its newest token, and drafts."""
     hides_landmark_rows: bool = False
     """The last row of each page is a landmark row, which dense layers must not see."""
     scales: tuple[float, ...] = ()
@@ -59,6 +61,9 @@ class Graph(NamedTuple):
     kind: GraphKind
     mixed: bool
     """Sequences may have any number of new rows; otherwise each has one."""
+    few: bool = False
+    """Not mixed, and sequences may have up to `AttentionShape.most_rows` new rows: drafts that are
+    checked. Rows of a sequence read its past together."""
 
 
 DENSE_GRAPHS = (Graph("dense", mixed=False), Graph("dense", mixed=True))
@@ -77,7 +82,8 @@ class AttentionBackend(Protocol):
 
     def graph_for(self, batch: AttentionBatch, *, mixed: bool) -> Graph | None:
         """The kind of graph, decode or mixed, that can replay a step; None if the step's kernels
-        must be launched one by one."""
+        must be launched one by one. A decode step whose sequences have several rows needs a graph
+        for a `few` rows."""
         ...
 
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> Any:
@@ -122,7 +128,7 @@ class Backend:
         return None
 
     def graph_for(self, batch: AttentionBatch, *, mixed: bool) -> Graph | None:
-        graph = Graph("dense", mixed)
+        graph = Graph("dense", mixed, few=not mixed and not batch.decodes)
         return graph if graph in self.graphs else None
 
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> Any:

@@ -53,6 +53,8 @@ class AttentionBatch:
     recorded: GraphKind | None = None
     """The kind of graph that this batch is recorded for; None outside recording. While recording,
     the lengths on the host are placeholders: replayed steps set the lengths on the device."""
+    few: bool = False
+    """It is recorded for steps in which sequences have few rows (`Graph.few`)."""
     device: torch.device = NOT_SENT.device
     row_offsets: torch.Tensor = NOT_SENT  # [rows] row within its page
     device_kv_lens: torch.Tensor = NOT_SENT  # kv_lens on the device, int32

@@ -36,7 +36,7 @@ class PairBackend:
         return (self._prefill if mixed else self._decode).graph_for(batch, mixed=mixed)
 
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> _Chosen:
-        backend = self._decode if batch.decodes else self._prefill
+        backend = self._decode if batch.decodes or batch.few else self._prefill
         return _Chosen(backend, backend.prepare(batch, groups))
 
     def begin(self, metadata: _Chosen) -> None:

@@ -85,7 +85,8 @@ class SglKernelBackend(DenseBackend):
         )
 
     def graph_for(self, batch: AttentionBatch, *, mixed: bool) -> Graph | None:
-        return None if mixed and self._pays_to_gather(batch) else Graph("dense", mixed)
+        gathers = mixed and self._pays_to_gather(batch)
+        return None if gathers else super().graph_for(batch, mixed=mixed)
 
     def _pays_to_gather(self, batch: AttentionBatch) -> bool:
         if _TILE % batch.page_size or batch.page_size == _TILE:

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
-from cairn.attention.backend import DENSE_GRAPHS, AttentionShape, DenseBackend, missing_module
+from cairn.attention.backend import (
+    DENSE_GRAPHS,
+    AttentionShape,
+    DenseBackend,
+    Graph,
+    missing_module,
+)
 from cairn.attention.batch import AttentionBatch, to_device
 from cairn.attention.latent import LatentHeads
 from cairn.memory.kv_pool import KVPool
@@ -26,7 +32,9 @@ _MOST_LATENT, _MOST_ROPE = 512, 64  # columns of a latent row that fit into a pr
 
 @dataclass(frozen=True, slots=True)
 class _Metadata:
-    decode_rows: torch.Tensor | None  # [n] rows of sequences with one new row; None without any
+    decode_rows: torch.Tensor | None
+    """[n] rows of sequences with one new row; None without any. If `batch.few`, [n + 1]: the first
+    row of each sequence, and the end."""
     decode_lens: torch.Tensor  # [n] their lengths
     decode_tables: tuple[torch.Tensor, ...]  # per group, [n, pages]
     blocks: ExtendBlocks | None  # of the other sequences
@@ -51,7 +59,7 @@ class _Kernels(Protocol):
     rows_per_block: int
     """Rows of a sequence that a program of `extend` handles."""
 
-    def plan(self, group: int, kv_lens: torch.Tensor) -> None:
+    def plan(self, group: int, metadata: _Metadata) -> None:
         """Plan the decode rows of a step."""
 
     def decode(
@@ -74,22 +82,37 @@ class _HeadKernels:
         from cairn.kernels.paged_decode import DecodeSplits
 
         self._shape, self._pool = shape, pool
+        self._most_rows = shape.most_rows if self.reads_few(shape) else 1
         self._splits = [
             DecodeSplits.empty(
-                shape.max_seqs, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.device
+                shape.max_seqs,
+                shape.num_heads,
+                shape.num_kv_heads,
+                shape.head_dim,
+                shape.device,
+                self._most_rows,
             )
             for _ in shape.groups
         ]
 
-    def plan(self, group: int, kv_lens: torch.Tensor) -> None:
+    @staticmethod
+    def reads_few(shape: AttentionShape) -> bool:
+        """Whether a decode program has room for all rows of a sequence."""
+        from cairn.kernels.paged_decode import MOST_TILE_ROWS
+
+        heads = shape.num_heads // shape.num_kv_heads
+        return 1 < shape.most_rows <= MOST_TILE_ROWS // heads
+
+    def plan(self, group: int, metadata: _Metadata) -> None:
         from cairn.kernels.paged_decode import plan_splits
 
         plan_splits(
             self._splits[group],
-            kv_lens,
+            metadata.decode_lens,
             kv_heads=self._shape.num_kv_heads,
             page_size=self._shape.page_size,
             window=self._shape.groups[group].window,
+            rows_per_seq=self._most_rows if metadata.batch.few else 1,
         )
 
     def decode(
@@ -110,6 +133,7 @@ class _HeadKernels:
             scale=self._shape.scale,
             window=self._shape.groups[g].window,
             hide_last=self._shape.hides_landmark_rows,
+            rows_per_seq=self._most_rows if metadata.batch.few else 1,
         )
 
     def extend(
@@ -150,10 +174,10 @@ class _LatentKernels:
             for _ in shape.groups
         ]
 
-    def plan(self, group: int, kv_lens: torch.Tensor) -> None:
+    def plan(self, group: int, metadata: _Metadata) -> None:
         from cairn.kernels.latent import share_pages
 
-        share_pages(self._shares[group], kv_lens, self._shape.page_size)
+        share_pages(self._shares[group], metadata.decode_lens, self._shape.page_size)
 
     def decode(
         self, layer: int, query: torch.Tensor, metadata: _Metadata, out: torch.Tensor
@@ -197,10 +221,12 @@ class TritonBackend(DenseBackend):
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     hides_rows = True
     reads_latents = True
-    graphs = DENSE_GRAPHS
+    graphs: Collection[Graph] = DENSE_GRAPHS
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
         super().__init__(shape, pool)
+        if shape.value_dim is None and _HeadKernels.reads_few(shape):
+            self.graphs = (*DENSE_GRAPHS, Graph("dense", mixed=False, few=True))
         kernels = _HeadKernels if shape.value_dim is None else _LatentKernels
         self._kernels: _Kernels = kernels(shape, pool)
         self._forms: _Forms | None = None  # of the step computed last
@@ -234,6 +260,8 @@ class TritonBackend(DenseBackend):
         blocks: ExtendBlocks | None = None
         if batch.decodes:
             rows = self._every_row[: batch.num_seqs]
+        elif batch.few:
+            rows = batch.device_cu_query
         elif batch.recorded is not None:
             query_lens = batch.device_cu_query.diff()
             single = query_lens == 1
@@ -256,11 +284,13 @@ class TritonBackend(DenseBackend):
     def begin(self, metadata: _Metadata) -> None:
         if metadata.decode_rows is not None:
             for g in metadata.groups:
-                self._kernels.plan(g, metadata.decode_lens)
+                self._kernels.plan(g, metadata)
 
     def attend(self, layer: int, query: torch.Tensor, metadata: _Metadata) -> torch.Tensor:
         width = self._shape.value_dim or query.shape[2]
-        out = torch.empty(*query.shape[:2], width, dtype=query.dtype, device=query.device)
+        # Where sequences have few rows, padding rows belong to none, and nobody writes them.
+        make = torch.zeros if metadata.batch.few else torch.empty
+        out = make(*query.shape[:2], width, dtype=query.dtype, device=query.device)
         if metadata.decode_rows is not None:
             self._kernels.decode(layer, query, metadata, out)
         if metadata.blocks is not None:

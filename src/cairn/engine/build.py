@@ -214,7 +214,8 @@ def build_runner(
     # A recorded mixed step has one more sequence, for padding.
     landmark_rows = model.spec.sparsity is not None
     max_seqs = most_decode_rows(memory.limits.max_running_requests, landmark_rows) + 1
-    shape = replace(choices.shape, max_seqs=max_seqs, cpu=model.cpu)
+    most_rows = 1 + choices.draft_tokens
+    shape = replace(choices.shape, max_seqs=max_seqs, most_rows=most_rows, cpu=model.cpu)
     page_size = choices.geometry.page_size
     pool = KVPool(groups, memory.num_pages, page_size, device, hot_slots=memory.hot_slots)
     notes = [choices.dense_reason] if device.type == "cuda" else []

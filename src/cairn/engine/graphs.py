@@ -5,9 +5,10 @@ buffers and replays the graph. A step between two recorded sizes is padded with 
 written to the null page.
 
     decode graphs:  one row per sequence, by number of rows
+    few rows:       as many rows per sequence as a check of drafts has, by number of sequences
     mixed graphs:   any number of rows per sequence, by number of rows and of sequences
 
-Both are recorded once for each kind of step that the attention backend distinguishes.
+They are recorded once for each kind of step that the attention backend distinguishes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from cairn.attention.backend import Graph
 from cairn.attention.batch import send, to_device
 from cairn.engine.inputs import Draws, StepInputs
+from cairn.engine.step_time import step_sizes
 from cairn.kernels.packing import pack, unpack
 
 Forward = Callable[
@@ -87,13 +89,18 @@ def mixed_sizes(most_rows: int, most_seqs: int) -> list[StepSize]:
 
 
 def recorded_sizes(
-    graphs: Collection[Graph], *, decode_rows: int, mixed_rows: int, seqs: int
+    graphs: Collection[Graph], *, decode_rows: int, mixed_rows: int, seqs: int, few_rows: int = 1
 ) -> dict[Graph, list[StepSize]]:
-    """Sizes to record for each kind of step, up to these numbers of rows and sequences."""
+    """Sizes to record for each kind of step, up to these numbers of rows and sequences. A sequence
+    with few rows has up to `few_rows`."""
     sizes = {}
     for graph in graphs:
         if graph.mixed:
             sizes[graph] = mixed_sizes(mixed_rows, seqs)
+        elif graph.few:
+            sizes[graph] = [
+                StepSize(few_rows * count, count) for count in {*step_sizes(seqs, 1), seqs}
+            ]
         else:
             own = coarse_sizes(decode_rows) if graph.kind == "both" else batch_sizes(decode_rows)
             sizes[graph] = [StepSize(rows, rows) for rows in own]
@@ -174,7 +181,7 @@ class StepGraphs:
                 run.add(graph)
                 with self._aside():
                     call()
-            if graph.mixed or graph.kind == "both":
+            if graph.mixed or graph.few or graph.kind == "both":
                 # There are many of these graphs, so their logits share one buffer.
                 call = partial(self._into_shared, call)
             captured, (logits, tokens) = self._capture(call, pool)
@@ -199,6 +206,8 @@ class StepGraphs:
         lens = np.ones(size.seqs, dtype=np.int64)
         if graph.mixed:
             lens[0], lens[1:] = size.rows, 0
+        elif graph.few:
+            lens[:] = size.rows // size.seqs
         no_pages = np.zeros((self._num_groups, size.seqs, self._max_pages))
         host = StepInputs.made_up(
             self._page_size,
@@ -208,7 +217,7 @@ class StepGraphs:
             resident=graph.kind == "resident",
             generation=0,
         )
-        host = replace(host, batch=replace(host.batch, recorded=graph.kind))
+        host = replace(host, batch=replace(host.batch, recorded=graph.kind, few=graph.few))
         samples = self._samples(graph, size)
         draws = Draws.none(samples, self._spare_slot)
         none = np.zeros(samples, dtype=np.int64)
@@ -252,11 +261,16 @@ class StepGraphs:
     def size_for(self, graph: Graph, host: StepInputs) -> StepSize | None:
         """The smallest recorded size that fits a step; None if none does.
 
-        Each row of a decode step counts as a sequence, so that landmark rows and drafts fit too.
+        Each row of a decode step counts as a sequence, so that landmark rows and drafts fit too,
+        unless the graph is for few rows.
         """
         batch = host.batch
         num_rows, samples = batch.num_rows, len(host.sampled_rows)
         num_seqs = batch.num_seqs + 1 if graph.mixed else num_rows
+        if graph.few:
+            num_seqs = batch.num_seqs
+            if batch.query_lens.max() > self._per_seq:
+                return None
         for size in self._sizes.get(graph, ()):
             fits = num_rows <= size.rows and num_seqs <= size.seqs
             if fits and samples <= self._samples(graph, size):
@@ -270,8 +284,8 @@ class StepGraphs:
         size: StepSize,
         draws: Draws[np.ndarray] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Replay a step, for a decode graph one whose rows are sequences. Returns its logits
-        [samples, vocab] and tokens [samples].
+        """Replay a step, for a decode graph of single rows one whose rows are sequences. Returns
+        its logits [samples, vocab] and tokens [samples].
 
         The next run overwrites both. Without `draws` the tokens are meaningless.
         """

@@ -247,14 +247,15 @@ class StepInputs:
         """All arrays to send for a recorded step of this size, padded with rows on the null page.
 
         In a mixed step the first added sequence has all added rows and the others are empty. In a
-        decode step each added sequence has one row.
+        decode step each added sequence has one row. If sequences have few rows, added rows belong
+        to no sequence.
         """
         arrays = self.arrays()
         none = np.zeros(num_rows - self.batch.num_rows, dtype=np.int64)
         lens = np.zeros(num_seqs - self.batch.num_seqs, dtype=np.int64)
         if mixed:
             lens[0] = len(none)
-        else:
+        elif num_rows == num_seqs:
             lens[:] = 1
         # token_ids, sources, positions, lengths, offsets and pages
         of_rows = (none, none - 1, none, none + 1, *[none] * (len(arrays) - 7))

@@ -255,6 +255,7 @@ class Runner:
                 decode_rows=most_decode_rows(num_slots, self._landmark_id is not None),
                 mixed_rows=min(most_rows, max_pages * self._geometry.page_size),
                 seqs=num_slots,
+                few_rows=1 + self._choices.draft_tokens,
             ),
             page_size=self._geometry.page_size,
             tables=self._tables.shape,
@@ -307,13 +308,7 @@ class Runner:
         """
         if self.graphs is None:
             return None
-        kinds: tuple[bool, ...] = (True,)
-        if host.only_decodes:
-            # Drafts as sequences of their own each read the past again.
-            apart = not plan.drafted or host.batch.num_rows <= _MOST_ROWS_APART
-            kinds = (False, True) if apart else (True, False)
-        for mixed in kinds:
-            step = host if mixed else host.as_sequences()
+        for step, mixed in _forms(plan, host):
             graph = self.backend.graph_for(step.batch, mixed=mixed)
             size = None if graph is None else self.graphs.size_for(graph, step)
             if graph is None or size is None:
@@ -523,6 +518,21 @@ class Runner:
         tokens = torch.tensor(advance.next_ids, dtype=torch.int64, device=self._device)
         most = [self._top_prompt_logprobs[advance.slot]] * len(tokens)
         result.prompt_logprobs[advance.request_id] = token_logprobs(logits, tokens, most)
+
+
+def _forms(plan: StepPlan, host: StepInputs) -> Iterator[tuple[StepInputs, bool]]:
+    """The ways to replay a step, best first, and whether they need a mixed graph."""
+    if not host.only_decodes:
+        yield host, True
+    elif not plan.drafted:
+        yield host.as_sequences(), False
+        yield host, True
+    else:
+        yield host, False  # rows of a sequence read its past together
+        # Drafts as sequences of their own each read the past again.
+        apart = host.batch.num_rows <= _MOST_ROWS_APART
+        for mixed in (not apart, apart):
+            yield (host if mixed else host.as_sequences()), mixed
 
 
 def _each_sample(advances: Sequence[Advance]) -> Iterator[Advance]:

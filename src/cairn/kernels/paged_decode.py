@@ -1,4 +1,5 @@
-"""Decode attention over a paged KV cache: one query row per sequence, split along the past.
+"""Decode attention over a paged KV cache: one or a few query rows per sequence, split along the
+past. Rows of a sequence share its keys and values: they are further rows of a program's tile.
 
 Sequences are cut into splits so that there are enough programs to fill the device, whatever the
 number and length of the sequences. The device plans the splits once per step for all layers, so a
@@ -35,22 +36,28 @@ _LEAST_PAGES = 4  # fewest pages of 64 rows per split: less is not worth the mer
 class DecodeSplits:
     item_seq: torch.Tensor  # [max_seqs + target] int32
     item_indptr: torch.Tensor  # [max_seqs + 1] int32
-    partial: torch.Tensor  # [items, heads, head_dim] float32
-    partial_lse: torch.Tensor  # [items, heads] float32
+    partial: torch.Tensor  # [items, most rows of a sequence, heads, head_dim] float32
+    partial_lse: torch.Tensor  # [items, most rows of a sequence, heads] float32
     arrivals: torch.Tensor  # [max_seqs, kv_heads] int32, finished groups of a sequence
     group_arrivals: torch.Tensor  # [items, kv_heads] int32, splits done, at a group's first item
 
     @classmethod
     def empty(
-        cls, max_seqs: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
+        cls,
+        max_seqs: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+        rows_per_seq: int = 1,
     ) -> DecodeSplits:
         most = max(target_items(kv_heads, seqs, device) for seqs in (1, 2, max_seqs))
         items = max_seqs + most
         return cls(
             torch.full((items,), -1, dtype=torch.int32, device=device),
             torch.zeros(max_seqs + 1, dtype=torch.int32, device=device),
-            torch.empty(items, heads, head_dim, dtype=torch.float32, device=device),
-            torch.empty(items, heads, dtype=torch.float32, device=device),
+            torch.empty(items, rows_per_seq, heads, head_dim, dtype=torch.float32, device=device),
+            torch.empty(items, rows_per_seq, heads, dtype=torch.float32, device=device),
             torch.zeros(max_seqs, kv_heads, dtype=torch.int32, device=device),
             torch.zeros(items, kv_heads, dtype=torch.int32, device=device),
         )
@@ -81,6 +88,8 @@ def _depth(seqs: int) -> _Depth:
 
 
 _MANY = 64
+MOST_TILE_ROWS = 64
+"""Query heads of a kv head, times rows of a sequence, that a program's tile has room for."""
 
 
 def seq_rungs() -> tuple[int, ...]:
@@ -99,6 +108,7 @@ def _plan_kernel(
     target: tl.int32,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0 for none
+    ROWS: tl.constexpr,  # most rows of a sequence
     LEAST: tl.constexpr,
     BLOCK: tl.constexpr,  # at least num_seqs of any step
     BLOCK_ITEMS: tl.constexpr,  # at least num_items of any step
@@ -108,7 +118,7 @@ def _plan_kernel(
     length = tl.load(kv_lens + seq, mask=valid, other=0).to(tl.int32)
     first = tl.zeros_like(length)
     if WINDOW > 0:
-        first = tl.maximum(length - WINDOW, 0) // PAGE_SIZE
+        first = tl.maximum(length - (ROWS - 1) - WINDOW, 0) // PAGE_SIZE
     pages = (length + PAGE_SIZE - 1) // PAGE_SIZE - first  # 0 beyond num_seqs
     chunk = tl.maximum((tl.sum(pages) + target - 1) // target, LEAST)
     splits = (pages + chunk - 1) // chunk
@@ -130,8 +140,9 @@ def plan_splits(
     kv_heads: int,
     page_size: int,
     window: int | None,
+    rows_per_seq: int = 1,
 ) -> None:
-    """Plan the splits of a step and write them to `splits`.
+    """Plan the splits of a step and write them to `splits`. `rows_per_seq` is as in `paged_decode`.
 
     Attention reads the plan before its PDL wait. A kernel launched without PDL must therefore run
     between the two; in a step, the embedding lookup does.
@@ -148,6 +159,7 @@ def plan_splits(
         target,
         PAGE_SIZE=page_size,
         WINDOW=window or 0,
+        ROWS=rows_per_seq,
         LEAST=max(1, _LEAST_PAGES * 64 // page_size),
         BLOCK=power_of_two(len(splits.arrivals)),
         BLOCK_ITEMS=power_of_two(len(splits.item_seq)),
@@ -220,7 +232,7 @@ def _decode_kernel(
     pool,  # [pages, 2 * KV_HEADS, PAGE_SIZE, DIM]
     page_table,  # [seqs, ...]
     kv_lens,  # [seqs]
-    rows,  # [seqs] row of each sequence's query
+    rows,  # [seqs] first row of each sequence's query; if ROWS > 1, [seqs + 1]
     item_seq,
     item_indptr,
     out,  # [rows, HEADS, DIM]
@@ -239,6 +251,7 @@ def _decode_kernel(
     WINDOW: tl.constexpr,
     HIDE_LAST: tl.constexpr,  # mask the last row of every page
     WITH_LSE: tl.constexpr,
+    ROWS: tl.constexpr,  # most rows of a sequence
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -253,16 +266,19 @@ def _decode_kernel(
     splits = tl.load(item_indptr + own + 1, cache_modifier=".cg") - first_item
     length = tl.load(kv_lens + own, cache_modifier=".cg").to(tl.int32)
     row = tl.load(rows + own, cache_modifier=".cg").to(tl.int64)
+    count = 1
+    if ROWS > 1:
+        count = (tl.load(rows + own + 1, cache_modifier=".cg") - row).to(tl.int32)
     if PDL:
         gdc_wait()
     if seq < 0:
         return
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    BLOCK_G: tl.constexpr = max(16, triton.next_power_of_2(GROUP))
+    BLOCK_G: tl.constexpr = max(16, triton.next_power_of_2(GROUP * ROWS))
     BLOCK_D: tl.constexpr = max(16, triton.next_power_of_2(DIM))
     first_page = 0
     if WINDOW > 0:
-        first_page = tl.maximum(length - WINDOW, 0) // PAGE_SIZE
+        first_page = tl.maximum(length - (ROWS - 1) - WINDOW, 0) // PAGE_SIZE
     pages = tl.cdiv(length, PAGE_SIZE) - first_page
     per_split = tl.cdiv(pages, splits)
     begin = (first_page + (item - first_item) * per_split) * PAGE_SIZE
@@ -271,11 +287,13 @@ def _decode_kernel(
     offs_g = tl.arange(0, BLOCK_G)
     offs_d = tl.arange(0, BLOCK_D)
     offs_n = tl.arange(0, BLOCK_N)
-    in_group = offs_g < GROUP
+    own_row = offs_g // GROUP  # [BLOCK_G] among the sequence's new rows
+    in_group = own_row < count
     in_dim = offs_d < DIM
-    head = kv_head * GROUP + offs_g
+    head = kv_head * GROUP + offs_g % GROUP
+    sees = length - count + own_row  # [BLOCK_G] the last key that each row sees
     q = tl.load(
-        query + row * query_stride + head[:, None] * DIM + offs_d[None, :],
+        query + (row + own_row)[:, None] * query_stride + head[:, None] * DIM + offs_d[None, :],
         mask=in_group[:, None] & in_dim[None, :],
         other=0.0,
     )  # [BLOCK_G, BLOCK_D]
@@ -290,6 +308,8 @@ def _decode_kernel(
     for start in range(begin, end, BLOCK_N):
         n = start + offs_n
         seen = n < end
+        if ROWS > 1 and WINDOW > 0:
+            seen = seen & (n > length - count - WINDOW)
         if PAGE_SIZE % BLOCK_N == 0:
             page = tl.load(table + start // PAGE_SIZE).to(tl.int64)
             base = page * PAGE_STRIDE + kv_head * (PAGE_SIZE * DIM)
@@ -306,24 +326,30 @@ def _decode_kernel(
             other=0.0,
         )  # [BLOCK_N, BLOCK_D]
         scores = tl.dot(q, k, input_precision="ieee")  # [BLOCK_G, BLOCK_N]
-        if WINDOW > 0:
+        if WINDOW > 0 and ROWS == 1:
             seen = seen & (n >= length - WINDOW)
         if HIDE_LAST:
             seen = seen & (n % PAGE_SIZE != PAGE_SIZE - 1)
         scores = tl.where(seen[None, :], scores, float("-inf"))
+        if ROWS > 1:
+            scores = tl.where(n[None, :] <= sees[:, None], scores, float("-inf"))
+            if WINDOW > 0:
+                scores = tl.where(n[None, :] > sees[:, None] - WINDOW, scores, float("-inf"))
         most, total, acc = softmax_step(scores, v, most, total, acc, False)
 
     result, lse = softmax_result(most, total, acc)
     mask = in_group[:, None] & in_dim[None, :]
     if splits == 1:
-        place = row * (HEADS * DIM) + head[:, None] * DIM + offs_d[None, :]
-        tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
+        place = (row + own_row) * HEADS + head
+        tl.store(
+            out + place[:, None] * DIM + offs_d[None, :], result.to(out.dtype.element_ty), mask=mask
+        )
         if WITH_LSE:
-            tl.store(lse_out + row * HEADS + head, lse, mask=in_group)
+            tl.store(lse_out + place, lse, mask=in_group)
     else:
-        partial_place = item * (HEADS * DIM) + head[:, None] * DIM + offs_d[None, :]
-        tl.store(partial + partial_place, result, mask=mask)
-        tl.store(partial_lse + item * HEADS + head, lse, mask=in_group)
+        split_place = (item * ROWS + own_row) * HEADS + head
+        tl.store(partial + split_place[:, None] * DIM + offs_d[None, :], result, mask=mask)
+        tl.store(partial_lse + split_place, lse, mask=in_group)
         tl.debug_barrier()  # the program's stores complete before it reports its arrival
         group = (item - first_item) // MERGE
         groups = tl.cdiv(splits, MERGE)
@@ -334,28 +360,37 @@ def _decode_kernel(
             tl.store(counter, 0)
             # The result replaces the group's first split, or goes to `out` if it is the only group.
             parts = (partial, partial_lse)
-            to = (out + row * (HEADS * DIM), lse_out + row * HEADS)
-            if groups == 1:
-                merge_splits(parts, to, first, members, kv_head, HEADS, KV_HEADS, DIM, WITH_LSE)
-            else:
-                into = (partial + first * (HEADS * DIM), partial_lse + first * HEADS)
-                merge_splits(parts, into, first, members, kv_head, HEADS, KV_HEADS, DIM, True)
+            for r in range(0, count):
+                to = (out + (row + r) * (HEADS * DIM), lse_out + (row + r) * HEADS)
+                begins = first * ROWS + r
+                into = (partial + begins * (HEADS * DIM), partial_lse + begins * HEADS)
+                if groups == 1:
+                    merge_splits(
+                        parts, to, begins, members, kv_head, HEADS, KV_HEADS, DIM, WITH_LSE, ROWS
+                    )
+                else:
+                    merge_splits(
+                        parts, into, begins, members, kv_head, HEADS, KV_HEADS, DIM, True, ROWS
+                    )
+            if groups > 1:
                 tl.debug_barrier()
                 counter = arrivals + seq * KV_HEADS + kv_head
                 if tl.atomic_add(counter, 1, sem="acq_rel") == groups - 1:
                     tl.store(counter, 0)
-                    merge_splits(
-                        parts,
-                        to,
-                        first_item,
-                        groups,
-                        kv_head,
-                        HEADS,
-                        KV_HEADS,
-                        DIM,
-                        WITH_LSE,
-                        MERGE,
-                    )
+                    for r in range(0, count):
+                        to = (out + (row + r) * (HEADS * DIM), lse_out + (row + r) * HEADS)
+                        merge_splits(
+                            parts,
+                            to,
+                            first_item * ROWS + r,
+                            groups,
+                            kv_head,
+                            HEADS,
+                            KV_HEADS,
+                            DIM,
+                            WITH_LSE,
+                            MERGE * ROWS,
+                        )
 
 
 def paged_decode(
@@ -363,7 +398,7 @@ def paged_decode(
     pool: torch.Tensor,  # [pages, 2 * kv_heads, page_size, dim]
     page_table: torch.Tensor,  # [seqs, pages] int32
     kv_lens: torch.Tensor,  # [seqs] int32
-    rows: torch.Tensor,  # [seqs] int32, query row of each sequence
+    rows: torch.Tensor,  # [seqs] int32, query row of each sequence; see `rows_per_seq`
     splits: DecodeSplits,  # planned by `plan_splits` for these lengths
     out: torch.Tensor,  # [rows, heads, dim], contiguous
     *,
@@ -371,7 +406,10 @@ def paged_decode(
     window: int | None = None,
     hide_last: bool = False,
     lse: torch.Tensor | None = None,  # [rows, heads] float32, filled if given
+    rows_per_seq: int = 1,
 ) -> None:
+    """With `rows_per_seq` over 1, sequences have up to so many new rows, perhaps none; `rows`
+    [seqs + 1] is then the first row of each sequence, and the end of the last."""
     heads, dim = query.shape[1:]
     kv_heads, page_size = pool.shape[1] // 2, pool.shape[2]
     seqs = len(kv_lens)
@@ -403,6 +441,7 @@ def paged_decode(
         WINDOW=window or 0,
         HIDE_LAST=hide_last,
         WITH_LSE=lse is not None,
+        ROWS=rows_per_seq,
         BLOCK_N=block_n,
         num_warps=4,
         num_stages=_depth(seqs).stages if query.dtype.itemsize == 2 and dim <= 128 else 2,

@@ -106,7 +106,12 @@ class HSABackend(SparseBackend):
             decode = ("dense", "sparse", "both")
             # Chunks whose rows select pages are not recorded.
             mixed = ("dense", "both") if mixes else ()
-        return [*(Graph(kind, False) for kind in decode), *(Graph(kind, True) for kind in mixed)]
+        few = Graph("dense", mixed=False, few=True)
+        return [
+            *(Graph(kind, False) for kind in decode),
+            *(Graph(kind, True) for kind in mixed),
+            *((few,) if "dense" in decode and few in self._dense.graphs else ()),
+        ]
 
     @classmethod
     def kernel_refusal(cls, config: SparseConfig, shape: AttentionShape) -> str | None:
@@ -135,7 +140,7 @@ class HSABackend(SparseBackend):
             seen = replace(batch, kv_lens=np.where(dense, batch.kv_lens, batch.query_lens))
             if self._dense.graph_for(seen, mixed=mixed) is None:
                 return None
-        graph = Graph(kind, mixed)
+        graph = Graph(kind, mixed, few=not mixed and not batch.decodes)
         return graph if graph in self.graphs else None
 
     def launching(self, batch: AttentionBatch, graph: Graph | None) -> None:
