@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -13,6 +14,7 @@ from cairn.kernels import (
     activation,
     experts,
     gemv,
+    index_scan,
     landmark,
     latent,
     latent_prompt,
@@ -22,6 +24,7 @@ from cairn.kernels import (
     rope_angles,
     rope_kv,
     route,
+    row_attention,
     sampling,
     sparse_extend,
     sparse_few,
@@ -32,6 +35,7 @@ from cairn.kernels import (
     sparse_survey,
     stage,
     swap_in,
+    top_rows,
 )
 from cairn.kernels.interface import MOST_HOT_SLOTS
 
@@ -85,6 +89,7 @@ def main() -> None:
         sparse(dim, page_size, landmark_heads, pooling)
     mixture()
     latents()
+    chosen_rows()
     types = {"kv_lens": I32, "item_seq": I32, "item_indptr": I32}
     types |= {"num_seqs": "i32", "num_items": "i32", "target": "i32"}
     plan = {"PAGE_SIZE": 64, "WINDOW": 100, "ROWS": 5, "LEAST": 4, "BLOCK": 256, "BLOCK_ITEMS": 512}
@@ -210,6 +215,40 @@ def latents() -> None:
     compile_kernel(latent._latent_merge_kernel, types, constants)
     constants = {"MAX_SEQS": 256, "PROGRAMS": 66, "PAGE_SIZE": 64, "LEAST": 4, "BLOCK": 256}
     compile_kernel(latent._share_kernel, types, constants)
+
+
+def chosen_rows() -> None:
+    """An index of 64 heads, and 128 heads over the 2048 rows that it chooses. Two programs of the
+    scan, and one of attention, fit into the memory of a multiprocessor of an H200."""
+    names = ("page_table", "rows", "seqs", "limits", "items", "tiles", "slots", "positions")
+    types = {**dict.fromkeys((*names, "listed", "counts", "bounds"), I32), "scores": FP32}
+    types |= dict.fromkeys(("query", "pool", "out"), BF16)
+    types |= dict.fromkeys(("weights", "partial", "partial_lse"), FP32)
+    sizes = ("num_items", "table_stride", "score_blocks", "blocks", "splits", "parts", "length")
+    types |= {**dict.fromkeys(sizes, "i32"), "scale": "fp32"}
+    constants = {"PROGRAMS": 264, "TILE": 64, "LEAST": 4, "BLOCK": 1024}
+    compile_kernel(index_scan._plan_kernel, types, constants)
+    for rows, page_size in ((1, 64), (4, 64), (4, 16)):
+        tma = page_size == 64
+        types["keys"] = "tensordesc<bf16[64,128]>" if tma else BF16
+        constants = {"HEADS": 64, "WIDTH": 128, "PAGE_SIZE": page_size, "ROWS": rows}
+        constants |= {"BLOCK_H": 64, "BLOCK_W": 128, "TILE": 64, "TMA": tma}
+        stages = index_scan._stages(rows, torch.bfloat16)
+        scan = compile_kernel(index_scan._scan_kernel, types, constants, num_stages=stages)
+        assert 2 * scan.metadata.shared <= SHARED_MEMORY
+    constants = {"K": 2048, "SAMPLE": 8192, "SLACK": 16}
+    compile_kernel(top_rows._sample_kernel, types, constants, num_warps=16)
+    constants = {"K": 2048, "BLOCK": 4096}
+    compile_kernel(top_rows._collect_kernel, types, constants, num_warps=8)
+    constants |= {"MOST_SPLITS": 64, "PAGE_SIZE": 64, "FEW": 4096, "MANY": 16384, "BLOCK_K": 2048}
+    compile_kernel(top_rows._choose_kernel, types, constants, num_warps=16)
+    constants = {"K": 2048, "PAGE_SIZE": 64, "BLOCK_K": 2048}
+    compile_kernel(top_rows._slots_kernel, types, constants)
+    constants = {"K": 2048, "HEADS": 128, "LATENT": 512, "ROPE": 64, "BLOCK_M": 64, "BLOCK_N": 64}
+    attend = compile_kernel(row_attention._rows_kernel, types, constants, num_warps=8, num_stages=2)
+    assert attend.metadata.shared <= SHARED_MEMORY
+    constants = {"HEADS": 128, "LATENT": 512}
+    compile_kernel(row_attention._merge_kernel, types, constants)
 
 
 def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:

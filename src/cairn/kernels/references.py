@@ -197,3 +197,23 @@ def stage_reference(
     found = torch.where(frames > 0, frames, -1 - slots.gather(1, ids)).masked_fill(ids == 0, 0)
     staged = [own.nonzero().squeeze(1) for own in marked]
     return staged, found.view(len(ids), len(pages), -1).transpose(0, 1).contiguous()
+
+
+def index_scan_reference(
+    query: torch.Tensor,  # [heads, width] of one row
+    weights: torch.Tensor,  # [heads]
+    keys: torch.Tensor,  # [rows that it sees, width]
+) -> torch.Tensor:
+    """-> [rows that it sees]"""
+    return weights @ (query @ keys.t()).relu()
+
+
+def row_attention_reference(
+    query: torch.Tensor,  # [heads, latent + rope] of one row
+    kept: torch.Tensor,  # [chosen rows, latent + rope]
+    *,
+    latent: int,
+    scale: float,
+) -> torch.Tensor:
+    """-> [heads, latent]"""
+    return (query @ kept.t() * scale).softmax(-1) @ kept[:, :latent]

@@ -34,7 +34,7 @@ def entry_key(entry):
 
 
 @triton.jit
-def _packed(one, two, three, FEW: tl.constexpr):
+def pack_counts(one, two, three, FEW: tl.constexpr):
     """Pack three booleans so that a sum gives three counts: ten bits each if FEW, else 21."""
     if FEW:
         packed = one.to(tl.int32) + (two.to(tl.int32) << 10) + (three.to(tl.int32) << 20)
@@ -44,7 +44,7 @@ def _packed(one, two, three, FEW: tl.constexpr):
 
 
 @triton.jit
-def _narrow(low, high, wanted, SLACK: tl.constexpr, cuts, packed, FEW: tl.constexpr):
+def narrow(low, high, wanted, SLACK: tl.constexpr, cuts, packed, FEW: tl.constexpr):
     """-> the range after a search step. At least `wanted` keys are >= low and fewer are > high,
     until the two meet."""
     first, second, third = cuts
@@ -79,13 +79,13 @@ def keep_best(rank, K: tl.constexpr):
     low = tl.min(tl.where(valid, key, 0x7FFFFFFF)).to(tl.int64)
     high = tl.max(tl.where(valid, key, -0x7FFFFFFF)).to(tl.int64)
     while low < high:
-        cuts = _cuts(low, high)
+        cuts = cuts_of(low, high)
         first, second, third = cuts
         one = valid & (key >= first.to(tl.int32))
         two = valid & (key >= second.to(tl.int32))
         three = valid & (key >= third.to(tl.int32))
-        packed = tl.sum(_packed(one, two, three, FEW))
-        low, high = _narrow(low, high, wanted, 0, cuts, packed, FEW)
+        packed = tl.sum(pack_counts(one, two, three, FEW))
+        low, high = narrow(low, high, wanted, 0, cuts, packed, FEW)
     least = low.to(tl.int32)
     above = valid & (key > least)
     equal = (valid & (key == least)).to(tl.int32)
@@ -103,7 +103,7 @@ def threshold_of_rows(rank, K: tl.constexpr, SLACK: tl.constexpr = 0):
     low = tl.min(tl.where(valid, key, 0x7FFFFFFF), 1).to(tl.int64)
     high = tl.max(tl.where(valid, key, -0x7FFFFFFF), 1).to(tl.int64)
     while tl.max(high - low) > 0:
-        cuts = _cuts(low, high)
+        cuts = cuts_of(low, high)
         packed = tl.sum(_reached_cuts(key, valid, cuts, FEW), 1)
         low, high = _narrow_searching(low, high, K, SLACK, cuts, packed, FEW)
     enough = tl.sum(valid.to(tl.int32), 1) >= K
@@ -128,7 +128,7 @@ def threshold_in_memory(entries, count, K: tl.constexpr, BLOCK: tl.constexpr, FE
         high = tl.maximum(high, tl.max(tl.where(there, key, -0x7FFFFFFF), 1))
     high = tl.where(count <= K, low, high)
     while tl.max(high - low) > 0:
-        cuts = _cuts(low, high)
+        cuts = cuts_of(low, high)
         packed = tl.zeros(count.shape, tl.int32 if FEW else tl.int64)
         for start in range(0, tl.max(count), BLOCK):
             there = start + column < count[:, None]
@@ -139,7 +139,7 @@ def threshold_in_memory(entries, count, K: tl.constexpr, BLOCK: tl.constexpr, FE
 
 
 @triton.jit
-def _cuts(low, high):
+def cuts_of(low, high):
     span = tl.maximum(high - low, 0)
     return low + ((span + 3) >> 2), low + ((2 * span + 3) >> 2), low + ((3 * span + 3) >> 2)
 
@@ -148,7 +148,7 @@ def _cuts(low, high):
 def _reached_cuts(key, valid, cuts, FEW: tl.constexpr):
     """-> [rows, n] packed booleans: whether key [rows, n] reaches each of its row's three cuts"""
     first, second, third = cuts
-    return _packed(
+    return pack_counts(
         valid & (key >= first.to(tl.int32)[:, None]),
         valid & (key >= second.to(tl.int32)[:, None]),
         valid & (key >= third.to(tl.int32)[:, None]),
@@ -158,6 +158,6 @@ def _reached_cuts(key, valid, cuts, FEW: tl.constexpr):
 
 @triton.jit
 def _narrow_searching(low, high, wanted, SLACK: tl.constexpr, cuts, packed, FEW: tl.constexpr):
-    new_low, new_high = _narrow(low, high, wanted, SLACK, cuts, packed, FEW)
+    new_low, new_high = narrow(low, high, wanted, SLACK, cuts, packed, FEW)
     searching = low < high
     return tl.where(searching, new_low, low), tl.where(searching, new_high, high)

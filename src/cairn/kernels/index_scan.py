@@ -1,0 +1,255 @@
+"""Scores of all rows that a query sees, by a layer's index: sum over heads of weight * relu(q . k).
+
+It reads 256 bytes for each row of the past (128 columns of 16 bits), and each byte once per query
+of a decode step. Queries of a prompt share a tile of keys. Keys are the rows of the product and
+queries its columns, so that the sum over heads stays within a few lanes.
+
+The queries of a step are a list. `items` cuts it into runs of queries of one sequence, at most
+`rows_per_item` of them. As in `latent`, each program takes an equal share of all tiles of keys, of
+whichever items they are. The device plans the shares:
+
+    tiles: [items + 1] tiles of all items before each; [items + 1] holds the share
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from cairn.kernels.launch import direct
+from cairn.kernels.paged_extend import can_describe
+from cairn.kernels.sizes import power_of_two
+
+_TILE = 64  # keys at once; a product of tensor cores has 64 rows
+_TILE_FLOAT32 = 32
+_QUERIES = 256  # columns of a product, for prompts
+_STAGES, _PROMPT_STAGES = 4, 2  # tiles in memory, beside one query and beside many
+_PER_PROCESSOR = 2  # programs that fit
+_LEAST = 4  # tiles of a share: less is not worth loading the queries
+
+
+@dataclass(frozen=True, slots=True)
+class RowList:
+    """Queries of a step, in order of their sequences and positions."""
+
+    rows: torch.Tensor  # [n] int32, of the step
+    seqs: torch.Tensor  # [n] int32
+    limits: torch.Tensor  # [n] int32, rows that each sees
+    items: torch.Tensor  # [items + 1] int32, first query of each item
+    tiles: torch.Tensor  # [items + 2] int32, the plan
+    per_item: int
+    """Most queries of an item."""
+
+    @property
+    def num_items(self) -> int:
+        return len(self.items) - 1
+
+
+def rows_per_item(heads: int, dtype: torch.dtype) -> int:
+    """Queries of a prompt that share a tile of keys."""
+    return max(1, _QUERIES // _padded(heads)) if dtype.itemsize == 2 else 1
+
+
+def cut_items(counts: np.ndarray, per_item: int) -> np.ndarray:
+    """First query of each item, and their number, for runs of `counts` queries."""
+    firsts = np.concatenate(([0], np.cumsum(counts)))
+    starts = [np.arange(begin, end, per_item) for begin, end in pairwise(firsts)]
+    return np.concatenate([*starts, firsts[-1:]]).astype(np.int32)
+
+
+def _padded(heads: int) -> int:
+    return max(16, power_of_two(heads))
+
+
+def _tile_size(dtype: torch.dtype) -> int:
+    return _TILE if dtype.itemsize == 2 else _TILE_FLOAT32
+
+
+def _stages(per_item: int, dtype: torch.dtype) -> int:
+    if dtype.itemsize > 2:
+        return 1
+    return _STAGES if per_item == 1 else _PROMPT_STAGES
+
+
+def _programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 6
+    return _PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@direct
+@triton.jit(do_not_specialize=["num_items"])
+def _plan_kernel(
+    items,  # [num_items + 1]
+    limits,
+    tiles,
+    num_items: tl.int32,
+    PROGRAMS: tl.constexpr,
+    TILE: tl.constexpr,
+    LEAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    total = 0
+    for start in range(0, num_items, BLOCK):
+        item = start + tl.arange(0, BLOCK)
+        there = item < num_items
+        end = tl.load(items + item + 1, mask=there, other=1)
+        seen = tl.load(limits + end - 1, mask=there, other=0)
+        own = (seen + TILE - 1) // TILE
+        tl.store(tiles + item, total + tl.cumsum(own, 0) - own, mask=there)
+        total += tl.sum(own)
+    tl.store(tiles + num_items, total)
+    tl.store(tiles + num_items + 1, tl.maximum((total + PROGRAMS - 1) // PROGRAMS, LEAST))
+
+
+def plan_scan(listed: RowList, dtype: torch.dtype) -> None:
+    """Plan the shares of these queries, for all layers. `dtype` is that of keys."""
+    _plan_kernel[(1,)](
+        listed.items,
+        listed.limits,
+        listed.tiles,
+        listed.num_items,
+        PROGRAMS=_programs(listed.items.device),
+        TILE=_tile_size(dtype),
+        LEAST=_LEAST,
+        BLOCK=1024,
+    )
+
+
+@triton.jit
+def _item_of(tiles, num_items, tile):
+    """The item that a tile belongs to."""
+    low = 0
+    high = num_items - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        reached = tl.load(tiles + middle) <= tile
+        low = tl.where(reached, middle, low)
+        high = tl.where(reached, high, middle - 1)
+    return low
+
+
+@direct
+@triton.jit(do_not_specialize=["num_items", "table_stride", "score_blocks"])
+def _scan_kernel(
+    query,  # [rows of the step, HEADS, WIDTH], contiguous
+    weights,  # [rows of the step, HEADS] float32
+    pool,  # [pages, PAGE_SIZE, WIDTH]
+    keys,  # if TMA: descriptor of the pool as [-1, WIDTH], for loads of [TILE, WIDTH]
+    page_table,  # [seqs, ...]
+    rows,
+    seqs,
+    limits,
+    items,
+    tiles,
+    scores,  # [listed rows, 128 * score_blocks] float32
+    num_items: tl.int32,
+    table_stride: tl.int32,
+    score_blocks: tl.int32,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,  # most queries of an item
+    BLOCK_H: tl.constexpr,  # at least HEADS
+    BLOCK_W: tl.constexpr,  # at least WIDTH
+    TILE: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    BLOCK_Q: tl.constexpr = ROWS * BLOCK_H
+    program = tl.program_id(0)
+    total = tl.load(tiles + num_items)
+    share = tl.load(tiles + num_items + 1)
+    first = program * share
+    last = tl.minimum(first + share, total)
+    if first >= total:
+        return
+    offs_q = tl.arange(0, BLOCK_Q)
+    offs_w = tl.arange(0, BLOCK_W)
+    offs_n = tl.arange(0, TILE)
+    offs_r = tl.arange(0, ROWS)
+    head = offs_q % BLOCK_H
+    item = _item_of(tiles, num_items, first)
+    while first < last:
+        before = tl.load(tiles + item)
+        until = tl.minimum(tl.load(tiles + item + 1), last)
+        listed = tl.load(items + item)
+        count = tl.load(items + item + 1) - listed
+        table = page_table + tl.load(seqs + listed).to(tl.int64) * table_stride
+        there = (offs_q // BLOCK_H < count) & (head < HEADS)
+        row = tl.load(rows + listed + offs_q // BLOCK_H, mask=there, other=0).to(tl.int64)
+        place = row * HEADS + head
+        q = tl.load(
+            query + place[:, None] * WIDTH + offs_w[None, :],
+            mask=there[:, None] & (offs_w < WIDTH)[None, :],
+            other=0.0,
+        )
+        w = tl.load(weights + place, mask=there, other=0.0)
+        limit = tl.load(limits + listed + offs_r, mask=offs_r < count, other=0)
+        end = tl.load(limits + listed + count - 1)
+        last_page = (end - 1) // PAGE_SIZE
+        out = scores + (listed + offs_r).to(tl.int64)[None, :] * (128 * score_blocks)
+        begin = (first - before) * TILE
+        # Look up pages one tile ahead: a load that depends on another load would stall the loop.
+        following = tl.load(table + begin // PAGE_SIZE)
+        for start in range(begin, (until - before) * TILE, TILE):
+            n = start + offs_n
+            if TMA:
+                page_row = following * PAGE_SIZE + start % PAGE_SIZE
+                following = tl.load(table + tl.minimum((start + TILE) // PAGE_SIZE, last_page))
+                k = keys.load([page_row, 0])
+            else:
+                page = tl.load(table + n // PAGE_SIZE, mask=n < end, other=0).to(tl.int64)
+                k = tl.load(
+                    pool + (page * PAGE_SIZE + n % PAGE_SIZE)[:, None] * WIDTH + offs_w[None, :],
+                    mask=(n < end)[:, None] & (offs_w < WIDTH)[None, :],
+                    other=0.0,
+                )
+            products = tl.dot(k, q.T, input_precision="ieee")  # [TILE, BLOCK_Q]
+            products = tl.maximum(products, 0.0) * w[None, :]
+            # Keys behind the last row may be anything, and nothing is stored for them.
+            if ROWS == 1:
+                score = tl.sum(products, 1)[:, None]
+            else:
+                score = tl.sum(tl.reshape(products, (TILE, ROWS, BLOCK_H)), 2)
+            tl.store(out + n[:, None], score, mask=n[:, None] < limit[None, :])
+        first = until
+        item += 1
+
+
+def index_scan(
+    query: torch.Tensor,  # [rows of the step, heads, width], contiguous
+    weights: torch.Tensor,  # [rows of the step, heads] float32, contiguous
+    pool: torch.Tensor,  # [pages, page_size, width]
+    page_table: torch.Tensor,  # [seqs, pages] int32
+    listed: RowList,
+    scores: torch.Tensor,  # [listed rows, length] float32; length is a multiple of 128
+) -> None:
+    """Score all rows that each listed query sees. Places behind these are left as they are."""
+    _, heads, width = query.shape
+    page_size = pool.shape[1]
+    tile = _tile_size(pool.dtype)
+    tma = (
+        can_describe(pool.device, pool.dtype)
+        and page_size % tile == 0
+        and width in (64, 128)
+        and query.dtype == pool.dtype
+    )
+    keys: Any = pool
+    if tma:
+        keys = TensorDescriptor.from_tensor(pool.view(-1, width), [tile, width])
+    assert scores.shape[1] % 128 == 0
+    _scan_kernel[(_programs(pool.device),)](
+        query, weights, pool, keys, page_table, listed.rows, listed.seqs, listed.limits,
+        listed.items, listed.tiles, scores, listed.num_items, page_table.stride(0),
+        scores.shape[1] // 128,
+        HEADS=heads, WIDTH=width, PAGE_SIZE=page_size, ROWS=listed.per_item,
+        BLOCK_H=_padded(heads), BLOCK_W=max(16, power_of_two(width)), TILE=tile, TMA=tma,
+        num_warps=4, num_stages=_stages(listed.per_item, pool.dtype),
+    )  # fmt: skip

@@ -1,0 +1,52 @@
+"""Kernels of an index and of attention over single rows against their references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels import latent_case, row_case
+from tests.kernels.row_case import Sizes
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 1e-2, torch.float32: 1e-5}
+
+INDEXES = [
+    (Sizes(64, 128, 64), torch.bfloat16),
+    (Sizes(32, 128, 16), torch.bfloat16),
+    (Sizes(5, 40, 128), torch.float16),
+    (Sizes(64, 128, 64), torch.float32),
+]
+BATCHES = {
+    "decode": [(1, n) for n in (1, 63, 64, 65, 2000, 70_000)],
+    "chunks": [(5, 64), (130, 2000), (65, 66), (1, 5000)],
+}
+
+
+@pytest.mark.parametrize(("sizes", "dtype"), INDEXES, ids=str)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_index_scan(batch: str, sizes: Sizes, dtype: torch.dtype) -> None:
+    new, lengths = map(list, zip(*BATCHES[batch], strict=True))
+    row_case.check_scan(lengths, new, sizes, CUDA, dtype, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("kind", row_case.KINDS)
+def test_top_rows(kind: str) -> None:
+    row_case.check_top(kind, [1, 2048, 2049, 5000, 70_000, 131_072, 300_001], 2048, CUDA)
+    row_case.check_top(kind, [10_000] * 150, 100, CUDA)
+    row_case.check_top(kind, [1_000_000], 2048, CUDA)
+
+
+LATENT = [
+    (latent_case.Sizes(128, 512, 64, 64), torch.bfloat16),
+    (latent_case.Sizes(20, 512, 64, 16), torch.bfloat16),
+    (latent_case.Sizes(5, 40, 24, 16), torch.float16),
+    (latent_case.Sizes(5, 40, 24, 16), torch.float32),
+]
+
+
+@pytest.mark.parametrize(("sizes", "dtype"), LATENT, ids=str)
+@pytest.mark.parametrize("counts", [[2048], [1, 2048, 700, 0, 1999], [2048] * 150], ids=len)
+def test_row_attention(counts: list[int], sizes: latent_case.Sizes, dtype: torch.dtype) -> None:
+    row_case.check_attention(counts, 2048, sizes, CUDA, dtype, tolerance=TOLERANCE[dtype])

@@ -1,0 +1,165 @@
+"""Index scan, selection of rows and attention over them, against references, on any device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from cairn.kernels.index_scan import RowList, cut_items, index_scan, plan_scan, rows_per_item
+from cairn.kernels.references import index_scan_reference, row_attention_reference
+from cairn.kernels.row_attention import row_attention
+from cairn.kernels.top_rows import slots_of, top_rows
+from tests.kernels import latent_case
+
+
+class Sizes(NamedTuple):
+    heads: int
+    width: int
+    page_size: int
+
+
+def make_list(lengths: list[int], new: list[int], per_item: int, device: torch.device) -> RowList:
+    """The last `new` rows of sequences, as rows of a step in which others lie between them."""
+    seqs = np.repeat(np.arange(len(new)), new)
+    limits = np.concatenate([np.arange(n - m, n) + 1 for n, m in zip(lengths, new, strict=True)])
+    rows = np.arange(len(seqs)) + seqs
+    items = cut_items(np.array(new), per_item)
+    arrays = (rows, seqs, limits, items)
+    own = [torch.from_numpy(array.astype(np.int32)).to(device) for array in arrays]
+    tiles = torch.full((len(items) + 1,), -1, dtype=torch.int32, device=device)
+    return RowList(own[0], own[1], own[2], own[3], tiles, per_item)
+
+
+def check_scan(
+    lengths: list[int],
+    new: list[int],
+    sizes: Sizes,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    tolerance: float,
+    per_item: int | None = None,
+) -> None:
+    """One query at a time, and as many as share keys."""
+    torch.manual_seed(0)
+    heads, width, page_size = sizes
+    paged = latent_case.Sizes(1, width, 0, page_size)
+    pool, table = latent_case.paged(lengths, paged, device, dtype)
+    count = sum(new) + len(new)
+    query = torch.randn(count, heads, width, device=device).to(dtype)
+    weights = torch.randn(count, heads, device=device)
+    longest = -(-max(lengths) // 128) * 128
+    for per in (1, per_item or rows_per_item(heads, dtype)):
+        listed = make_list(lengths, new, per, device)
+        scores = torch.full((sum(new), longest), float("nan"), device=device)
+        plan_scan(listed, dtype)
+        index_scan(query, weights, pool, table, listed, scores)
+        own = (listed.rows.tolist(), listed.seqs.tolist(), listed.limits.tolist())
+        for place, (row, seq, limit) in enumerate(zip(*own, strict=True)):
+            keys = pool[table[seq].long()].flatten(0, 1)[:limit]
+            expected = index_scan_reference(
+                query[row].double(), weights[row].double(), keys.double()
+            )
+            error = (scores[place, :limit].double() - expected).norm() / expected.norm()
+            assert error < tolerance, f"error ratio {error:.1e}"
+            assert scores[place, limit:].isnan().all()
+
+
+def make_scores(kind: str, rows: int, length: int, device: torch.device) -> torch.Tensor:
+    """Scores [rows, length] of some distribution."""
+    scores = torch.randn(rows, length, device=device)
+    if kind == "plateau":  # most are exactly zero, of both signs
+        scores = torch.where(scores.abs() > 1.5, scores, scores.sign() * 0.0)
+    elif kind == "equal":
+        scores.fill_(-2.5)
+    elif kind == "rounded":
+        scores = (scores * 4).round() / 4
+    elif kind == "narrow":
+        scores = 1000 + scores * 1e-3
+    elif kind == "rising":  # a sample misleads: the best are few and together
+        scores[:, length // 3 : length // 3 + 50] += 1e4
+        scores += torch.arange(length, device=device)
+    elif kind == "hidden":  # the sample sees small ones only
+        scores.fill_(-1.0)
+        scores[:, 1::2] = torch.rand(rows, length // 2, device=device)
+    elif kind == "infinite":
+        scores[:, ::3] = float("-inf")
+        scores[:, 1::7] = float("inf")
+    elif kind == "mostly -inf":
+        scores[:, 9:] = float("-inf")
+    return scores
+
+
+KINDS = (
+    *("random", "plateau", "equal", "rounded", "narrow", "rising", "hidden", "infinite"),
+    "mostly -inf",
+)
+
+
+def check_top(kind: str, limits: list[int], k: int, device: torch.device) -> None:
+    """Against a stable sort of (score, position)."""
+    torch.manual_seed(0)
+    page_size = 16
+    length = -(-max(limits) // 128) * 128
+    scores = make_scores(kind, len(limits), length, device)
+    own = torch.tensor(limits, dtype=torch.int32, device=device)
+    behind = torch.arange(length, device=device) >= own[:, None]
+    scores = scores.masked_fill_(behind, float("nan"))
+    seqs = torch.arange(len(limits), dtype=torch.int32, device=device).flip(0)
+    table = torch.randperm(len(limits) * length // page_size, device=device).int()
+    table = table.view(len(limits), -1)
+    positions, slots = (
+        torch.full((len(limits), k), -7, dtype=torch.int32, device=device) for _ in range(2)
+    )
+    listed = torch.empty_like(scores, dtype=torch.int32)
+    top_rows(scores, own, seqs, table, positions, slots, listed, page_size=page_size)
+    again = torch.empty_like(slots)
+    slots_of(positions, seqs, table, again, page_size=page_size)
+    for row, limit in enumerate(limits):
+        seen = scores[row, :limit].cpu()
+        order = seen.sort(descending=True, stable=True).indices[:k]
+        if limit > k:  # otherwise all are read, whatever their score
+            order = order[seen[order] > float("-inf")]
+        expected = order.sort().values.tolist()
+        found = positions[row].tolist()
+        assert found == expected + [-1] * (k - len(expected)), (kind, limit)
+        pages = table[int(seqs[row])].tolist()
+        places = [pages[n // page_size] * page_size + n % page_size for n in expected]
+        assert slots[row].tolist() == again[row].tolist() == places + [-1] * (k - len(expected))
+
+
+def check_attention(
+    counts: list[int],
+    k: int,
+    sizes: latent_case.Sizes,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    tolerance: float,
+) -> None:
+    """Each query has `counts` rows of the pool in its list; a list may have holes."""
+    torch.manual_seed(0)
+    heads, latent, rope, page_size = sizes
+    pages = -(-2 * k // page_size) + 1
+    pool = torch.full((pages, page_size, latent + rope), float("nan"), device=device, dtype=dtype)
+    flat = pool.view(-1, latent + rope)
+    slots = torch.full((len(counts), k), -1, dtype=torch.int32, device=device)
+    for row, count in enumerate(counts):
+        chosen = torch.randperm(len(flat), device=device)[:count]
+        flat[chosen] = torch.randn(count, latent + rope, device=device).to(dtype)
+        where = torch.arange(count) if row % 2 else torch.randperm(k)[:count].sort().values
+        slots[row, where.to(device)] = chosen.int()
+    query = torch.randn(len(counts), heads, latent + rope, device=device).to(dtype)
+    scale = 0.7 * (latent + rope) ** -0.5
+    out = torch.full((len(counts), heads, latent), float("nan"), device=device, dtype=dtype)
+    row_attention(query, pool, slots, out, scale=scale)
+    for row, count in enumerate(counts):
+        own = slots[row][slots[row] >= 0].long()
+        assert len(own) == count
+        expected = row_attention_reference(
+            query[row].double(), flat[own].double(), latent=latent, scale=scale
+        )
+        error = (out[row].double() - expected).norm() / expected.norm().clamp(min=1e-30)
+        assert error < tolerance, f"error ratio {error:.1e}"
