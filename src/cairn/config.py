@@ -125,7 +125,7 @@ class EngineConfig:
     kv_cache_dtype: str = option("auto", "Type of the KV cache: auto is that of the weights.")
     quantization: str = option(
         "auto",
-        "CPU: keep matrices as they are quantised in the file, dequantise them (none), or round "
+        "CPU: keep matrices as they are in the file, widen them to float32 (none), or round "
         "all to int8. auto keeps them where a C++ compiler makes that fast.",
         "auto",
         "keep",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cairn.kernels.cpu import CpuKernels, CpuKernelsUnavailableError
-from cairn.models.blocks import BlockMatrix, BlockStack, Codes
+from cairn.models.blocks import BlockMatrix, Codes, Stack
 from cairn.models.gguf_blocks import BLOCK_TYPES, read_blocks
 from cairn.models.quantize import to_int8
 
@@ -35,18 +35,6 @@ def random_codes(kind: str, outputs: int = 40, columns: int = COLUMNS, seed: int
     size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
     data = random_blocks(kind, outputs, columns, seed)
     return read_blocks(kind, torch.from_numpy(data), size)
-
-
-@pytest.fixture(
-    scope="module",
-    params=["native", *(pytest.param(f"x86-64{v}", marks=pytest.mark.slow) for v in ("-v3", ""))],
-)
-def kernels(request: pytest.FixtureRequest) -> CpuKernels:
-    """The kernels as compiled for this CPU, for AVX2, and without either."""
-    try:
-        return CpuKernels.load(request.param)
-    except CpuKernelsUnavailableError as error:
-        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
@@ -116,7 +104,7 @@ def test_matrices_of_several_forms_make_one_product(kernels: CpuKernels) -> None
     parts = [random_codes(kind, 24, seed=i) for i, kind in enumerate(("Q4_K", "Q4_K", "Q6_K"))]
     x = torch.randn(3, COLUMNS, generator=torch.Generator().manual_seed(4))
     expected = torch.cat([BlockMatrix(part, None).product(x) for part in parts], 1)
-    stack = BlockStack(parts, kernels)
+    stack = Stack(parts, kernels)
     assert torch.equal(stack.product(x), expected)
     assert torch.equal(stack.dense(), torch.cat([part.dense() for part in parts]))
 

@@ -14,6 +14,7 @@ from cairn import LLM
 from cairn.errors import ConfigError, LoadError
 from cairn.models.blocks import dense
 from cairn.models.gguf_file import GGUFFile
+from cairn.models.layers import Linear
 from cairn.text.gguf_tokenizer import tokenizer_from_gguf
 from tests.helpers import TINY_LLAMA, byte_tokenizer, tokens_of, write_model
 
@@ -319,11 +320,33 @@ def test_without_a_compiler_auto_dequantises_and_keep_computes_in_torch(
         assert answers == one_by_one
     monkeypatch.setenv("CXX", "no-such-compiler")
     with LLM(quantized, device="cpu") as llm:
-        assert "is dequantised, because there is no C++ compiler" in llm.engine.notes[0]
+        assert "is widened to float32, because there is no C++ compiler" in llm.engine.notes[0]
     with LLM(quantized, device="cpu", quantization="keep") as llm:
         assert llm.engine.notes[0].startswith("products run in torch, slowly: there is no C++")
         assert [r.token_ids for r in llm.generate(prompts, max_tokens=40)] == answers
         torch.testing.assert_close(llm.logprobs(ids), expected, rtol=0, atol=1e-3)
+
+
+def test_matrices_of_16_bits_stay_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_model(tmp_path / "wide", WIDE)
+    kinds = ({"token_embd": "F16", "attn_v": "F16"}, "BF16")
+    path = write_gguf(tmp_path / "halves.gguf", folder, config=WIDE, kinds=kinds)
+    ids = tokens_of(40)
+    with LLM(path, device="cpu", quantization="none") as llm:
+        assert not any("weights" in note for note in llm.engine.notes)
+        expected = llm.logprobs(ids)
+    with LLM(path, device="cpu") as llm:
+        assert "weights: BF16, F16 as in the file" in llm.engine.notes
+        found = llm.logprobs(ids)
+        matrices = [m for _, m in llm.engine.runner._model.named_modules() if isinstance(m, Linear)]
+        assert matrices and all(m.weight.numel() == 0 for m in matrices)
+    assert not torch.equal(found, expected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    for choice, note in (("auto", "BF16, F16 is widened"), ("keep", "products run in torch")):
+        with LLM(path, device="cpu", quantization=choice) as llm:
+            assert note in llm.engine.notes[0]
+            torch.testing.assert_close(llm.logprobs(ids), expected, rtol=0, atol=1e-4)
 
 
 def test_other_types_and_ranks_dequantise(quantized: Path) -> None:

@@ -61,6 +61,23 @@ def test_a_sharded_checkpoint_is_the_same_model(folder: Path) -> None:
         assert torch.equal(llm.logprobs(ids), whole)
 
 
+def test_weights_of_16_bits_stay_so(folder: Path) -> None:
+    def narrow(tensors: dict[str, torch.Tensor]) -> None:
+        for name in tensors:
+            tensors[name] = tensors[name].bfloat16()
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].half()
+
+    change_tensors(folder, narrow)
+    ids = tokens_of(20)
+    with load(folder, quantization="none") as llm:
+        expected = llm.logprobs(ids)
+    with load(folder) as llm:
+        assert "weights: BF16 as in the file" in llm.engine.notes
+        torch.testing.assert_close(llm.logprobs(ids), expected, rtol=0, atol=1e-4)
+    with LLM(folder, device="cpu", dtype="bfloat16") as llm:
+        assert not any("weights" in note for note in llm.engine.notes)
+
+
 def test_fused_weights_are_the_checkpoints_rows(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     with load(folder) as llm:

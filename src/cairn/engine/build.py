@@ -167,15 +167,12 @@ def load_model(
         from cairn.models.hf_model import load_transformers_model
 
         return load_transformers_model(source.folder, dtype, device), []
-    quantization = resolve_quantization(config, source, dtype, device)
+    weights = None if config.load_format == "dummy" else _weights(config, source)
+    types = () if weights is None else weights.types
+    quantization = resolve_quantization(config, types, dtype, device)
     notes = [*quantization.notes]
-    weights: WeightSource | None = None
-    if config.load_format != "dummy":
-        weights = _weights(config, source)
-        if isinstance(weights, BlockScaled):
-            notes.append(f"FP8 weights are widened to {str(dtype).removeprefix('torch.')} at load")
-        if config.model_impl == "cairn":
-            check_weights(source.config, weights)
+    if weights is not None and config.model_impl == "cairn":
+        check_weights(source.config, weights)
     keep, kernels = quantization.keep, quantization.kernels
     model = build_model(source.config, dtype, device, parallel, config.model_impl, keep, kernels)
     if weights is None:

@@ -1,4 +1,4 @@
-"""Decides whether quantised matrices of a file stay quantised, and finds the kernels for them."""
+"""Decides whether matrices stay as their file has them, and finds the kernels for them."""
 
 from __future__ import annotations
 
@@ -9,29 +9,28 @@ import torch
 from cairn.config import EngineConfig
 from cairn.errors import ConfigError
 from cairn.kernels.cpu import CpuKernels, CpuKernelsUnavailableError
-from cairn.models.packed_int4 import METHODS, quantization_method
-from cairn.models.source import ModelSource
+
+_HALVES = ("F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
     keep: bool = False
-    """Matrices that are quantised in the file stay so."""
+    """Matrices stay as the file has them."""
     kernels: CpuKernels | None = None
-    """What multiplies quantised matrices; None for torch, and where there are none."""
+    """What multiplies them; None for torch, and where there are none."""
     notes: tuple[str, ...] = ()
 
 
 def resolve_quantization(
-    config: EngineConfig, source: ModelSource, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, types: tuple[str, ...], dtype: torch.dtype, device: torch.device
 ) -> Quantization:
-    choice, types = config.quantization, _types(source)
-    if config.load_format == "dummy":
-        types = ()
-    refusal = None
+    """`types` are those of the file's matrices that may stay; none without a file."""
+    choice, refusal = config.quantization, None
     if device.type != "cpu" or dtype != torch.float32 or config.tp > 1:
         refusal = f"only a CPU in float32 on one rank keeps it; this is {device.type}, {dtype}"
         refusal += f", tp {config.tp}"
+        types = tuple(name for name in types if name not in _HALVES)  # an ordinary conversion
     if choice in ("keep", "int8") and (refusal or config.model_impl == "transformers"):
         raise ConfigError(
             f"quantization={choice} is for Cairn's own models on a CPU in float32; the device is "
@@ -39,8 +38,8 @@ def resolve_quantization(
         )
     if choice == "keep" and not types:
         raise ConfigError(
-            f"quantization=keep has nothing to keep: {source.config.source} has float weights; use "
-            "auto or int8"
+            f"quantization=keep has nothing to keep: {config.model} has float32 weights; use auto "
+            "or int8"
         )
     if choice == "none" or (choice == "auto" and not types):
         return Quantization()
@@ -51,16 +50,8 @@ def resolve_quantization(
         kernels = CpuKernels.load()
     except CpuKernelsUnavailableError as error:
         if choice == "auto":
-            note = f"weights: {named} is dequantised, because {error}; keep would be slow"
+            note = f"weights: {named} is widened to float32, because {error}; keep would be slow"
             return Quantization(notes=(note,))
         return Quantization(choice == "keep", None, (f"products run in torch, slowly: {error}",))
     notes = () if choice == "int8" else (f"weights: {named} as in the file",)
     return Quantization(choice != "int8", kernels, notes)
-
-
-def _types(source: ModelSource) -> tuple[str, ...]:
-    """Types of the matrices that are quantised in the file and can stay so."""
-    if source.gguf is not None:
-        return source.gguf.quantized_types()
-    method = quantization_method(source.config)
-    return (method.upper(),) if method in METHODS else ()

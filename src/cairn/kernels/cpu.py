@@ -1,8 +1,9 @@
-"""Kernels for a CPU, written in C++: products with quantised matrices, and what lies between them.
+"""Kernels for a CPU, written in C++: products with matrices as files have them, and what lies
+between them.
 
 They are compiled for this machine's CPU when they are first needed, which takes a few seconds, and
-kept in the user's cache folder. Products are defined in `models/blocks.py`, rotation in
-`models/rope.py`, and attention in `attention/torch_backend.py`.
+kept in the user's cache folder. Products are defined in `models/blocks.py` and `models/narrow.py`,
+rotation in `models/rope.py`, and attention in `attention/torch_backend.py`.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ from cairn.errors import CairnError
 HEAD_DIMS = (32, 64, 96, 128, 256)
 """Sizes of heads that can be rotated and attended to."""
 
-_HEADER, *_SOURCES = (
-    Path(__file__).with_name(name)
-    for name in ("cpu_vectors.h", "cpu_products.cpp", "cpu_attention.cpp")
+_HEADERS, _SOURCES = (
+    tuple(Path(__file__).with_name(name) for name in names)
+    for names in (
+        ("cpu_vectors.h", "cpu_rows.h"),
+        ("cpu_products.cpp", "cpu_floats.cpp", "cpu_attention.cpp"),
+    )
 )
 # Sums must not depend on what a compiler merges into one instruction.
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=off", "-w")
@@ -55,17 +59,35 @@ class MatrixPlace(ctypes.Structure):
     )
 
 
+class FloatsPlace(ctypes.Structure):
+    """Where a matrix of floats or of int8 is, and its form: `Floats` in the C++ source."""
+
+    _fields_ = (
+        ("values", _POINTER),
+        ("scale", _POINTER),
+        ("outputs", _INT),
+        ("columns", _INT),
+        ("span", _INT),
+        ("kind", _INT),
+    )
+
+
+FLOAT_KINDS = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8)
+"""Types of a `FloatsPlace`, by number."""
+
+
 class CpuKernels:
     def __init__(self, library: Path) -> None:
         try:
             # torch has loaded OpenMP already, so that both share one set of threads.
             loaded = ctypes.CDLL(str(library))
             self._product = loaded.cairn_product
+            self._float_product = loaded.cairn_float_product
             self._rotate_and_store = loaded.cairn_rotate_and_store
             self._attend = loaded.cairn_attend
         except (OSError, AttributeError) as error:
             raise CpuKernelsUnavailableError(f"{library} cannot be loaded: {error}") from error
-        self._product.argtypes = (
+        self._product.argtypes = self._float_product.argtypes = (
             *(_POINTER, _POINTER, _LONG, _INT, _POINTER, _FLOAT, _INT),
             *(_POINTER, _LONG, _INT, _INT),
         )
@@ -77,7 +99,10 @@ class CpuKernels:
             *(_POINTER, _INT, _INT, _POINTER, _INT, _INT, _INT),
             *(_POINTER, _LONG, _POINTER, _POINTER, _FLOAT, _POINTER, _INT),
         )
-        for function in (self._product, self._rotate_and_store, self._attend):
+        for function in (
+            *(self._product, self._float_product),
+            *(self._rotate_and_store, self._attend),
+        ):
             function.restype = None
 
     @classmethod
@@ -88,7 +113,7 @@ class CpuKernels:
         target = f"-march={march}"
         # All macros of the target: its instruction set and the compiler's version.
         macros = _run([compiler, target, "-dM", "-E", "-x", "c++", os.devnull])
-        sources = [path.read_text(encoding="utf-8") for path in (_HEADER, *_SOURCES)]
+        sources = [path.read_text(encoding="utf-8") for path in (*_HEADERS, *_SOURCES)]
         described = "\n".join([*sources, *_FLAGS, macros])
         name = f"{hashlib.sha256(described.encode()).hexdigest()[:32]}.so"
         kept = cache_folder() / "kernels" / name
@@ -113,7 +138,7 @@ class CpuKernels:
 
     def product(
         self,
-        matrix: MatrixPlace,
+        matrix: MatrixPlace | FloatsPlace,
         x: torch.Tensor,
         out: torch.Tensor,
         *,
@@ -127,7 +152,8 @@ class CpuKernels:
         twice as wide, and silu(first half) * second half is multiplied.
         """
         weight, eps = (None, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
-        self._product(
+        product = self._product if isinstance(matrix, MatrixPlace) else self._float_product
+        product(
             ctypes.byref(matrix),
             *(x.data_ptr(), x.stride(0), x.shape[0], weight, eps, silu),
             *(out.data_ptr(), out.stride(0), add, torch.get_num_threads()),

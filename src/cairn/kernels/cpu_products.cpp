@@ -7,7 +7,7 @@
 
 #include <vector>
 
-#include "cpu_vectors.h"
+#include "cpu_rows.h"
 
 namespace {
 
@@ -39,18 +39,6 @@ inline i32x16 dot4(i32x16 sum, u8x64 codes, int32_t x) {
 #endif
 }
 
-inline f32x16 from_half(const uint16_t* from) {
-#ifdef __AVX512F__
-    return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
-#else
-    const u32x16 bits = __builtin_convertvector(load<u16x16>(from), u32x16);
-    const f32x16 size = (f32x16)((bits & 0x7fff) << 13) * 0x1p112f;
-    return (f32x16)((u32x16)size | (bits & 0x8000) << 16);
-#endif
-}
-
-inline f32x16 from_bytes(const int8_t* from) { return __builtin_convertvector(load<i8x16>(from), f32x16); }
-
 }  // namespace
 
 extern "C" {
@@ -73,21 +61,6 @@ struct Matrix {
 
 namespace {
 
-struct Input {
-    const float* x;     // [rows, columns], or [rows, 2 * columns] with silu
-    int64_t stride;     // from one row to the next
-    int rows;
-    const float* norm;  // weight of an RMS norm that comes first, or null
-    float eps;
-    bool silu;          // the input is silu(first half) * second half
-};
-
-struct Output {
-    float* out;  // [rows, outputs]
-    int64_t stride;
-    bool add;  // to what is there
-};
-
 // Input rows rounded to whole numbers: x is about scale * (128 * high + low) in each block.
 struct Rounded {
     int blocks;
@@ -103,22 +76,12 @@ void round_row(const Input& input, int row, Rounded& into) {
     const int blocks = into.blocks;
     const int64_t columns = (int64_t)blocks * kBlock;
     const float* x = input.x + row * input.stride;
-    float factor = 1;
-    if (input.norm) {
-        f32x16 squares{};
-        for (int64_t i = 0; i < columns; i += kLanes) {
-            const f32x16 v = load<f32x16>(x + i);
-            squares += v * v;
-        }
-        factor = 1.0f / std::sqrt(total(squares) / columns + input.eps);
-    }
+    const float factor = norm_factor(input, x, columns);
     for (int block = 0; block < blocks; block++) {
         f32x16 v[2], most{}, wrong{};
         for (int half = 0; half < 2; half++) {
             const int64_t at = block * kBlock + half * kLanes;
-            v[half] = load<f32x16>(x + at);
-            if (input.silu) v[half] = v[half] / (1.0f + exp16(-v[half])) * load<f32x16>(x + columns + at);
-            if (input.norm) v[half] = v[half] * factor * load<f32x16>(input.norm + at);
+            v[half] = sixteen(input, x, at, columns, factor);
             const f32x16 size = (f32x16)((u32x16)v[half] & 0x7fffffffu);
             most = size > most ? size : most;
             wrong += v[half] * 0.0f;  // NaN if the input is not finite
@@ -167,8 +130,8 @@ void multiply(const Matrix& m, int group, const Rounded& x, int first, const Out
         unpack<bits>(m.codes + place * bits * 64, codes);
         if (block % m.super == 0) {
             const size_t at = ((size_t)group * supers + block / m.super) * kLanes;
-            outer = from_half(m.scale + at);
-            if (m.minimum) outer_minimum = from_half(m.minimum + at);
+            outer = from_half(load<u16x16>(m.scale + at));
+            if (m.minimum) outer_minimum = from_half(load<u16x16>(m.minimum + at));
         }
         for (int sub = 0; sub < subs; sub++) {
             const size_t at = (place * subs + sub) * kLanes;

@@ -19,9 +19,9 @@ from itertools import groupby
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from cairn.kernels.cpu import CpuKernels, MatrixPlace
+from cairn.models.narrow import Narrow, NarrowMatrix, prepared
 
 BLOCK = 32
 """Columns for which an input row has one scale."""
@@ -86,12 +86,14 @@ class Codes:
         return replace(self, **new)
 
 
-Weight = torch.Tensor | Codes
-"""What a checkpoint holds: float weights, or a quantised matrix."""
+Kept = Codes | Narrow
+"""A matrix that can stay as its file has it."""
+Weight = torch.Tensor | Kept
+"""What a checkpoint holds."""
 
 
 def dense(weight: Weight) -> torch.Tensor:
-    return weight.dense() if isinstance(weight, Codes) else weight
+    return weight if isinstance(weight, torch.Tensor) else weight.dense()
 
 
 class BlockMatrix:
@@ -149,12 +151,7 @@ class BlockMatrix:
             x = x if x.stride(-1) == 1 else x.contiguous()
             self._kernels.product(self._place, x, out, norm=norm, silu=silu, add=add)
             return out
-        if silu:
-            gate, up = x.chunk(2, dim=-1)
-            x = F.silu(gate) * up
-        if norm is not None:
-            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm[1]) * norm[0]
-        result = self._reference(x)
+        result = self._reference(prepared(x, norm, silu=silu))
         return out.add_(result) if add else out.copy_(result)
 
     def _reference(self, x: torch.Tensor) -> torch.Tensor:
@@ -213,13 +210,21 @@ class BlockMatrix:
         return Codes(codes, scale, minimum, sub_scale, sub_minimum, self._offset, self._bits)
 
 
-class BlockStack:
-    """Quantised matrices of one width, of any forms, one above the other."""
+def stored(parts: Sequence[Kept], kernels: CpuKernels | None) -> BlockMatrix | NarrowMatrix:
+    """Matrices of the same form, one above the other, in the order in which a kernel reads them."""
+    if isinstance(parts[0], Narrow):
+        return NarrowMatrix(Narrow.stacked([p for p in parts if isinstance(p, Narrow)]), kernels)
+    return BlockMatrix(Codes.stacked([p for p in parts if isinstance(p, Codes)]), kernels)
 
-    def __init__(self, parts: Sequence[Codes], kernels: CpuKernels | None) -> None:
-        self._matrices = []
-        for _, same in groupby(parts, key=lambda part: part.form):
-            self._matrices.append(BlockMatrix(Codes.stacked(list(same)), kernels))
+
+class Stack:
+    """Matrices of one width, of any forms, one above the other."""
+
+    def __init__(self, parts: Sequence[Kept], kernels: CpuKernels | None) -> None:
+        self._matrices = [
+            stored(list(same), kernels)
+            for _, same in groupby(parts, key=lambda part: (type(part), part.form))
+        ]
         self._outputs = sum(matrix.outputs for matrix in self._matrices)
 
     def product(

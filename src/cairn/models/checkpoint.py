@@ -29,6 +29,16 @@ class Checkpoint:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: shape for held in self.files.values() for name, shape in held.items()}
 
+    @cached_property
+    def types(self) -> tuple[str, ...]:
+        """Types of its matrices that may stay as they are: those of 16 bits."""
+        found = set()
+        for path, names in self.files.items():
+            with safe_open(path, framework="pt") as file:
+                for name in (name for name, shape in names.items() if len(shape) == 2):
+                    found.add(file.get_slice(name).get_dtype())
+        return tuple(sorted(found & {"F16", "BF16"}))
+
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
         single, index = folder / _SINGLE, folder / _INDEX

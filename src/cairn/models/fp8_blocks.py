@@ -13,8 +13,10 @@ from pathlib import Path
 import torch
 
 from cairn.errors import ConfigError, LoadError
+from cairn.models.blocks import Weight
 from cairn.models.checkpoint import Checkpoint
 from cairn.models.config_reader import ConfigReader, shown
+from cairn.models.narrow import Narrow
 
 _SCALE = "_scale_inv"
 _FORMAT = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
@@ -42,7 +44,7 @@ def read_block_size(config: ConfigReader) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class BlockScaled:
-    """A checkpoint's tensors with FP8 weights dequantised."""
+    """A checkpoint's tensors, with FP8 weights and their scales as `Narrow`."""
 
     source: Checkpoint
     block_size: tuple[int, int]
@@ -52,11 +54,15 @@ class BlockScaled:
         return self.source.path
 
     @property
+    def types(self) -> tuple[str, ...]:
+        return ("FP8",)
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         given = self.source.shapes.items()
         return {name: shape for name, shape in given if not name.endswith(_SCALE)}
 
-    def tensors(self) -> Iterator[tuple[Path, str, torch.Tensor]]:
+    def tensors(self) -> Iterator[tuple[Path, str, Weight]]:
         scaled = {name.removesuffix(_SCALE) for name in self.source.shapes if name.endswith(_SCALE)}
         waiting: dict[str, torch.Tensor] = {}  # weights without their scales, and the reverse
         for path, name, tensor in self.source.tensors():
@@ -68,13 +74,11 @@ class BlockScaled:
             else:
                 other = waiting.pop(weight)
                 pair = (tensor, other) if name == weight else (other, tensor)
-                yield path, weight, self._dequantised(path, weight, *pair)
+                yield path, weight, self._narrow(path, weight, *pair)
         for name in waiting:
             raise LoadError(f"{name} or its {_SCALE} is missing from the checkpoint")
 
-    def _dequantised(
-        self, path: Path, name: str, weight: torch.Tensor, scale: torch.Tensor
-    ) -> torch.Tensor:
+    def _narrow(self, path: Path, name: str, weight: torch.Tensor, scale: torch.Tensor) -> Weight:
         rows, columns = self.block_size
         blocks = [
             -(-size // side) for size, side in zip(weight.shape, (rows, columns), strict=False)
@@ -84,6 +88,8 @@ class BlockScaled:
                 f"{path}: tensor {name} of shape {list(weight.shape)} has scales of shape "
                 f"{list(scale.shape)}; blocks of {rows} x {columns} need {blocks}"
             )
-        rows, columns = min(rows, weight.shape[0]), min(columns, weight.shape[1])
-        wide = scale.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-        return weight.float() * wide[: weight.shape[0], : weight.shape[1]]
+        rows = min(rows, weight.shape[0])
+        by_row = scale.float().repeat_interleave(rows, 0)[: weight.shape[0]]
+        matrix = Narrow(weight, by_row, min(columns, weight.shape[1]))
+        # The kernel takes the bits of NaN for a number.
+        return matrix.dense() if bool(weight.isnan().any()) else matrix

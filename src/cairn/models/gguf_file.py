@@ -158,28 +158,29 @@ class GGUFFile:
 
     # -- weights ------------------------------------------------------------------------------
 
-    def quantized_types(self) -> tuple[str, ...]:
-        """Types of its matrices, without float ones."""
-        types = {tensor.kind.name for tensor in self._tensors.values()}
-        return tuple(sorted(types.difference(_FLOAT_TYPES)))
+    @property
+    def types(self) -> tuple[str, ...]:
+        """Types of its matrices, without float32."""
+        types = {tensor.kind.name for tensor in self._tensors.values() if len(tensor.shape) == 2}
+        return tuple(sorted(types - {"F32"}))
 
     def tensors(self) -> Iterator[tuple[Path, str, torch.Tensor | Codes]]:
-        """All tensors, one at a time, under their checkpoint names; float ones as float32."""
+        """All tensors, one at a time, under their checkpoint names."""
         for name, tensor in self._tensors.items():
             yield self.path, name, self._read(tensor)
 
     def _read(self, tensor: GGUFTensor) -> torch.Tensor | Codes:
         import torch  # here, so that reading the tokenizer alone does not wait for it
-        from gguf import GGML_QUANT_SIZES, dequantize
+        from gguf import GGML_QUANT_SIZES
 
         from cairn.models.gguf_blocks import BLOCK_TYPES, read_blocks
 
         kind, shape = tensor.kind.name, tensor.shape
         order = self._row_order(tensor.name, shape[0])
         if kind in _FLOAT_TYPES:
-            values = np.array(dequantize(tensor.data, tensor.kind), dtype=np.float32)
-            wide = torch.from_numpy(values)
-            return wide if order is None else wide[torch.from_numpy(order)]
+            dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]
+            values = torch.from_numpy(np.array(tensor.data)).view(dtype)
+            return values if order is None else values[torch.from_numpy(order)]
         if kind not in BLOCK_TYPES or len(shape) != 2:
             raise LoadError(
                 f"{self.path}: tensor {tensor.name} of shape {list(shape)} has type {kind}; "

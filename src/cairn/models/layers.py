@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 from cairn.kernels.cpu import CpuKernels
 from cairn.kernels.interface import FEW_ROWS
-from cairn.models.blocks import BLOCK, BlockMatrix, BlockStack, Codes
+from cairn.models.blocks import BLOCK, BlockMatrix, Kept, Stack, stored
+from cairn.models.narrow import NarrowMatrix
 from cairn.models.parallel import Alone, Parallel
 from cairn.models.quantize import to_int8
 
@@ -63,9 +64,9 @@ class Factory:
     """Use Triton kernels for what lies between matrix products."""
     parallel: Parallel = field(default_factory=Alone)
     keep: bool = False
-    """Matrices that come quantised stay so, on a CPU in float32."""
+    """Matrices stay as their file has them, on a CPU in float32."""
     cpu: CpuKernels | None = None
-    """Kernels for quantised matrices; without them torch multiplies, slowly."""
+    """Kernels for matrices that are kept; without them torch multiplies, slowly."""
 
     @property
     def few_rows(self) -> int:
@@ -91,8 +92,8 @@ class TensorSlot:
     shape: tuple[int, ...]
     write: Callable[[torch.Tensor], object]
     is_norm: bool = False
-    keep: Callable[[Codes], object] | None = None
-    """Takes a quantised matrix that is to stay quantised; None where that is not possible."""
+    keep: Callable[[Kept], object] | None = None
+    """Takes a matrix that is to stay as it is; None where that is not possible."""
 
     def share(self, dim: int, parallel: Parallel, total: int | None = None) -> TensorSlot:
         """The same slot for a checkpoint tensor of which it takes this rank's share along `dim`.
@@ -129,7 +130,7 @@ class Embedding(Module):
         self.weight = factory.empty(own, dim)
         self._few_rows = factory.few_rows
         self._keeps, self._cpu = factory.keep, factory.cpu
-        self._stored: BlockMatrix | None = None
+        self._stored: BlockMatrix | NarrowMatrix | None = None
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         if self._parallel.size > 1:
@@ -160,9 +161,9 @@ class Embedding(Module):
             self._keep(to_int8(before))
             yield before, self.dense()
 
-    def _keep(self, codes: Codes) -> None:
-        """Replace the weight by a quantised one."""
-        self._stored = BlockMatrix(codes, self._cpu)
+    def _keep(self, matrix: Kept) -> None:
+        """Replace the weight by a matrix that stays as it is."""
+        self._stored = stored([matrix], self._cpu)
         self.weight = self.weight.new_empty(0)
 
     def dense(self) -> torch.Tensor:
@@ -309,9 +310,9 @@ class Linear(Module):
         self._fused = factory.fused
         self._few_rows = factory.few_rows
         self._keeps, self._cpu = factory.keep, factory.cpu
-        self._codes: dict[int, Codes] = {}  # parts that have come quantised, by first output
+        self._kept: dict[int, Kept] = {}  # parts that stay as they are, by first output
         self._any_dense = False
-        self._stored: BlockStack | None = None
+        self._stored: Stack | None = None
 
     def __call__(
         self, x: torch.Tensor, *, norm: RMSNorm | None = None, add_to: torch.Tensor | None = None
@@ -330,7 +331,7 @@ class Linear(Module):
 
     def _of_stored(
         self,
-        matrix: BlockStack,
+        matrix: Stack,
         x: torch.Tensor,
         norm: tuple[torch.Tensor, float] | None,
         *,
@@ -402,25 +403,25 @@ class Linear(Module):
             self._store([to_int8(before)])
             yield before, self.dense()
 
-    def _keep_part(self, begin: int, order: torch.Tensor | None, codes: Codes) -> None:
-        """Keep a quantised checkpoint matrix. Once all parts have come, they replace the weight."""
+    def _keep_part(self, begin: int, order: torch.Tensor | None, matrix: Kept) -> None:
+        """Keep a checkpoint matrix as it is. Once all parts have come, they replace the weight."""
         if self._any_dense:
-            self._write(begin, order, codes.dense())
+            self._write(begin, order, matrix.dense())
             return
-        self._codes[begin] = codes if order is None else codes.with_rows(order)
-        if sum(len(part.codes) for part in self._codes.values()) == self._out_features:
-            self._store([self._codes.pop(first) for first in sorted(self._codes)])
+        self._kept[begin] = matrix if order is None else matrix.with_rows(order)
+        if sum(part.shape[0] for part in self._kept.values()) == self._out_features:
+            self._store([self._kept.pop(first) for first in sorted(self._kept)])
 
-    def _store(self, parts: list[Codes]) -> None:
-        self._stored = BlockStack(parts, self._cpu)
+    def _store(self, parts: list[Kept]) -> None:
+        self._stored = Stack(parts, self._cpu)
         self.weight = self.weight.new_empty(0)
 
     def _write_part(self, begin: int, order: torch.Tensor | None, matrix: torch.Tensor) -> None:
-        """Write a float checkpoint matrix, and with it the parts that have come quantised."""
+        """Write a matrix as float32, and with it the parts that were to stay as they are."""
         self._any_dense = True
-        while self._codes:
-            first, codes = self._codes.popitem()
-            self._write(first, None, codes.dense())
+        while self._kept:
+            first, kept = self._kept.popitem()
+            self._write(first, None, kept.dense())
         self._write(begin, order, matrix)
 
     def _write(self, begin: int, order: torch.Tensor | None, matrix: torch.Tensor) -> None:

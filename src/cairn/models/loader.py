@@ -11,11 +11,12 @@ import torch
 
 from cairn.errors import ConfigError, LoadError
 from cairn.kernels.cpu import CpuKernels
-from cairn.models.blocks import BLOCK, Codes, Weight, dense
+from cairn.models.blocks import BLOCK, Weight, dense
 from cairn.models.config_reader import ConfigReader
 from cairn.models.experts import ExpertWeights
 from cairn.models.interface import LanguageModel
 from cairn.models.layers import Embedding, Factory, Linear, TensorSlot, named_slots
+from cairn.models.narrow import HALVES, Narrow
 from cairn.models.parallel import Alone, Parallel
 from cairn.models.quantize import QuantizationError
 from cairn.models.registry import build
@@ -56,6 +57,11 @@ class WeightSource(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """Names of the types in which matrices may stay; float32 is not among them."""
+        ...
 
     def tensors(self) -> Iterator[tuple[Path, str, Weight]]:
         """(file, name, weight), one at a time."""
@@ -102,9 +108,12 @@ def write_tensors(
         elif name in slots:
             slot = slots[name]
             _check_shape(path, name, tuple(tensor.shape), slot.shape)
-            if isinstance(tensor, Codes) and slot.keep is not None:
-                slot.keep(tensor)
-                continue
+            if slot.keep is not None:
+                if isinstance(tensor, torch.Tensor) and tensor.dtype in HALVES:
+                    tensor = Narrow(tensor)
+                if not isinstance(tensor, torch.Tensor):
+                    slot.keep(tensor)
+                    continue
             tensor = dense(tensor)
             if tensor.dtype not in _TYPES:
                 raise LoadError(

@@ -89,6 +89,10 @@ class Packed:
         return self.source.path
 
     @property
+    def types(self) -> tuple[str, ...]:
+        return (self.packing.method.upper(),)
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}
         for name, shape in self.source.shapes.items():

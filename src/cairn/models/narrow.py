@@ -1,0 +1,134 @@
+"""Matrices that stay in the 16 or 8 bits in which a file has them: float16, bfloat16, FP8 or int8.
+
+A weight is its value, or value * scale where several columns of an output share a scale. Inputs are
+float32 and are not rounded. The kernel adds up each output's columns in a fixed order, so a row's
+result does not depend on the other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from cairn.kernels.cpu import FLOAT_KINDS, CpuKernels, FloatsPlace
+
+HALVES = (torch.float16, torch.bfloat16)
+"""Types of 16 bits. A checkpoint has them without scales."""
+_LANES = 16  # outputs of a group, one for each lane of the kernel's vectors
+_SPAN = 128  # columns that the kernel adds up at once where there are no scales
+
+
+@dataclass(frozen=True, slots=True)
+class Narrow:
+    """A matrix as a checkpoint has it."""
+
+    values: torch.Tensor  # [outputs, columns], of a type in FLOAT_KINDS
+    scale: torch.Tensor | None = None  # [outputs, spans] float32
+    span: int = _SPAN
+    """Columns that share a scale; the last ones may be fewer."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Matrices of the same form can be stacked."""
+        return self.values.dtype, self.scale is None, self.span
+
+    def dense(self) -> torch.Tensor:
+        """[outputs, columns] float32"""
+        values = self.values.float()
+        if self.scale is None:
+            return values
+        return values * self.scale.repeat_interleave(self.span, 1)[:, : values.shape[1]]
+
+    def with_rows(self, order: torch.Tensor) -> Narrow:
+        """The same matrix with its outputs in another order."""
+        return self._each([self], lambda own: own[0][order])
+
+    @classmethod
+    def stacked(cls, parts: Sequence[Narrow]) -> Narrow:
+        """Matrices of the same form, one above the other."""
+        return parts[0]._each(parts, lambda tensors: torch.cat(list(tensors)))
+
+    def _each(
+        self, parts: Sequence[Narrow], change: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+    ) -> Narrow:
+        # torch moves bytes of any type about, but not FP8.
+        values = change([_as_whole(part.values) for part in parts]).view(self.values.dtype)
+        scales = [part.scale for part in parts if part.scale is not None]
+        return replace(self, values=values, scale=change(scales) if scales else None)
+
+
+class NarrowMatrix:
+    """A matrix in the order in which the kernel reads it: [groups of 16 outputs, columns, 16]."""
+
+    def __init__(self, given: Narrow, kernels: CpuKernels | None) -> None:
+        """Without `kernels` torch widens the matrix for every product, which is slow."""
+        self.outputs, self._columns = given.shape
+        self._kernels, self._dtype, self._span = kernels, given.values.dtype, given.span
+        self._values = _interleaved(_as_whole(given.values))
+        self._scale = None if given.scale is None else _interleaved(given.scale)
+        self._place = FloatsPlace(
+            *(self._values.data_ptr(), None if self._scale is None else self._scale.data_ptr()),
+            *(self.outputs, self._columns, self._span, FLOAT_KINDS.index(self._dtype)),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self._values.nbytes + (0 if self._scale is None else self._scale.nbytes)
+
+    def product(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor | None = None,
+        *,
+        norm: tuple[torch.Tensor, float] | None = None,
+        silu: bool = False,
+        add: bool = False,
+    ) -> torch.Tensor:
+        """float32 x [rows, columns] -> [rows, outputs]. `CpuKernels.product` has the options."""
+        if out is None:
+            out = x.new_empty(x.shape[0], self.outputs)
+        if self._kernels is not None:
+            x = x if x.stride(-1) == 1 else x.contiguous()
+            self._kernels.product(self._place, x, out, norm=norm, silu=silu, add=add)
+            return out
+        result = F.linear(prepared(x, norm, silu=silu), self.dense())
+        return out.add_(result) if add else out.copy_(result)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows by number, as float32: an embedding lookup."""
+        group, lane = ids // _LANES, ids % _LANES
+        values = self._values[group, :, lane].view(self._dtype)
+        scale = None if self._scale is None else self._scale[group, :, lane]
+        return Narrow(values, scale, self._span).dense()
+
+    def dense(self) -> torch.Tensor:
+        return self.rows(torch.arange(self.outputs))
+
+
+def prepared(
+    x: torch.Tensor, norm: tuple[torch.Tensor, float] | None, *, silu: bool
+) -> torch.Tensor:
+    """What the options of a product do to its input."""
+    if silu:
+        gate, up = x.chunk(2, dim=-1)
+        x = F.silu(gate) * up
+    if norm is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm[1]) * norm[0]
+    return x
+
+
+def _as_whole(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.int8) if values.dtype == torch.float8_e4m3fn else values
+
+
+def _interleaved(tensor: torch.Tensor) -> torch.Tensor:
+    """[outputs, n] -> [groups, n, 16], with zeros for outputs that do not exist."""
+    padded = F.pad(tensor, (0, 0, 0, -len(tensor) % _LANES))
+    return torch.unflatten(padded, 0, (-1, _LANES)).transpose(1, 2).contiguous()
