@@ -122,7 +122,13 @@ class EngineConfig:
         "bfloat16",
         "float64",
     )
-    kv_cache_dtype: str = option("auto", "Type of the KV cache: auto is that of the weights.")
+    kv_cache_dtype: str = option(
+        "auto",
+        "Type of cached keys and values: auto is that of the weights; fp8 is e4m3 with one scale "
+        "per row and kv head.",
+        "auto",
+        "fp8",
+    )
     quantization: str = option(
         "auto",
         "CPU: keep matrices as they are in the file, widen them to float32 (none), or round "
@@ -245,11 +251,6 @@ class EngineConfig:
             raise ConfigError(
                 f"model_impl is {self.model_impl!r}; choose one of {', '.join(MODEL_IMPLS)}, or "
                 "name your own as module:function"
-            )
-        if self.kv_cache_dtype != "auto":
-            raise ConfigError(
-                f"kv_cache_dtype is {self.kv_cache_dtype!r}; the cache has the type of the weights "
-                "so far, types of 8 bits will come: use auto"
             )
         if self.mem_fraction_static is not None:
             if self.mem_fraction_static >= 1:

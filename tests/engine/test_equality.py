@@ -29,10 +29,13 @@ PAGE = 16
 CHUNKS = [1, 7, PAGE - 1, PAGE, PAGE + 1, 100, 4096]
 CONFIGS = {"llama": TINY_LLAMA, "olmo3": TINY_OLMO3, "hils": TINY_HILS, "quest": TINY_LLAMA}
 CONFIGS["prompts"] = TINY_LLAMA
+CONFIGS["fp8"] = TINY_LLAMA
 SPARSE = {"attention_backend": "hsa", "hsa_topk": 2, "hsa_window": 20, "hsa_sinks": 1}
 OPTIONS: dict[str, dict[str, Any]] = {
     "quest": {**SPARSE, "hsa_prefill": "sparse"},
     "prompts": SPARSE,  # read densely, answers sparsely
+    # Layer 0 is dense.
+    "fp8": {**SPARSE, "hsa_policy": "mean", "hsa_layers": "1", "kv_cache_dtype": "fp8"},
 }
 
 
@@ -69,8 +72,9 @@ def kv_gib(folder: Path, pages: int) -> float:
     """A budget of `pages` pages of every layer, in float64."""
     config = CONFIGS[name_of(folder)]
     head_dim = config["hidden_size"] // config["num_attention_heads"]
-    per_layer = 2 * PAGE * config["num_key_value_heads"] * head_dim * 8
-    if name_of(folder) in ("hils", "quest", "prompts"):  # landmarks cost something too
+    row = head_dim + 4 if name_of(folder) == "fp8" else head_dim * 8
+    per_layer = 2 * PAGE * config["num_key_value_heads"] * row
+    if name_of(folder) not in ("llama", "olmo3"):  # landmarks cost something too
         per_layer += config["num_attention_heads"] * (head_dim + 1) * 8
     return float(pages * (per_layer * config["num_hidden_layers"] + 4) / 2**30)
 

@@ -28,6 +28,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mixed": (TINY_LLAMA, {**SPARSE, "hsa_layers": "1"}),  # layer 0 is dense and stays resident
     "windows": (TINY_OLMO3, SPARSE),
     "hils": (TINY_HILS, {}),
+    "fp8": (TINY_LLAMA, {**SPARSE, "kv_cache_dtype": "fp8"}),
     "dense": (TINY_LLAMA, DENSE),  # prompts are read densely
     "pair": (TINY_OLMO3, {**DENSE, "attention_backend": "torch,hsa", "hsa_dense_below": 50}),
 }

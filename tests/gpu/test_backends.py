@@ -9,6 +9,7 @@ import torch
 from cairn.attention.backend import AttentionShape, backend_names, dense_class, refusal
 from cairn.attention.batch import to_device
 from cairn.engine.inputs import StepInputs
+from cairn.kernels.fp8_rows import FP8, widen
 from cairn.kernels.references import latent_attention, paged_attention
 from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
@@ -30,14 +31,15 @@ HEADS = [(16, 8, 128), (16, 2, 64), (4, 4, 128)]
 @pytest.mark.parametrize("page_size", [16, 64, 512])
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("backend", backend_names())
+@pytest.mark.parametrize("cache", [torch.bfloat16, FP8], ids=str)
 def test_backends_agree_with_the_reference(
-    backend: str, batch: str, page_size: int, heads: tuple[int, int, int]
+    backend: str, batch: str, page_size: int, heads: tuple[int, int, int], cache: torch.dtype
 ) -> None:
     device = torch.device("cuda")
     torch.manual_seed(0)
     num_heads, kv_heads, dim = heads
     lengths = BATCHES[batch]
-    layout = CacheLayout.of_heads(kv_heads, dim, torch.bfloat16)
+    layout = CacheLayout.of_heads(kv_heads, dim, cache)
     groups = group_layers([None, 100], [layout] * 2)
     new, total = (np.array(values) for values in zip(*lengths, strict=True))
     shape = AttentionShape(
@@ -55,8 +57,13 @@ def test_backends_agree_with_the_reference(
     for s, count in enumerate(counts):
         table[s, :count] = order[used : used + count]
         used += count
-    for tensor in pool.tensors():
-        tensor.normal_()
+    places = torch.arange(pages + 1, device=device).repeat_interleave(page_size)
+    offsets = torch.arange(page_size, device=device).repeat(pages + 1)
+    sizes = torch.tensor([1e-5, 0.1, 1.0, 3.0], device=device)
+    for layer in pool.group_of:
+        rows = torch.randn(len(places), 2 * kv_heads, dim, device=device)
+        rows[:, kv_heads:] *= sizes[torch.randint(4, (len(rows), kv_heads, 1), device=device)]
+        pool.write(layer, places, offsets, rows)
     inputs = StepInputs.made_up(page_size, new, total, [table] * len(groups))
     step = inputs.send(device, True).batch
     query = torch.randn(int(new.sum()), num_heads, dim, device=device).bfloat16()
@@ -67,7 +74,7 @@ def test_backends_agree_with_the_reference(
         out = attention.forward(layer, query, metadata).float()
         expected, _ = paged_attention(
             query,
-            pool.part(layer),
+            widen(pool.part(layer), torch.bfloat16),
             to_device(table, device),
             total.tolist(),
             new.tolist(),

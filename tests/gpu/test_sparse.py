@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from cairn import LLM, SamplingParams
 from cairn.attention.hsa.backend import HSABackend
+from cairn.kernels.fp8_rows import FP8
 from tests.helpers import GOLDENS, TINY_HILS, TINY_LLAMA, poison_free_memory, tokens_of, write_model
 from tests.kernels.sparse_case import CASES, Case, run
 from tests.kernels.union_case import UNION_SHAPES, expected_output, union_case
@@ -59,7 +60,7 @@ LARGE: dict[str, Case] = {
 
 
 SOME = """decode chunks mixed no-groups landmark-key quest mean-by-sum mean-by-best hils-by-lse
-dense-below own-policy-decode many-pages seven-heads""".split()
+dense-below own-policy-decode many-pages seven-heads fp8 fp8-quest-decode fp8-mean""".split()
 
 
 @pytest.mark.parametrize(
@@ -79,13 +80,18 @@ def test_kernels_equal_the_reference_in_float32(
         assert torch.equal(found.selections[row].page_index[..., :k], selection.page_index)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "cache"),
+    [(own, None) for own in (torch.float32, torch.bfloat16, torch.float16)]
+    + [(torch.bfloat16, FP8)],
+    ids=str,
+)
 @pytest.mark.parametrize("name", LARGE)
-def test_large_shapes_stay_close(name: str, dtype: torch.dtype) -> None:
+def test_large_shapes_stay_close(name: str, dtype: torch.dtype, cache: torch.dtype | None) -> None:
     """In half precision near ties may select another page; few rows do."""
     case = LARGE[name]
     last = [sum(case.new[: i + 1]) - 1 for i in range(len(case.new))]
-    case = Case(**{**vars(case), "dtype": dtype, "traced": last})
+    case = Case(**{**vars(case), "dtype": dtype, "cache": cache, "traced": last})
     found, expected = (run(case, CUDA, kernels=kernels) for kernels in (True, False))
     error = (found.out - expected.out).float().norm() / expected.out.float().norm()
     assert error < (1e-4 if dtype == torch.float32 else 2e-2)

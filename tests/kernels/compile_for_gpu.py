@@ -39,7 +39,7 @@ from cairn.kernels import (
 )
 from cairn.kernels.interface import MOST_HOT_SLOTS
 
-BF16, FP32, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
+BF16, FP32, I32, I64, FP8 = "*bf16", "*fp32", "*i32", "*i64", "*fp8e4nv"
 ATTENTION = {"query": BF16, "pool": BF16, "page_table": I32, "kv_lens": I32, "out": BF16}
 ATTENTION |= {"lse_out": FP32, "scale": "fp32", "query_stride": "i32", "table_stride": "i32"}
 SHARED_MEMORY = 232448  # bytes a program can have
@@ -70,9 +70,10 @@ def main() -> None:
         splits |= {"partial": FP32, "partial_lse": FP32, "arrivals": I32, "group_arrivals": I32}
         block_n = 16 if page_size == 16 else 64
         types = {**ATTENTION, **splits}
-        for rows in (1, 5):
+        for rows, pool in ((1, BF16), (5, BF16), (1, FP8), (5, FP8)):
             decode = {**shape, "ROWS": rows, "BLOCK_N": block_n}
-            compile_kernel(paged_decode._decode_kernel, types, decode, num_stages=5)
+            own = {**types, "pool": pool}
+            compile_kernel(paged_decode._decode_kernel, own, decode, num_stages=5)
         blocks = {"cu_query": I32, "block_seq": I32, "block_begin": I32}
         blocks["dense_until"] = I32
         for tma in {False, page_size % 64 == 0}:
@@ -81,12 +82,16 @@ def main() -> None:
             types = {**ATTENTION, **blocks}
             stages = 3 if tma and not window else 2
             compile_kernel(paged_extend._extend_kernel, types, extend, num_stages=stages)
+            if not tma:
+                types |= {"pool": FP8, "tiles": FP8}
+                compile_kernel(paged_extend._extend_kernel, types, extend, num_stages=stages)
     for dim, page_size, landmark_heads, pooling in (
         (128, 64, 16, 0),
         (64, 64, 16, 0),
         (128, 64, 2, 2),
     ):
         sparse(dim, page_size, landmark_heads, pooling)
+    sparse(128, 64, 2, 2, FP8)
     mixture()
     latents()
     chosen_rows()
@@ -117,6 +122,7 @@ def main() -> None:
     for scoring in (False, True):
         constants |= {"SCORING": scoring, "ADD_QUERY": scoring, "ROWS": 4 if scoring else 1}
         compile_kernel(rope_kv._rope_kv_kernel, types, constants)
+        compile_kernel(rope_kv._rope_kv_kernel, {**types, "pool": FP8}, constants)
     types = {"logits": BF16, "temperatures": FP32, "best": FP32, "best_token": I32, "sums": FP32}
     types |= {"stride": "i32"}
     constants = {"VOCAB": 151936, "BLOCKS": 38, "BLOCK": 4096}
@@ -251,7 +257,7 @@ def chosen_rows() -> None:
     compile_kernel(row_attention._merge_kernel, types, constants)
 
 
-def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
+def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int, pool: str = BF16) -> None:
     """Kernels of a model with 16 query heads: HiLS, or `quest` where landmarks are of kv heads."""
     native = landmark_heads == 16
     width = dim if native else 2 * dim
@@ -263,9 +269,8 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
         ("kv_table", "kv_pages", "located", "arrived", "frame_of", "frames"), I32
     )
     types |= {"reads": I64, "frames_stride": "i32"}
-    types |= dict.fromkeys(
-        ("query", "scoring", "prior", "pool", "vectors", "flat", "window_out"), BF16
-    )
+    types |= dict.fromkeys(("query", "scoring", "prior", "vectors", "flat", "window_out"), BF16)
+    types["pool"] = pool
     types |= dict.fromkeys(("bias", "scores", "score_lse", "partial", "partial_lse"), FP32)
     types |= dict.fromkeys(
         ("best_rank", "flat_bias", "maxima", "thresholds", "window_lse", "normalizer"), FP32
@@ -302,6 +307,8 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
     }
 
     def build(kernel: Any, out: str = BF16, **options: Any) -> None:
+        if pool == FP8 and ("pool" not in kernel.jit.arg_names or constants.get("TMA")):
+            return
         own = {name: value for name, value in constants.items() if name in kernel.jit.arg_names}
         compile_kernel(kernel, {**types, "out": out}, own, **options)
 
@@ -343,6 +350,9 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int) -> None:
         constants |= {"LOCATED": located, "STAGED": staged, "TMA": not staged, "BOUNDED": native}
         types |= {"tiles": BF16 if staged else tile_of(page_size, dim)}
         types |= {"landmarks": BF16 if staged else tile_of(16, width)}
+        if pool == FP8:
+            constants["TMA"] = False
+            types |= {"tiles": FP8, "landmarks": BF16}
         build(sparse_extend._attend_kernel, num_stages=2)
     constants["BLOCK_M"] = 8
     build(sparse_extend._union_kernel)

@@ -14,6 +14,7 @@ from cairn.attention.batch import Scoring
 from cairn.attention.hsa.backend import HSABackend
 from cairn.attention.torch_backend import TorchBackend
 from cairn.engine.inputs import StepInputs
+from cairn.kernels.fp8_rows import FP8
 from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.landmarks import LandmarkPool, LandmarkShape
@@ -56,6 +57,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     traced: Sequence[int] = ()
     dtype: torch.dtype = torch.float32
+    cache: torch.dtype | None = None  # dtype
     prompt: Sequence[int] | None = None
 
 
@@ -73,7 +75,7 @@ def run(case: Case, device: torch.device, *, kernels: bool, seed: int = 0) -> Re
     new, total = np.array(case.new), np.array(case.total)
     counts = -(-total // case.page_size)
     pages = int(counts.sum()) + 4
-    layout = CacheLayout.of_heads(case.kv_heads, case.dim, case.dtype)
+    layout = CacheLayout.of_heads(case.kv_heads, case.dim, case.cache or case.dtype)
     groups = group_layers([None], [layout])
     scale = case.dim**-0.5
     shape = AttentionShape(
@@ -121,13 +123,15 @@ def run(case: Case, device: torch.device, *, kernels: bool, seed: int = 0) -> Re
             # The reference multiplies what it masks; the kernels do not touch it.
             beyond = NAN if kernels and not config.reads_densely else 0
             pool.part(0)[int(table[s, i])] = beyond
-            pool.part(0)[int(table[s, i]), :, : held.shape[1]] = held
+            offsets = torch.arange(held.shape[1], device=device)
+            places = torch.full_like(offsets, int(table[s, i]))
+            pool.write(0, places, offsets, held.transpose(0, 1))
         sealed = table[s, : past[s] // case.page_size].astype(np.int64)
         prior = torch.randn(len(sealed), case.heads, case.dim).to(case.dtype).to(device)
         if len(sealed):
             index = torch.from_numpy(sealed).to(device)
             landmarks.seal(sealed, np.ones_like(sealed))
-            landmarks.save(0, index, *policy.landmark(pool.keys(0)[index], prior))
+            landmarks.save(0, index, *policy.landmark(pool.read_keys(0, index, case.dtype), prior))
     inputs = StepInputs.made_up(
         case.page_size,
         new,
@@ -198,4 +202,9 @@ CASES: dict[str, Case] = {
     "seven-heads": Case([1, 20], [300, 300], heads=14, kv_heads=2, policy="mean"),
     "page-64": Case([1, 70], [700, 500], page_size=64, topk=2, window=100),
     "topk-over-pages": Case(*MIXED, topk=40),
+    "fp8": Case([1, 40, 1], [48, 140, 300], traced=[0, 40], cache=FP8),
+    "fp8-by-lse": Case([5, 33], [5, 133], options={"fusion": "lse"}, cache=FP8),
+    "fp8-quest-decode": Case(*DECODE, policy="quest", options={"sinks": 2}, cache=FP8),
+    "fp8-landmark-key": Case([1, 1], [160, 64], policy="landmark-key", cache=FP8),
+    "fp8-mean": Case([1, 20], [704, 400], policy="mean", page_size=64, topk=2, cache=FP8),
 }

@@ -57,6 +57,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**TINY_LLAMA, **LARGE},
         {**SELECTING, "hsa_policy": "mean", "hsa_selection_strategy": "group"},
     ),
+    "fp8": ({**TINY_LLAMA, **LARGE}, {**SELECTING, "kv_cache_dtype": "fp8"}),
     "torch": ({**TINY_LLAMA, **LARGE}, {"attention_backend": "torch", "page_size": PAGE}),
     "experts": ({**TINY_EXPERTS, **LARGE}, {"attention_backend": "triton", "page_size": PAGE}),
     "latents": ({**TINY_LATENT, **LARGE}, {"attention_backend": "triton", "page_size": PAGE}),

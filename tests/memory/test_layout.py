@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cairn.config import EngineConfig
 from cairn.errors import ConfigError
 from cairn.memory.cache import PagedCache, SequencePages
 from cairn.memory.copies import CopyEdits, PageCopies, PageState, Transfer
@@ -239,9 +238,3 @@ def test_pages_go_to_the_host_and_come_back(seed: int, layout: CacheLayout) -> N
     assert stats.bytes_in == host.page_bytes + stats.misses * slice_bytes
     for (layer, name), tensor in stays.items():
         assert torch.equal(pool.part(layer, name), tensor)
-
-
-def test_only_the_type_of_the_weights_can_be_asked_for_so_far() -> None:
-    assert EngineConfig(kv_cache_dtype="auto").kv_cache_dtype == "auto"
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype is 'fp8'.*use auto"):
-        EngineConfig(kv_cache_dtype="fp8")

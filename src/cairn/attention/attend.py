@@ -8,6 +8,7 @@ from cairn.attention.backend import AttentionBackend, SparseBackend
 from cairn.attention.batch import AttentionBatch, IndexQuery, Scoring
 from cairn.attention.latent import LatentHeads
 from cairn.kernels.cpu import CpuKernels
+from cairn.kernels.fp8_rows import FP8
 from cairn.kernels.interface import ScoringHeads
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import INDEX
@@ -61,8 +62,14 @@ class Attend:
         `scoring` they are the same tensor.
         """
         pool, places = self._pool.part(layer), self._places(layer)
-        if cpu is not None:
+        if cpu is not None and pool.dtype != FP8:
             query = cpu.rotate_and_store(qkv, heads, cos_sin, norm, pool, *places)
+            return query, query
+        if cpu is not None:  # the kernel stores float32: let every row be a page
+            rows = torch.arange(len(qkv), dtype=torch.int32)
+            kept = qkv.new_empty(len(qkv), pool.shape[1], 1, pool.shape[3])
+            query = cpu.rotate_and_store(qkv, heads, cos_sin, norm, kept, rows, 0 * rows)
+            self._pool.write(layer, *places, kept[:, :, 0])
             return query, query
         from cairn.kernels.rope_kv import rope_kv
 

@@ -18,6 +18,7 @@ from cairn.attention.batch import AttentionBatch, GraphKind, IndexQuery, Scoring
 from cairn.attention.latent import LatentHeads
 from cairn.errors import ConfigError
 from cairn.kernels.cpu import CpuKernels
+from cairn.kernels.fp8_rows import FP8
 from cairn.memory.groups import LayerGroup
 from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.memory.kv_pool import KVPool
@@ -53,6 +54,12 @@ class AttentionShape:
     """Kernels for a CPU, where the model uses them."""
     value_dim: int | None = None
     """With latent rows: the columns that a head reads, the first ones of a row."""
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The type of cached keys and values; that of queries, or FP8."""
+        kept = {part.dtype for group in self.groups for part in group.layout.parts}
+        return FP8 if FP8 in kept else self.dtype
 
 
 class Graph(NamedTuple):
@@ -121,6 +128,8 @@ class Backend:
 
     name: ClassVar[str]
     graphs: Collection[Graph] = ()
+    reads_fp8: ClassVar[bool] = False
+    """It reads keys and values of 8 bits (`kernels/fp8_rows.py`)."""
 
     @classmethod
     def unavailable_reason(cls, device: torch.device) -> str | None:
@@ -185,6 +194,8 @@ class DenseBackend(Backend):
         if cls.head_dims is not None and shape.head_dim not in cls.head_dims:
             sizes = ", ".join(map(str, cls.head_dims))
             return f"heads have size {shape.head_dim}; it has {sizes}"
+        if shape.cache_dtype == FP8 and not cls.reads_fp8:
+            return "it does not read a cache of 8 bits (kv_cache_dtype)"
         if shape.hides_landmark_rows and not cls.hides_rows:
             return "the model hides landmark rows from its window layers, and it cannot"
         return None

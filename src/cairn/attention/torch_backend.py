@@ -24,6 +24,7 @@ from cairn.attention.batch import AttentionBatch, to_device
 from cairn.attention.clearing import clear_begun_pages
 from cairn.attention.latent import LatentHeads
 from cairn.kernels.cpu import HEAD_DIMS
+from cairn.kernels.fp8_rows import widen
 from cairn.memory.groups import LayerGroup
 from cairn.memory.layout import KV, LATENT
 
@@ -93,6 +94,7 @@ class TorchBackend(DenseBackend):
     hides_rows = True
     serves_mixed_layers = True
     reads_latents = True
+    reads_fp8 = True
 
     # -- once per step ------------------------------------------------------------------------
 
@@ -302,7 +304,8 @@ class TorchBackend(DenseBackend):
 
     def _gather(self, layer: int, slices: torch.Tensor) -> torch.Tensor:
         """A copy of (page, head) slices, [slices, page_size, dim]."""
-        return self._kept(layer).flatten(0, 1).index_select(0, slices)
+        copied = self._kept(layer).flatten(0, 1).index_select(0, slices)
+        return widen(copied, self._shape.dtype)
 
     def _value_dim(self, query: torch.Tensor) -> int:
         return self._shape.value_dim or query.shape[2]

@@ -221,6 +221,7 @@ class TritonBackend(DenseBackend):
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     hides_rows = True
     reads_latents = True
+    reads_fp8 = True
     graphs: Collection[Graph] = DENSE_GRAPHS
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:

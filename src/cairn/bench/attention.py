@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -17,6 +17,7 @@ from cairn.attention.latent import LatentHeads
 from cairn.bench.engines import need_cuda
 from cairn.bench.report import show_rows, tell
 from cairn.engine.inputs import StepInputs
+from cairn.kernels.fp8_rows import FP8, rows_and_scales
 from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import CacheLayout
@@ -36,6 +37,8 @@ class Case:
     seqs: int
     latent: int | None = None
     """Rows of the cache are latent; values are so many of their columns."""
+    dtype: torch.dtype = torch.bfloat16
+    """Of the cache."""
 
     @property
     def kv_bytes(self) -> int:
@@ -45,7 +48,7 @@ class Case:
     def layout(self) -> CacheLayout:
         if self.latent is not None:
             return CacheLayout.of_latents(self.head_dim).of_type(torch.bfloat16)
-        return CacheLayout.of_heads(self.kv_heads, self.head_dim, torch.bfloat16)
+        return CacheLayout.of_heads(self.kv_heads, self.head_dim, self.dtype)
 
     @property
     def flops(self) -> float:
@@ -57,7 +60,7 @@ class Case:
         return 2.0 * self.seqs * pairs * self.num_heads * columns
 
 
-CASES = (
+_HEADS = (
     Case("decode 256 x 1K, 16/8x128", 16, 8, 128, 1, 1024, 256),
     Case("decode 32 x 32K, 16/8x128", 16, 8, 128, 1, 32768, 32),
     Case("decode 1 x 128K, 16/8x128", 16, 8, 128, 1, 131072, 1),
@@ -65,6 +68,10 @@ CASES = (
     Case("prefill 8K, 16/8x128", 16, 8, 128, 8192, 8192, 1),
     Case("prefill 32K, 16/2x64", 16, 2, 64, 32768, 32768, 1),
     Case("extend 2K on 32K, 16/8x128", 16, 8, 128, 2048, 34816, 1),
+)
+CASES = (
+    *_HEADS,
+    *(replace(case, name=f"{case.name}, fp8", dtype=FP8) for case in _HEADS),
     *(
         Case(f"MLA decode {seqs} x {length // 1024}K, 128x576", 128, 1, 576, 1, length, seqs, 512)
         for length in (8192, 65536)
@@ -130,7 +137,9 @@ def measure(case: Case, backend: str, device: torch.device) -> float | str:
     pages = case.seqs * per_seq
     pool = KVPool(groups, [pages], PAGE_SIZE, device)
     for tensor in pool.tensors():
-        tensor.normal_()
+        rows, scales = rows_and_scales(tensor) if tensor.dtype == FP8 else (tensor, tensor)
+        scales.fill_(1.0)
+        rows.copy_(torch.randn(rows.shape, dtype=dtype, device=device))
     order = 1 + np.random.default_rng(0).permutation(pages)
     table = order.reshape(case.seqs, per_seq).astype(np.int32)
     new = np.full(case.seqs, case.new_rows)

@@ -33,6 +33,7 @@ from cairn.engine.hisparse_options import (
 )
 from cairn.engine.scheduler import Limits
 from cairn.errors import ConfigError
+from cairn.kernels.fp8_rows import FP8
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.groups import LayerGroup
 from cairn.memory.landmarks import LandmarkShape
@@ -116,7 +117,7 @@ def resolve(
     sparse = attention.sparse
     geometry = PageGeometry(attention.page_size, spec.tokens_per_page(attention.page_size))
     context = _context_length(config, spec)
-    groups = spec.groups(cache_dtype(config, dtype))
+    groups = spec.groups(_cache_dtype(config, spec, attention, dtype))
     limits = _limits(config, device)
     shape = attention_shape(spec, sparse, geometry, groups, dtype, device)
     refused = None
@@ -207,10 +208,25 @@ def landmark_shape(sparse: SparseConfig, dtype: torch.dtype) -> LandmarkShape | 
     )
 
 
-def cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+def _cache_dtype(
+    config: EngineConfig, spec: ModelSpec, attention: AttentionPlan, dtype: torch.dtype
+) -> torch.dtype:
     """The type of the cached data; `dtype` is the type of the weights."""
-    assert config.kv_cache_dtype == "auto", config.kv_cache_dtype
-    return dtype
+    if config.kv_cache_dtype == "auto":
+        return dtype
+    for part in {part for layer in spec.layers for part in layer.layout.parts}:
+        if part.name != KV or part.shape[-1] % 8:
+            what = f"{part.name} of {part.shape[-1]} columns"
+            raise ConfigError(
+                f"kv_cache_dtype is 'fp8', and layers of {spec.architecture} keep {what}; it has "
+                "keys and values of heads whose size is a multiple of 8: use auto"
+            )
+    if attention.backend is not None and not attention.backend.reads_fp8:
+        raise ConfigError(
+            f"kv_cache_dtype is 'fp8' and attention_backend is {attention.backend.name!r}, which "
+            "does not read a cache of 8 bits; use kv_cache_dtype=auto, or another backend"
+        )
+    return FP8
 
 
 def resolve_device(name: str) -> torch.device:

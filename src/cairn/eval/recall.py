@@ -160,7 +160,7 @@ class DensePages:
         pages = torch.from_numpy(row.pages[self._pool.group_of[layer]]).to(query.device)
         masses = []
         for begin in range(0, len(pages), _BLOCK):
-            keys = self._pool.keys(layer)[pages[begin : begin + _BLOCK]].to(wide)
+            keys = self._pool.read_keys(layer, pages[begin : begin + _BLOCK], wide)
             scores = torch.einsum("hgd,pshd->hgps", own, keys)
             place = torch.arange(keys.shape[0] * size, device=query.device) + begin * size
             hidden = place > row.cache_row

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from cairn.kernels.fp8_rows import page_rows
+from cairn.kernels.fp8_tiles import is_fp8, load_scales, slice_size
 from cairn.kernels.interface import Pooling
 from cairn.kernels.launch import direct
 
@@ -36,6 +38,9 @@ def pool_page(
     offs_n = tl.arange(0, PAGE_SIZE)
     offs_d = tl.arange(0, DIM)
     k = tl.load(keys + offs_n[:, None] * DIM + offs_d[None, :])  # [PAGE_SIZE, DIM]
+    if is_fp8(keys):
+        key_scale = load_scales(keys, offs_n, offs_n >= 0, PAGE_SIZE, DIM)
+        k = (k.to(tl.float32) * key_scale[:, None]).to(vectors.dtype.element_ty)
     if POOLING == HILS:
         offs_g = tl.arange(0, max(16, triton.next_power_of_2(GROUP)))
         head = kv_head * GROUP + offs_g
@@ -59,8 +64,9 @@ def pool_page(
         )
         tl.store(bias + head, entropy, mask=offs_g < GROUP)
     elif POOLING == LAST:
-        last = tl.load(keys + (PAGE_SIZE - 1) * DIM + offs_d)
-        tl.store(vectors + kv_head * DIM + offs_d, last)
+        is_last = (offs_n == PAGE_SIZE - 1)[:, None]
+        last = tl.sum(tl.where(is_last, k.to(tl.float32), 0.0), 0)
+        tl.store(vectors + kv_head * DIM + offs_d, last.to(vectors.dtype.element_ty))
     elif POOLING == BOX:
         wide = k.to(tl.float32)
         place = vectors + kv_head * (2 * DIM) + offs_d
@@ -102,11 +108,13 @@ def _pool_kernel(
         prior += tl.load(last_rows + item).to(tl.int64) * prior_stride
     if SHIFTED:
         layer = tl.program_id(2)
-        UNIT: tl.constexpr = 128 // pool.dtype.element_ty.primitive_bitwidth  # elements in 16 bytes
+        # Elements in 16 bytes:
+        UNIT: tl.constexpr = 128 // pool.dtype.element_ty.primitive_bitwidth
+        VECTOR_UNIT: tl.constexpr = 128 // vectors.dtype.element_ty.primitive_bitwidth
         pool += tl.load(pool_shifts + layer) * UNIT
-        vectors += tl.load(vector_shifts + layer) * UNIT
+        vectors += tl.load(vector_shifts + layer) * VECTOR_UNIT
     pool_page(
-        pool + (kv_page * (2 * KV_HEADS) + kv_head) * (PAGE_SIZE * DIM),
+        pool + (kv_page * (2 * KV_HEADS) + kv_head) * slice_size(pool, PAGE_SIZE, DIM),
         prior,
         vectors + page * (LANDMARK_HEADS * WIDTH),
         bias + page * LANDMARK_HEADS,
@@ -135,7 +143,7 @@ def pool_landmarks(
     """Save the landmarks of pages in one layer or, with `shifts` (see `LayerMemory`), in several;
     `pool` and `vectors` are then those of the first layer."""
     assert pooling != "hils" or (prior is not None and last_rows is not None and shifts is None)
-    kv_heads, page_size, dim = pool.shape[1] // 2, pool.shape[2], pool.shape[3]
+    kv_heads, page_size, dim = pool.shape[1] // 2, page_rows(pool), pool.shape[3]
     _pool_kernel[(len(pages), kv_heads, 1 if shifts is None else len(shifts[0]))](
         pages,
         kv_pages,

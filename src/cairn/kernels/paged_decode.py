@@ -23,10 +23,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from cairn.kernels.fp8_rows import page_rows
+from cairn.kernels.fp8_tiles import fit_query, is_fp8, load_pairs, load_scales, slice_size
 from cairn.kernels.launch import direct
 from cairn.kernels.pdl import pdl_options
 from cairn.kernels.sizes import power_of_two
-from cairn.kernels.softmax import LOG2E, softmax_result, softmax_step
+from cairn.kernels.softmax import LOG2E, softmax_result, softmax_weights
 
 MERGE = tl.constexpr(8)  # splits that are merged at once
 _LEAST_PAGES = 4  # fewest pages of 64 rows per split: less is not worth the merge
@@ -297,13 +299,19 @@ def _decode_kernel(
         mask=in_group[:, None] & in_dim[None, :],
         other=0.0,
     )  # [BLOCK_G, BLOCK_D]
-    q = (q * (scale * LOG2E)).to(q.dtype)  # scores in base 2
+    q = fit_query((q * (scale * LOG2E)).to(q.dtype), pool)  # scores in base 2
 
     most = tl.full((BLOCK_G,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_G,), tl.float32)
-    acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
-    PAGE_STRIDE: tl.constexpr = 2 * KV_HEADS * PAGE_SIZE * DIM
-    VALUES: tl.constexpr = KV_HEADS * PAGE_SIZE * DIM
+    # Pairs of columns of 8 bits: the even ones in acc, the odd ones in more.
+    PAIRS: tl.constexpr = is_fp8(pool) and q.dtype == tl.float16
+    BLOCK_V: tl.constexpr = BLOCK_D // 2 if PAIRS else BLOCK_D
+    offs_v = tl.arange(0, BLOCK_V)
+    acc = tl.zeros((BLOCK_G, BLOCK_V), tl.float32)
+    more = acc
+    SLICE: tl.constexpr = slice_size(pool, PAGE_SIZE, DIM)
+    keys = pool + kv_head * SLICE
+    values = keys + KV_HEADS * SLICE
     table = page_table + seq * table_stride
     for start in range(begin, end, BLOCK_N):
         n = start + offs_n
@@ -312,20 +320,28 @@ def _decode_kernel(
             seen = seen & (n > length - count - WINDOW)
         if PAGE_SIZE % BLOCK_N == 0:
             page = tl.load(table + start // PAGE_SIZE).to(tl.int64)
-            base = page * PAGE_STRIDE + kv_head * (PAGE_SIZE * DIM)
-            slot = base + (start % PAGE_SIZE + offs_n) * DIM  # [BLOCK_N]
+            inside = start % PAGE_SIZE + offs_n  # [BLOCK_N]
         else:
             page = tl.load(table + n // PAGE_SIZE, mask=seen, other=0).to(tl.int64)
-            slot = page * PAGE_STRIDE + kv_head * (PAGE_SIZE * DIM) + (n % PAGE_SIZE) * DIM
+            inside = n % PAGE_SIZE
+        at = page * (2 * KV_HEADS * SLICE)
+        slot = at + inside * DIM
         k = tl.load(
-            pool + slot[None, :] + offs_d[:, None], mask=seen[None, :] & in_dim[:, None], other=0.0
+            keys + slot[None, :] + offs_d[:, None], mask=seen[None, :] & in_dim[:, None], other=0.0
         )  # [BLOCK_D, BLOCK_N]
-        v = tl.load(
-            pool + VALUES + slot[:, None] + offs_d[None, :],
-            mask=seen[:, None] & in_dim[None, :],
-            other=0.0,
-        )  # [BLOCK_N, BLOCK_D]
-        scores = tl.dot(q, k, input_precision="ieee")  # [BLOCK_G, BLOCK_N]
+        if PAIRS:
+            v, odd = load_pairs(values + slot, offs_v, seen, DIM)
+        else:
+            v = tl.load(
+                values + slot[:, None] + offs_d[None, :],
+                mask=seen[:, None] & in_dim[None, :],
+                other=0.0,
+            ).to(q.dtype)  # [BLOCK_N, BLOCK_D]
+        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")  # [BLOCK_G, BLOCK_N]
+        value_scale = None
+        if is_fp8(pool):
+            scores *= load_scales(keys + at, inside, seen, PAGE_SIZE, DIM)[None, :]
+            value_scale = load_scales(values + at, inside, seen, PAGE_SIZE, DIM)
         if WINDOW > 0 and ROWS == 1:
             seen = seen & (n >= length - WINDOW)
         if HIDE_LAST:
@@ -335,7 +351,12 @@ def _decode_kernel(
             scores = tl.where(n[None, :] <= sees[:, None], scores, float("-inf"))
             if WINDOW > 0:
                 scores = tl.where(n[None, :] > sees[:, None] - WINDOW, scores, float("-inf"))
-        most, total, acc = softmax_step(scores, v, most, total, acc, False)
+        weights, fade, most, total = softmax_weights(scores, most, total, False, value_scale)
+        if PAIRS:
+            more = tl.dot(weights.to(q.dtype), odd, more * fade[:, None])
+        acc = tl.dot(weights.to(q.dtype), v, acc * fade[:, None], input_precision="ieee")
+    if PAIRS:
+        acc = tl.interleave(acc, more)
 
     result, lse = softmax_result(most, total, acc)
     mask = in_group[:, None] & in_dim[None, :]
@@ -411,7 +432,7 @@ def paged_decode(
     """With `rows_per_seq` over 1, sequences have up to so many new rows, perhaps none; `rows`
     [seqs + 1] is then the first row of each sequence, and the end of the last."""
     heads, dim = query.shape[1:]
-    kv_heads, page_size = pool.shape[1] // 2, pool.shape[2]
+    kv_heads, page_size = pool.shape[1] // 2, page_rows(pool)
     seqs = len(kv_lens)
     items = seqs + target_items(kv_heads, seqs, query.device)
     block_n = min(64, max(16, power_of_two(page_size)))

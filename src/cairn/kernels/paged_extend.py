@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from cairn.kernels.fp8_rows import page_rows
+from cairn.kernels.fp8_tiles import fit_query, is_fp8, load_scales, slice_size
 from cairn.kernels.launch import direct
 from cairn.kernels.packing import pack, unpack
 from cairn.kernels.pdl import is_hopper
@@ -76,13 +78,38 @@ def _masked_tile(
         page = tl.load(table + start // PAGE_SIZE).to(tl.int64)
     else:
         page = tl.load(table + n // PAGE_SIZE, mask=there, other=0).to(tl.int64)
-    slot = (page * (2 * KV_HEADS) + kv_head) * (PAGE_SIZE * DIM) + (n % PAGE_SIZE) * DIM
+    SLICE: tl.constexpr = slice_size(pool, PAGE_SIZE, DIM)
+    slot = (page * (2 * KV_HEADS) + kv_head) * SLICE + (n % PAGE_SIZE) * DIM
     k = tl.load(
         pool + slot[None, :] + offs_d[:, None], mask=there[None, :] & in_dim[:, None], other=0.0
     )
-    values = pool + KV_HEADS * PAGE_SIZE * DIM + slot[:, None]
+    values = pool + KV_HEADS * SLICE + slot[:, None]
     v = tl.load(values + offs_d[None, :], mask=there[:, None] & in_dim[None, :], other=0.0)
     return k, v
+
+
+@triton.jit
+def _tile_scales(
+    pool,
+    table,
+    start,
+    there,
+    kv_head,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """-> scales of the keys and of the values of a tile, [BLOCK_N] each"""
+    n = start + tl.arange(0, BLOCK_N)
+    if PAGE_SIZE % BLOCK_N == 0:
+        page = tl.load(table + start // PAGE_SIZE).to(tl.int64)
+    else:
+        page = tl.load(table + n // PAGE_SIZE, mask=there, other=0).to(tl.int64)
+    SLICE: tl.constexpr = slice_size(pool, PAGE_SIZE, DIM)
+    rows = pool + (page * (2 * KV_HEADS) + kv_head) * SLICE
+    keys = load_scales(rows, n % PAGE_SIZE, there, PAGE_SIZE, DIM)
+    return keys, load_scales(rows + KV_HEADS * SLICE, n % PAGE_SIZE, there, PAGE_SIZE, DIM)
 
 
 @direct
@@ -138,14 +165,15 @@ def _extend_kernel(
         mask=in_rows[:, None] & in_dim[None, :],
         other=0.0,
     )
-    q = (q * (scale * LOG2E)).to(q.dtype)  # scores in base 2
+    q = fit_query((q * (scale * LOG2E)).to(q.dtype), pool)  # scores in base 2
     position = past + offs_m  # [BLOCK_M] in the cache
 
     most = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    PAGE_STRIDE: tl.constexpr = 2 * KV_HEADS * PAGE_SIZE * DIM
-    VALUES: tl.constexpr = KV_HEADS * PAGE_SIZE * DIM
+    SLICE: tl.constexpr = slice_size(pool, PAGE_SIZE, DIM)
+    PAGE_STRIDE: tl.constexpr = 2 * KV_HEADS * SLICE
+    VALUES: tl.constexpr = KV_HEADS * SLICE
     table = page_table + seq * table_stride
     WINDOWED: tl.constexpr = PAGED_WINDOW or WINDOW > 0
     first_seen = 0
@@ -175,7 +203,7 @@ def _extend_kernel(
             k = tiles.load([first, 0]).T
             v = tiles.load([first + KV_HEADS * PAGE_SIZE, 0])
         elif PAGE_SIZE % BLOCK_N == 0:
-            slot = page.to(tl.int64) * PAGE_STRIDE + kv_head * (PAGE_SIZE * DIM)
+            slot = page.to(tl.int64) * PAGE_STRIDE + kv_head * SLICE
             slot = slot + (start % PAGE_SIZE + offs_n) * DIM
             k = tl.load(pool + slot[None, :] + offs_d[:, None], mask=in_dim[:, None], other=0.0)
             v = tl.load(
@@ -186,26 +214,40 @@ def _extend_kernel(
             k, v = _masked_tile(
                 pool, table, start, there, kv_head, KV_HEADS, DIM, PAGE_SIZE, BLOCK_N
             )
-        scores = tl.dot(q, k, input_precision="ieee")
+        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+        value_scale = None
+        if is_fp8(pool):
+            key_scale, value_scale = _tile_scales(
+                pool, table, start, n >= first_seen, kv_head, KV_HEADS, DIM, PAGE_SIZE, BLOCK_N
+            )
+            scores *= key_scale[None, :]
         if HIDE_LAST:
             scores = tl.where((n % PAGE_SIZE != PAGE_SIZE - 1)[None, :], scores, float("-inf"))
         if WINDOWED:  # noqa: SIM102 - known at compile time
             if start < clear:
                 scores = tl.where(n[None, :] >= first_key[:, None], scores, float("-inf"))
-        most, total, acc = softmax_step(scores, v, most, total, acc, not WINDOWED)
+        most, total, acc = softmax_step(
+            scores, v.to(q.dtype), most, total, acc, not WINDOWED, value_scale
+        )
 
     for start in range(own, end, BLOCK_N):
         n = start + offs_n
         there = (n >= first_seen) & (n < end)
         k, v = _masked_tile(pool, table, start, there, kv_head, KV_HEADS, DIM, PAGE_SIZE, BLOCK_N)
-        scores = tl.dot(q, k, input_precision="ieee")
+        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+        value_scale = None
+        if is_fp8(pool):
+            key_scale, value_scale = _tile_scales(
+                pool, table, start, there, kv_head, KV_HEADS, DIM, PAGE_SIZE, BLOCK_N
+            )
+            scores *= key_scale[None, :]
         seen = n[None, :] <= position[:, None]
         if WINDOWED:
             seen = seen & (n[None, :] >= first_key[:, None])
         if HIDE_LAST:
             seen = seen & (n % PAGE_SIZE != PAGE_SIZE - 1)[None, :]
         scores = tl.where(seen, scores, float("-inf"))
-        most, total, acc = softmax_step(scores, v, most, total, acc, False)
+        most, total, acc = softmax_step(scores, v.to(q.dtype), most, total, acc, False, value_scale)
 
     result, lse = softmax_result(most, total, acc)
     place = row[:, None] * (HEADS * DIM) + head * DIM + offs_d[None, :]
@@ -230,7 +272,7 @@ def paged_extend(
     dense_until: torch.Tensor | None = None,  # [seqs]: PAGED_WINDOW, see the kernel
 ) -> None:
     heads, dim = query.shape[1:]
-    kv_heads, page_size = pool.shape[1] // 2, pool.shape[2]
+    kv_heads, page_size = pool.shape[1] // 2, page_rows(pool)
     wide = dim > 128 or query.dtype == torch.float32
     block_n = 32 if wide else 64
     tma = can_describe(pool.device, pool.dtype) and _fits(block_n, page_size, dim)

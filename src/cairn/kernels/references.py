@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from cairn.kernels.fp8_rows import store_rows
 from cairn.kernels.interface import ScoringHeads
 from cairn.kernels.sizes import blocks_of
 
@@ -131,7 +132,7 @@ def rope_kv_reference(
         query = rms_norm_reference(query, q_weight, eps)
         key = rms_norm_reference(key, k_weight, eps)
     query, key = (t * cos[:, None] + t.roll(dim // 2, -1) * sin[:, None] for t in (query, key))
-    pool[pages.long(), :, offsets.long()] = torch.cat((key, value), 1).to(pool.dtype)
+    store_rows(pool, pages.long(), offsets.long(), torch.cat((key, value), 1).to(qkv.dtype))
     query = query.to(qkv.dtype)
     return query, query if scoring is None else scored.to(qkv.dtype)
 

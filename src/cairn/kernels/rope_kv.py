@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from cairn.kernels.fp8_rows import page_rows
+from cairn.kernels.fp8_tiles import float_of, is_fp8, scale_bits, slice_size
 from cairn.kernels.interface import ScoringHeads
 from cairn.kernels.launch import direct
 from cairn.kernels.pdl import pdl_options
@@ -125,10 +127,19 @@ def _rope_kv_kernel(
             place = row * (HEADS * DIM) + scored[:, None] * DIM
             tl.store(scoring_out + place + low[None, :], x, mask=more)
             tl.store(scoring_out + place + high[None, :], y, mask=more)
-        place = ((page * (2 * KV_HEADS) + head[:, None] - HEADS) * PAGE_SIZE + offset) * DIM
+        slices = pool + (page * (2 * KV_HEADS) + head - HEADS) * slice_size(pool, PAGE_SIZE, DIM)
         kept = mask & (head >= HEADS)[:, None]
-        tl.store(pool + place + low[None, :], x.to(pool.dtype.element_ty), mask=kept)
-        tl.store(pool + place + high[None, :], y.to(pool.dtype.element_ty), mask=kept)
+        if is_fp8(pool):
+            x, y = x.to(tl.float32), y.to(tl.float32)
+            exponent = scale_bits(tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1)))
+            stored = (head >= HEADS) & (head < HEADS + 2 * KV_HEADS) & there
+            scales = (slices + PAGE_SIZE * DIM).to(tl.pointer_type(tl.float32), bitcast=True)
+            tl.store(scales + offset, float_of(exponent), mask=stored)
+            x *= float_of(254 - exponent)[:, None]
+            y *= float_of(254 - exponent)[:, None]
+        place = slices[:, None] + offset * DIM
+        tl.store(place + low[None, :], x.to(pool.dtype.element_ty), mask=kept)
+        tl.store(place + high[None, :], y.to(pool.dtype.element_ty), mask=kept)
 
 
 def rope_kv(
@@ -149,7 +160,7 @@ def rope_kv(
     Without `scoring` the two are the same tensor.
     """
     rows = qkv.shape[0]
-    kv_heads, page_size, dim = pool.shape[1] // 2, pool.shape[2], pool.shape[3]
+    kv_heads, page_size, dim = pool.shape[1] // 2, page_rows(pool), pool.shape[3]
     out = torch.empty(rows, heads, dim, dtype=qkv.dtype, device=qkv.device)
     scored = out if scoring is None else torch.empty_like(out)
     block_h = 8

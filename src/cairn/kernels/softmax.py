@@ -10,23 +10,42 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def softmax_step(scores, value, most, total, acc, SOME_SEEN: tl.constexpr):
-    """Add a block of keys; return the updated most, total and acc.
+def softmax_weights(scores, most, total, SOME_SEEN: tl.constexpr, value_scale=None):
+    """Add the scores of a block of keys; return their weights [rows, keys], the factor [rows] by
+    which older weights shrink, and the updated most and total.
 
-    scores [rows, keys] are in base 2 and -inf where a row does not see a key; value [keys, dim].
-    most and total [rows] and acc [rows, dim] cover the keys so far: maximum, sum of weights, and
-    weighted sum of values. SOME_SEEN: every row has seen at least one key, this block included.
+    scores [rows, keys] are in base 2 and -inf where a row does not see a key. most and total [rows]
+    cover the keys so far: maximum and sum of weights. SOME_SEEN: every row has seen at least one
+    key, this block included.
+
+    If values have scales [keys], the weights are for values without them: they include the scales,
+    and so does `most`. They are at most 1 whatever the scales are.
     """
+    if value_scale is not None:
+        scores += tl.log2(value_scale)[None, :]
     new_most = tl.maximum(most, tl.max(scores, 1))
     safe = new_most
     if not SOME_SEEN:
         safe = tl.where(new_most == float("-inf"), 0.0, new_most)
     shares = tl.exp2(scores - safe[:, None])
     fade = tl.exp2(most - safe)
-    total = total * fade + tl.sum(shares, 1)
+    if value_scale is None:
+        total = total * fade + tl.sum(shares, 1)
+    else:
+        total = total * fade + tl.sum(shares * (1.0 / value_scale)[None, :], 1)
+    return shares, fade, new_most, total
+
+
+@triton.jit
+def softmax_step(scores, value, most, total, acc, SOME_SEEN: tl.constexpr, value_scale=None):
+    """Add a block of keys with value [keys, dim]; return the updated most, total and acc.
+
+    acc [rows, dim] is the weighted sum of values so far. See `softmax_weights`.
+    """
+    shares, fade, most, total = softmax_weights(scores, most, total, SOME_SEEN, value_scale)
     acc = acc * fade[:, None]
     acc = tl.dot(shares.to(value.dtype), value, acc, input_precision="ieee")
-    return new_most, total, acc
+    return most, total, acc
 
 
 @triton.jit

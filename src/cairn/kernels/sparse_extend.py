@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from cairn.kernels.fp8_tiles import fit_query, is_fp8, load_scales, slice_size
 from cairn.kernels.launch import direct
 from cairn.kernels.paged_extend import ExtendBlocks, can_describe
 from cairn.kernels.sizes import power_of_two
@@ -156,6 +157,8 @@ def _attend_kernel(
         mask=real[:, None],
         other=0.0,
     )
+    q = fit_query(q, pool)
+    SLICE: tl.constexpr = slice_size(pool, PAGE_SIZE, DIM)
     if not BY_LSE:
         scores_with = load_scoring(
             scoring, (row * scoring_stride)[:, None], head[:, None], real[:, None], WIDTH, SPLIT
@@ -200,10 +203,13 @@ def _attend_kernel(
             k = tiles.load([first, 0]).T
             v = tiles.load([first + KV_HEADS * PAGE_SIZE, 0])
         else:
-            inside = pool + shift + (at.to(tl.int64) * (2 * KV_HEADS) + kv_head) * (PAGE_SIZE * DIM)
+            inside = pool + shift + (at.to(tl.int64) * (2 * KV_HEADS) + kv_head) * SLICE
             k = tl.load(inside + offs_n[None, :] * DIM + offs_d[:, None])
-            values = inside + (KV_HEADS * PAGE_SIZE * DIM)
+            values = inside + KV_HEADS * SLICE
             v = tl.load(values + offs_n[:, None] * DIM + offs_d[None, :])
+        if is_fp8(pool):
+            key_scale = load_scales(inside, offs_n, offs_n >= 0, PAGE_SIZE, DIM)
+            value_scale = load_scales(values, offs_n, offs_n >= 0, PAGE_SIZE, DIM)
         reads = (((bits >> own_row) & 1) > 0) & real
         mass = more * LOG2E
         if not BY_LSE:
@@ -226,12 +232,20 @@ def _attend_kernel(
         at = page
         if LOCATED:
             at = tl.load(kv_pages + base + following)
-        logits = tl.dot(q, k, input_precision="ieee")
+        logits = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+        if is_fp8(pool):
+            logits *= key_scale[None, :]
         if HIDE_LAST:
             logits = tl.where((offs_n < PAGE_SIZE - 1)[None, :], logits, float("-inf"))
-        inside_most = tl.max(logits, 1) * scale_2
-        shares = tl.exp2(logits * scale_2 - inside_most[:, None])
-        inside_total = tl.sum(shares, 1)
+        if is_fp8(pool):  # as in `softmax_weights`: shares include the scales of values
+            logits = logits * scale_2 + tl.log2(value_scale)[None, :]
+            inside_most = tl.max(logits, 1)
+            shares = tl.exp2(logits - inside_most[:, None])
+            inside_total = tl.sum(shares * (1.0 / value_scale)[None, :], 1)
+        else:
+            inside_most = tl.max(logits, 1) * scale_2
+            shares = tl.exp2(logits * scale_2 - inside_most[:, None])
+            inside_total = tl.sum(shares, 1)
         if BY_LSE:
             mass = inside_most + tl.log2(inside_total)
         mass = tl.where(reads, mass, float("-inf"))
@@ -244,8 +258,12 @@ def _attend_kernel(
             acc = acc * fade[:, None]
             total = total * fade
             most = new_most
-        shares = shares * (weight / inside_total)[:, None]
-        acc = tl.dot(shares.to(v.dtype), v, acc, input_precision="ieee")
+        if is_fp8(pool):  # the product of both weights may be too small for float16
+            read = tl.dot(shares.to(q.dtype), v.to(q.dtype), input_precision="ieee")
+            acc += read * (weight / inside_total)[:, None]
+        else:
+            shares = shares * (weight / inside_total)[:, None]
+            acc = tl.dot(shares.to(v.dtype), v, acc, input_precision="ieee")
         total += weight
         if HAS_BIAS and not BY_LSE:
             more = tl.load(own_bias + page.to(tl.int64) * LANDMARK_HEADS, mask=real, other=0.0)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from cairn.kernels.fp8_tiles import fit_query, is_fp8, load_scales, slice_size
 from cairn.kernels.launch import direct
 from cairn.kernels.paged_decode import merge_splits
 from cairn.kernels.sparse_shape import SOFTMAX_HEAD, SUM_GROUP, candidate_limit
@@ -177,17 +178,27 @@ def _read_page(
     """Add a page to most, total and acc, weighted by its score, or by its log-sum-exp if BY_LSE."""
     offs_d = tl.arange(0, DIM)
     offs_n = tl.arange(0, PAGE_SIZE)
-    keys = pool + page * (2 * KV_HEADS * PAGE_SIZE * DIM)
-    values = keys + KV_HEADS * PAGE_SIZE * DIM
+    SLICE: tl.constexpr = slice_size(pool, PAGE_SIZE, DIM)
+    keys = pool + page * (2 * KV_HEADS * SLICE)
+    values = keys + KV_HEADS * SLICE
     read = (offs_n >= 0) & there
     k = tl.load(keys + offs_n[None, :] * DIM + offs_d[:, None], mask=read[None, :], other=0.0)
     v = tl.load(values + offs_n[:, None] * DIM + offs_d[None, :], mask=read[:, None], other=0.0)
-    logits = tl.dot(q, k, input_precision="ieee") * scale
+    logits = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+    if is_fp8(pool):
+        logits *= load_scales(keys, offs_n, read, PAGE_SIZE, DIM)[None, :]
     if HIDE_LAST:
         logits = tl.where((offs_n < PAGE_SIZE - 1)[None, :], logits, float("-inf"))
+    # As in `softmax_weights`: shares include the scales of values.
+    if is_fp8(pool):
+        value_scale = load_scales(values, offs_n, read, PAGE_SIZE, DIM)
+        logits += tl.log(value_scale)[None, :]
     inside_most = tl.max(logits, 1)
     shares = tl.exp(logits - inside_most[:, None])
-    inside_total = tl.sum(shares, 1)
+    if is_fp8(pool):
+        inside_total = tl.sum(shares * (1.0 / value_scale)[None, :], 1)
+    else:
+        inside_total = tl.sum(shares, 1)
     if BY_LSE:
         mass = inside_most + tl.log(inside_total)
     else:
@@ -197,8 +208,13 @@ def _read_page(
     safe = tl.where(new_most == float("-inf"), 0.0, new_most)
     fade = tl.exp(most - safe)
     weight = tl.exp(mass - safe)
-    shares = shares * (weight / inside_total)[:, None]
-    acc = tl.dot(shares.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    acc = acc * fade[:, None]
+    if is_fp8(pool):  # the product of both weights may be too small for float16
+        inside = tl.dot(shares.to(q.dtype), v.to(q.dtype), input_precision="ieee")
+        acc += inside * (weight / inside_total)[:, None]
+    else:
+        shares = shares * (weight / inside_total)[:, None]
+        acc = tl.dot(shares.to(v.dtype), v, acc, input_precision="ieee")
     return new_most, total * fade + weight, acc
 
 
@@ -282,6 +298,7 @@ def pages_kernel(
         other=0.0,
         cache_modifier=".cg",
     )
+    q = fit_query(q, pool)
     most = tl.full((BLOCK_G,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_G,), tl.float32)
     acc = tl.zeros((BLOCK_G, DIM), tl.float32)
@@ -300,7 +317,7 @@ def pages_kernel(
         tl.atomic_add(reads, tl.where(part == 0, count, 0))
 
     own_scores = scores + (seq.to(tl.int64) * HEADS + head) * candidate_stride
-    own_pool = pool + kv_head * (PAGE_SIZE * DIM)
+    own_pool = pool + kv_head * slice_size(pool, PAGE_SIZE, DIM)
     if LOCATED:
         # Read the pages that are present first. The loop masks out the others without a branch, so
         # that its loads can be pipelined.

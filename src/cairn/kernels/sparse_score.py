@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from cairn.kernels.fp8_tiles import fit_query, is_fp8, load_scales, slice_size
 from cairn.kernels.landmark import pool_page
 from cairn.kernels.launch import direct
 from cairn.kernels.softmax import LOG2E, softmax_result, softmax_step
@@ -66,6 +67,7 @@ def score_kernel(
     SHARED: tl.constexpr = HEADS // LANDMARK_HEADS  # queries that share a landmark
     BLOCK_S: tl.constexpr = 1 if SHARED == 1 else max(16, triton.next_power_of_2(SHARED))
     BLOCK_G: tl.constexpr = max(16, triton.next_power_of_2(GROUP))
+    SLICE: tl.constexpr = slice_size(pool, PAGE_SIZE, DIM)
     length = tl.load(kv_lens + seq).to(tl.int32)
     row = tl.load(rows + seq).to(tl.int64)
     if row < 0:
@@ -122,26 +124,33 @@ def score_kernel(
             mask=in_group[:, None],
             other=0.0,
         )
+        q = fit_query(q, pool)
         most = tl.full((BLOCK_G,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_G,), tl.float32)
         acc = tl.zeros((BLOCK_G, DIM), tl.float32)
         for index in range(limit + part, tl.cdiv(length, PAGE_SIZE), WINDOW_PARTS):
             page = tl.load(kv_table + seq * table_stride + index).to(tl.int64)
-            base = pool + (page * (2 * KV_HEADS) + kv_head) * (PAGE_SIZE * DIM)
+            base = pool + (page * (2 * KV_HEADS) + kv_head) * SLICE
             there = index * PAGE_SIZE + offs_n < length
             k = tl.load(
                 base + offs_n[None, :] * DIM + offs_d[:, None], mask=there[None, :], other=0.0
             )
             v = tl.load(
-                base + (KV_HEADS * PAGE_SIZE * DIM) + offs_n[:, None] * DIM + offs_d[None, :],
+                base + KV_HEADS * SLICE + offs_n[:, None] * DIM + offs_d[None, :],
                 mask=there[:, None],
                 other=0.0,
             )
-            logits = tl.dot(q, k, input_precision="ieee") * (scale * LOG2E)
+            logits = tl.dot(q, k.to(q.dtype), input_precision="ieee") * (scale * LOG2E)
+            value_scale = None
+            if is_fp8(pool):
+                logits *= load_scales(base, offs_n, there, PAGE_SIZE, DIM)[None, :]
+                value_scale = load_scales(base + KV_HEADS * SLICE, offs_n, there, PAGE_SIZE, DIM)
             if HIDE_LAST:
                 there = there & (offs_n < PAGE_SIZE - 1)
             logits = tl.where(there[None, :], logits, float("-inf"))
-            most, total, acc = softmax_step(logits, v, most, total, acc, False)
+            most, total, acc = softmax_step(
+                logits, v.to(q.dtype), most, total, acc, False, value_scale
+            )
         place = (seq * PARTS + part).to(tl.int64) * HEADS + head
         out, lse = softmax_result(most, total, acc)
         tl.store(partial + place[:, None] * DIM + offs_d[None, :], out, mask=in_group[:, None])
@@ -153,7 +162,7 @@ def score_kernel(
             page = tl.load(page_table + last).to(tl.int64)
             kv_page = tl.load(kv_table + last).to(tl.int64)
             pool_page(
-                pool + (kv_page * (2 * KV_HEADS) + kv_head) * (PAGE_SIZE * DIM),
+                pool + (kv_page * (2 * KV_HEADS) + kv_head) * SLICE,
                 prior + row * prior_stride,
                 vectors + page * (LANDMARK_HEADS * WIDTH),
                 bias + page * LANDMARK_HEADS,

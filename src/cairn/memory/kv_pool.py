@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from cairn.kernels.fp8_rows import store_rows, widen
 from cairn.memory.groups import LayerGroup
 from cairn.memory.layout import KV
 from cairn.memory.pinned import CudaRegistry, PinnedMemory
@@ -30,7 +31,8 @@ class KVPool(PagePool):
 
     Keys and values of heads are one part, [pages, 2 * kv_heads, page_size, head_dim], keys first.
     One kv head's slice of a page is contiguous, since selection reads and the tier moves such
-    slices. A row's key and value are written together.
+    slices. A row's key and value are written together. With rows of 8 bits, each slice ends with
+    the scales of its rows (`kernels/fp8_rows.py`).
     """
 
     def __init__(
@@ -91,12 +93,17 @@ class KVPool(PagePool):
         """Store new rows of a part, by default the first part of the layer's layout."""
         parts = self._parts[layer]
         tensor = next(iter(parts.values())) if name is None else parts[name]
-        tensor.movedim(-2, 1)[pages, offsets] = rows.to(tensor.dtype)
+        store_rows(tensor, pages, offsets, rows)
+
+    def read_keys(self, layer: int, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A copy of the keys of pages [n], [n, page_size, kv_heads, head_dim]."""
+        keys = self.part(layer)[:, : self.kv_heads(layer)]
+        return widen(keys[pages], dtype).transpose(1, 2)
 
     def clear(self, group: int, pages: torch.Tensor) -> None:
         """Zero pages, [n] ids, in all layers of a group."""
         for tensor in self._by_group[group]:
-            tensor.index_fill_(0, pages, 0)
+            tensor.view(torch.uint8).index_fill_(0, pages, 0)
 
 
 class HostPool(PagePool):

@@ -12,6 +12,8 @@ from typing import Literal
 
 import torch
 
+from cairn.kernels.fp8_rows import FP8, scale_rows
+
 KV = "kv"
 """The part that holds keys and values of heads: all keys first, then all values."""
 LATENT = "latent"
@@ -39,10 +41,12 @@ class CachePart:
 
     def page_shape(self, page_size: int) -> tuple[int, ...]:
         """Shape of one page. The row axis is the last but one, so that a head's rows of a page are
-        contiguous."""
+        contiguous. Rows of 8 bits are followed by the rows that hold their scales."""
         if self.per == "page":
             return self.shape
-        return (*self.shape[:-1], page_size, self.shape[-1])
+        *heads, dim = self.shape
+        more = scale_rows(page_size, dim) if self.dtype == FP8 else 0
+        return (*heads, page_size + more, dim)
 
     def page_bytes(self, page_size: int) -> int:
         return math.prod(self.page_shape(page_size)) * self.known_dtype.itemsize

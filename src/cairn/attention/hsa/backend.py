@@ -63,6 +63,7 @@ class HSABackend(SparseBackend):
     )
     serves_trained = True
     serves_tier = True
+    reads_fp8 = True
 
     def __init__(self, parts: SparseParts, *, kernels: bool | None = None) -> None:
         """`kernels` chooses between kernels and torch; by default kernels run if they can."""
@@ -287,7 +288,7 @@ class HSABackend(SparseBackend):
         self, layer: int, completed: CompletedPages, scoring: Scoring | None
     ) -> None:
         # [pages, size, kv_heads, dim]; all rows of a completed page are already in the pool.
-        keys = self._pool.keys(layer)[completed.kv_pages]
+        keys = self._pool.read_keys(layer, completed.kv_pages, self._shape.dtype)
         prior = None if scoring is None else scoring.prior[completed.last_rows]
         vectors, bias = self._policy.landmark(keys, prior)
         self._landmarks.save(layer, completed.pages, vectors, bias)

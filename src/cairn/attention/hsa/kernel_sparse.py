@@ -16,6 +16,7 @@ import torch
 from cairn.attention.backend import AttentionShape, missing_module
 from cairn.attention.batch import AttentionBatch, Scoring, to_device
 from cairn.attention.hsa.metadata import CompletedPages, SparseGroups, fitting_runs
+from cairn.kernels.fp8_rows import FP8
 from cairn.kernels.interface import Located, Pooling
 from cairn.kernels.workspace import Workspace
 from cairn.memory.device_swap import DeviceSwap
@@ -141,6 +142,8 @@ class KernelSparse:
 
         if self._swap is not None:
             return "pages may lie in host memory"
+        if shape.cache_dtype == FP8:
+            return "rows of the cache have 8 bits"
         refused = refusal(self._shape, shape.dtype, shape.device)
         if refused is not None:
             return refused
@@ -518,7 +521,7 @@ class KernelSparse:
     def _save_by_policy(
         self, layer: int, pages: torch.Tensor, kv_pages: torch.Tensor, prior: torch.Tensor | None
     ) -> None:
-        keys = self._pool.keys(layer)[kv_pages]
+        keys = self._pool.read_keys(layer, kv_pages, self._dtype)
         self._landmarks.save(layer, pages, *self._policy.landmark(keys, prior))
 
 

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from cairn.attention.hsa.metadata import Tile
+from cairn.kernels.fp8_rows import widen
 from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.landmarks import LandmarkPool
@@ -128,8 +129,9 @@ class TorchSparse:
         rows, heads, dim = query.shape
         kv_heads, blocks = self._pool.kv_heads(layer), tile.blocks
         count, group = rows // blocks, heads // kv_heads
-        both = self._pool.part(layer)[tile.window_pages]  # [blocks, pages, 2 * kv_heads, size, d]
-        both = both.to(query.dtype).transpose(1, 2).flatten(2, 3)  # [blocks, 2 * kv_heads, keys, d]
+        both = widen(self._pool.part(layer)[tile.window_pages], query.dtype)
+        # [blocks, pages, 2 * kv_heads, size, dim] -> [blocks, 2 * kv_heads, keys, dim]
+        both = both.transpose(1, 2).flatten(2, 3)
         key, value = both[:, :kv_heads], both[:, kv_heads:]
         # [blocks, kv_heads, group * count, dim]
         own = query.view(blocks, count, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
@@ -234,8 +236,8 @@ class TorchSparse:
         pool = self._pool.part(layer)
         flat = pool.view(-1, *pool.shape[2:])
         real = self._pool.page_size - self._config.landmark_rows
-        key = flat.index_select(0, slices)[:, :real].to(dtype)
-        value = flat.index_select(0, slices + self._pool.kv_heads(layer))[:, :real].to(dtype)
+        both = (slices, slices + self._pool.kv_heads(layer))
+        key, value = (widen(flat.index_select(0, own), dtype)[:, :real] for own in both)
         return key, value
 
     def _merge(

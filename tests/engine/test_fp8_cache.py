@@ -1,0 +1,139 @@
+"""Keys and values of 8 bits: what a row loses, what a model loses, and who refuses them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cairn import LLM
+from cairn.attention.backend import AttentionShape, dense_class, refusal
+from cairn.errors import ConfigError
+from cairn.kernels.fp8_rows import FP8, page_rows, quantize, rows_and_scales, widen
+from cairn.memory.groups import group_layers
+from cairn.memory.kv_pool import KVPool
+from cairn.memory.layout import KV, CacheLayout
+from tests.helpers import GOLDENS, TINY_LATENT, TINY_LLAMA, poison_free_memory, write_model
+
+
+def exact(rows: torch.Tensor) -> torch.Tensor:
+    """What rows should be widened to, number by number: e4m3 has 3 bits after the leading one."""
+    scale = torch.exp2((rows.double().abs().amax(-1, keepdim=True) / 448).log2().ceil())
+    scaled = rows.double() / scale.clamp(min=2.0**-40)
+    step = torch.exp2((scaled.abs().log2().floor() - 3).clamp(min=-9))
+    return (scaled / step).round() * step * scale.clamp(min=2.0**-40)
+
+
+def test_a_row_is_rounded_to_three_bits_and_widened_exactly() -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(200, 64) * torch.exp(4 * torch.randn(200, 1))
+    rows[0], rows[1], rows[2] = 0.0, 448.0, -449.0
+    rows[3] *= 1e-30  # below the smallest scale
+    stored, scales = quantize(rows)
+    assert stored.dtype == FP8 and torch.isfinite(stored.float()).all()
+    assert scales[:3].tolist() == [2.0**-40, 1.0, 2.0]
+    widened = stored.double() * scales[:, None].double()
+    assert torch.equal(widened, exact(rows))
+    for dtype in (torch.bfloat16, torch.float32):
+        assert torch.equal((stored.to(dtype) * scales[:, None].to(dtype)).double(), widened)
+    again, same = quantize(widened)
+    assert torch.equal(again.double() * same[:, None].double(), widened)
+
+
+def test_a_row_does_not_depend_on_other_rows_or_heads() -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(5, 4, 16)
+    together, scales = quantize(rows)
+    for row in range(5):
+        for head in range(4):
+            alone, scale = quantize(rows[row, head])
+            assert torch.equal(alone.float(), together[row, head].float())
+            assert scale == scales[row, head]
+
+
+@pytest.mark.parametrize(("page_size", "dim"), [(16, 8), (16, 128), (64, 128), (64, 64), (3, 24)])
+def test_pages_hold_rows_and_their_scales(page_size: int, dim: int) -> None:
+    layout = CacheLayout.of_heads(2, dim).of_type(FP8)
+    scales = -(-4 * page_size // dim) * dim
+    assert layout.page_bytes(page_size) == 4 * (page_size * dim + scales)
+    pool = KVPool(group_layers([None], [layout]), [5], page_size, torch.device("cpu"))
+    assert page_rows(pool.part(0)) == page_size
+    pool.part(0).fill_(float("nan"))
+    rows = torch.randn(2 * page_size, 4, dim)
+    places = torch.tensor([4, 2]).repeat_interleave(page_size)
+    order = torch.randperm(2 * page_size)
+    offsets = torch.arange(page_size).repeat(2)
+    pool.write(0, places[order], offsets[order], rows[order])
+    kept = widen(pool.part(0)[[4, 2]], torch.float64)  # [2, heads, page_size, dim]
+    expected = exact(rows).view(2, page_size, 4, dim)
+    assert torch.equal(kept, expected.transpose(1, 2))
+    keys = pool.read_keys(0, torch.tensor([2]), torch.float64)
+    assert torch.equal(keys[0], expected[1, :, :2])
+    assert rows_and_scales(pool.part(0))[1].shape == (6, 4, page_size)
+    pool.clear(0, torch.tensor([4]))
+    assert not widen(pool.part(0)[4], torch.float32).any()
+    assert torch.equal(pool.read_keys(0, torch.tensor([2]), torch.float64), keys)
+
+
+HF = sorted(p.name for p in GOLDENS.glob("hf_[!dg]*"))
+HILS = sorted(p.parent.name for p in GOLDENS.glob("[!h]*/layer_intermediates.safetensors"))
+ERROR = 0.15
+"""Root mean square error of log-probabilities, relative to their standard deviation. The models are
+random and tiny, so they are much more sensitive than trained ones."""
+
+
+@pytest.mark.parametrize("case", [*HF, *HILS])
+def test_goldens_with_an_fp8_cache(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    golden = load_file(GOLDENS / case / "golden.safetensors")
+    config = json.loads((GOLDENS / case / "config.json").read_text())
+    ids = golden["input_ids_a"].tolist()
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_cache_gib": 0.05}
+    options["page_size"] = config.get("chunk_size", 16)
+    with LLM(GOLDENS / case, kv_cache_dtype="fp8", **options) as llm:
+        poison_free_memory(llm.engine)
+        found = llm.logprobs(ids)
+    expected = golden["logits_a"][:, : found.shape[1]].log_softmax(-1)
+    error = (found - expected).square().mean().sqrt() / expected.std(-1).mean()
+    assert 0 < error < ERROR
+
+    write = KVPool.write
+
+    def write_rounded(
+        pool: KVPool, layer: int, pages: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        write(pool, layer, pages, offsets, exact(rows).float())
+
+    # The same as a cache of float32 that holds rounded rows.
+    monkeypatch.setattr(KVPool, "write", write_rounded)
+    with LLM(GOLDENS / case, **options) as llm:
+        torch.testing.assert_close(found, llm.logprobs(ids), rtol=0, atol=2e-4)
+
+
+def test_layers_without_keys_and_values_are_refused(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "latent", TINY_LATENT)
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype is 'fp8', and layers .* keep latent"):
+        LLM(folder, kv_cache_dtype="fp8", device="cpu")
+    odd = write_model(tmp_path / "odd", {**TINY_LLAMA, "head_dim": 12})
+    with pytest.raises(ConfigError, match=r"keep kv of 12 columns; .* multiple of 8"):
+        LLM(odd, kv_cache_dtype="fp8", device="cpu")
+
+
+def test_backends_that_do_not_read_fp8_are_refused(tmp_path: Path) -> None:
+    groups = group_layers([None], [CacheLayout.of_heads(2, 64).of_type(FP8)])
+    shape = AttentionShape(4, 2, 64, 0.1, 64, torch.bfloat16, torch.device("cpu"), groups)
+    assert groups[0].layout.part(KV).dtype == FP8 and refusal("torch", shape) is None
+    for name in ("sgl_kernel", "flashinfer"):
+        why = dense_class(name).unsupported_reason(shape)
+        assert why is not None and "8 bits" in why
+    folder = write_model(tmp_path / "model", TINY_LLAMA)
+    with pytest.raises(ConfigError, match="'toy', which does not read a cache of 8 bits"):
+        LLM(
+            folder,
+            kv_cache_dtype="fp8",
+            device="cpu",
+            attention_backend="tests.attention.toy_sparse:ToySparse",
+        )
