@@ -206,15 +206,31 @@ class EngineConfig:
         None, "speculative: tokens to draft at most; 7, with sparse 4.", low=1, high=64
     )
     hsa_policy: str | None = option(
-        None, "hsa: how pages are scored: quest, mean, or your own as module:Class."
+        None,
+        "hsa: how pages are chosen: quest, mean, spread, streaming, or your own as module:Class.",
     )
     hsa_topk: int | None = option(None, "hsa: pages a query reads outside its window.", low=1)
     hsa_selection_strategy: str | None = option(
         None, "hsa: how the heads of a group agree on pages.", "group", "head", "softmax_head"
     )
     hsa_layers: str | None = option(None, "hsa: sparse layers, such as 0-3,7; all by default.")
+    hsa_dense_layers: int | None = option(
+        None, "hsa: first layers that read everything, in place of hsa_layers.", low=0
+    )
     hsa_window: int | None = option(None, "hsa: rows a query always sees.", low=1)
     hsa_sinks: int | None = option(None, "hsa: first pages that are always selected.", low=0)
+    hsa_top_p: float | None = option(
+        None,
+        "hsa: stop taking pages once they and the window hold this share of the attention that the "
+        "policy expects; hsa_topk is the most.",
+        above=0,
+        high=1,
+    )
+    hsa_budget: str | None = option(
+        None,
+        "hsa: pages of each sparse layer, such as 4,8,8,16; auto shares hsa_topk pages a layer out "
+        "by where the model's attention lies in a text, and logs the list.",
+    )
     hsa_fusion: str | None = option(
         None, "hsa: weigh pages by landmark score or by exact lse.", "landmark", "lse"
     )

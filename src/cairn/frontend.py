@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
 from cairn.config import EngineConfig
+from cairn.engine.attention_options import AUTO
+from cairn.engine.budgets import TOKENS, choose_budgets
 from cairn.engine.build import build_engine
 from cairn.engine.engine import Engine, Progress
 from cairn.engine.locate import locate
 from cairn.engine.request import FinishReason, Request
 from cairn.engine.sampling_params import SamplingParams
-from cairn.errors import RequestError
+from cairn.errors import ConfigError, RequestError
 from cairn.interrupts import interrupts_held_back
-from cairn.models.source import Confirm
+from cairn.models.source import Confirm, ModelSource
 from cairn.outputs import Chunk, Generation, summarize
 from cairn.progress import loading_bar
 from cairn.text.detokenizer import Detokenizer
 from cairn.text.load import load_tokenizer
+from cairn.text.prose import bundled_prose
 from cairn.text.stop_strings import StopStrings
 from cairn.text.tokenizer import Message, Tokenizer
 from cairn.trace import make_trace
@@ -32,11 +36,39 @@ def load(config: EngineConfig, confirm: Confirm | None = None) -> tuple[Engine, 
     with loading_bar("Fetching") as progress:
         source = locate(config, confirm, progress)
     tokenizer = load_tokenizer(source)
+    if config.hsa_budget == AUTO:
+        config = _with_budgets(config, source, tokenizer)
     with (
         loading_bar(f"Loading {config.model}") as progress,
         loading_bar("Compiling kernels", counted=True) as compiling,
     ):
         return build_engine(config, source, progress, compiling), tokenizer
+
+
+def _with_budgets(
+    config: EngineConfig, source: ModelSource, tokenizer: Tokenizer | None
+) -> EngineConfig:
+    """The config with pages for each layer in place of `auto`. An engine without budgets, which
+    reads the bundled prose, chooses them."""
+    if config.tp > 1:
+        raise ConfigError(
+            "hsa_budget is 'auto', which measures on one rank, and tp is "
+            f"{config.tp}; choose the list without tp, then give it"
+        )
+    if tokenizer is None:
+        raise ConfigError(
+            f"hsa_budget is 'auto', which reads a text, and {config.model} has no tokenizer.json; "
+            "add one, or list the pages of each layer"
+        )
+    engine = build_engine(replace(config, hsa_budget=None), source)
+    try:
+        if engine.sparse is None or engine.spec.sparsity is not None or config.speculative:
+            return config  # which is refused
+        most = min(TOKENS, engine.max_tokens - 2)
+        budgets = choose_budgets(engine, tokenizer.encode(bundled_prose())[:most])
+    finally:
+        engine.close()
+    return replace(config, hsa_budget=",".join(map(str, budgets)), hsa_topk=None)
 
 
 class Driver(Generic[T]):

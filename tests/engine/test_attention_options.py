@@ -130,6 +130,9 @@ def traced_pages(result: Generation) -> list[list[int]]:
         ({"hsa_window": 2**31}, "hsa_window is 2147483648"),
         ({"hsa_sinks": -1}, "hsa_sinks is -1"),
         ({"hsa_dense_below": -1}, "hsa_dense_below is -1"),
+        ({"hsa_dense_layers": -1}, "hsa_dense_layers is -1"),
+        ({"hsa_top_p": 0}, "hsa_top_p is 0"),
+        ({"hsa_top_p": 1.5}, "hsa_top_p is 1.5"),
         ({"hsa_selection_strategy": "best"}, "hsa_selection_strategy is 'best'; choose one of"),
         ({"hsa_selection_strategy": ""}, "hsa_selection_strategy is ''"),
         ({"hsa_fusion": "sum"}, "hsa_fusion is 'sum'; choose one of landmark, lse"),
@@ -164,6 +167,11 @@ def test_bad_values_are_refused_by_name(folder: Path, options: dict[str, Any], n
         ({"hsa_layers": "0-1-1"}, "hsa_layers is '0-1-1'; write"),
         ({"hsa_layers": "first"}, "hsa_layers is 'first'; write"),
         ({"hsa_layers": "0.5"}, "hsa_layers is '0.5'; write"),
+        ({"hsa_dense_layers": 2}, "hsa_dense_layers is 2; .* use at most 1"),
+        ({"hsa_dense_layers": 1, "hsa_layers": "1"}, "hsa_dense_layers is 1 and hsa_layers '1'"),
+        ({"hsa_policy": "streaming", "hsa_topk": 4}, "hsa_topk is given.*leave hsa_topk out"),
+        ({"hsa_policy": "streaming", "hsa_top_p": 0.5}, "hsa_top_p is given"),
+        ({"hsa_policy": "streaming", "hsa_sinks": 0}, "hsa_sinks is 0"),
     ],
 )
 def test_options_that_do_not_fit_the_model_are_refused_by_name(
@@ -199,6 +207,8 @@ def test_a_model_of_windows_only_has_nothing_for_sparse_attention(
         ("hsa_sinks", 0),
         ("hsa_fusion", "lse"),
         ("hsa_dense_below", 0),
+        ("hsa_dense_layers", 1),
+        ("hsa_top_p", 0.5),
         ("hsa_prefill", "sparse"),
     ],
 )
@@ -257,6 +267,8 @@ def test_policies_and_models_that_do_not_go_together_are_refused(
         ({"hsa_sinks": 0}, "hsa_sinks is 0, but"),
         ({"hsa_fusion": "landmark"}, "hsa_fusion is 'landmark', but"),
         ({"hsa_dense_below": 0}, "hsa_dense_below is 0, but"),
+        ({"hsa_dense_layers": 1}, "hsa_dense_layers is 1, but"),
+        ({"hsa_top_p": 0.5}, "hsa_top_p is 0.5, but"),
         ({"hsa_prefill": "dense"}, "hsa_prefill is 'dense', but"),
         ({"hsa_topk": 0}, "hsa_topk is 0"),
         ({"hsa_selection_strategy": "best"}, "hsa_selection_strategy is 'best'"),
@@ -274,6 +286,9 @@ def test_what_a_model_was_trained_with_is_not_changed(options: dict[str, Any], n
     "flags",
     [
         ["--hsa-policy", "mean"],
+        ["--hsa-policy", "spread"],
+        ["--hsa-dense-layers", "1"],
+        ["--hsa-top-p", "0.5", "--hsa-dense-below", "0"],
         ["--hsa-topk", "3"],
         ["--hsa-selection-strategy", "group"],
         ["--hsa-selection-strategy", "head"],
@@ -309,6 +324,29 @@ def test_every_flag_changes_the_output(folder: Path, flags: list[str]) -> None:
 def test_naming_a_default_changes_nothing(folder: Path, flags: list[str]) -> None:
     before, after = parsed(*FLAGS), parsed(*FLAGS, *flags)
     assert torch.equal(logprobs(folder, **after), logprobs(folder, **before))
+
+
+def test_streaming_reads_the_sinks_and_the_window(folder: Path) -> None:
+    own = {"attention_backend": "hsa", "hsa_policy": "streaming", "hsa_prefill": "sparse"}
+    result = generated(folder, trace=True, hsa_sinks=2, hsa_window=PAGE, **own)
+    pages = traced_pages(result)
+    assert pages and all(each == [0, 1] for each in pages)
+
+
+def test_top_p_reads_fewer_pages_of_the_same_order(folder: Path) -> None:
+    own = {**SPARSE, "hsa_topk": 6, "hsa_dense_below": 0}
+    every, some = (
+        traced_pages(generated(folder, trace=True, **own, **more))
+        for more in ({}, {"hsa_top_p": 0.5})
+    )
+    assert set(some[0]) < set(every[0])
+    assert sum(map(len, some)) < sum(map(len, every))
+
+
+def test_the_first_layers_can_stay_dense(folder: Path) -> None:
+    result = generated(folder, trace=True, hsa_dense_layers=1, **SPARSE)
+    assert result.trace is not None
+    assert {read.layer for token in result.trace.tokens for read in token.layers} == {1}
 
 
 @pytest.mark.parametrize("below", [{}, {"hsa_dense_below": 0}], ids=["dense", "selected"])

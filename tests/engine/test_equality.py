@@ -30,12 +30,14 @@ CHUNKS = [1, 7, PAGE - 1, PAGE, PAGE + 1, 100, 4096]
 CONFIGS = {"llama": TINY_LLAMA, "olmo3": TINY_OLMO3, "hils": TINY_HILS, "quest": TINY_LLAMA}
 CONFIGS["prompts"] = TINY_LLAMA
 CONFIGS["fp8"] = TINY_LLAMA
+CONFIGS["share"] = TINY_LLAMA
 SPARSE = {"attention_backend": "hsa", "hsa_topk": 2, "hsa_window": 20, "hsa_sinks": 1}
 OPTIONS: dict[str, dict[str, Any]] = {
     "quest": {**SPARSE, "hsa_prefill": "sparse"},
     "prompts": SPARSE,  # read densely, answers sparsely
     # Layer 0 is dense.
     "fp8": {**SPARSE, "hsa_policy": "mean", "hsa_layers": "1", "kv_cache_dtype": "fp8"},
+    "share": {**SPARSE, "hsa_topk": 4, "hsa_top_p": 0.6, "hsa_policy": "spread"},
 }
 
 

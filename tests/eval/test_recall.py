@@ -13,10 +13,12 @@ import torch
 
 from cairn import LLM
 from cairn.attention.backend import AttentionShape
+from cairn.attention.dense_pages import DensePages
 from cairn.attention.torch_backend import TorchBackend
+from cairn.engine.budgets import query_places, watch
 from cairn.engine.inputs import StepInputs
 from cairn.errors import ConfigError
-from cairn.eval.recall import DensePages, attach, keep, measure, query_places
+from cairn.eval.recall import keep, measure
 from cairn.eval.settings import Setting, make_settings, measure_settings
 from cairn.memory.groups import LayerGroup
 from cairn.memory.kv_pool import KVPool
@@ -52,7 +54,7 @@ def test_shares_of_pages_are_those_of_dense_attention(folder: Path, length: int)
     ids = tokens_of(length, vocab=256)
     expected = attention_weights(folder, ids)
     with LLM(folder, **HSA, hsa_topk=100) as llm:
-        watcher = attach(llm)
+        watcher = watch(llm.engine)
         plain = llm.generate(ids, max_tokens=4, ignore_eos=True, trace=True)
         first = watcher.take()[0]
         assert first.cache_row == length - 1
@@ -67,7 +69,7 @@ def test_recall_is_what_the_selected_pages_hold(folder: Path) -> None:
     ids = tokens_of(300, vocab=256)
     expected = attention_weights(folder, ids)[0]
     with LLM(folder, **HSA, hsa_topk=4, hsa_sinks=0) as llm:
-        watcher = attach(llm)
+        watcher = watch(llm.engine)
         trace = llm.generate(ids, max_tokens=1, trace=True).trace
         assert trace is not None
         (record,) = watcher.take()
@@ -114,7 +116,7 @@ def test_landmark_rows_do_not_count(tmp_path: Path) -> None:
     rows = measure_settings(settings, "word of text. " * 50, 300, partial(measure, 2))
     assert 0 < rows[0]["mass"] < rows[1]["mass"] < rows[2]["mass"] == 1.0
     with LLM(**options) as llm:
-        watcher = attach(llm)
+        watcher = watch(llm.engine)
         llm.generate(tokens_of(100, vocab=256), max_tokens=1, trace=True)
         (record,) = watcher.take()
         assert record.cache_row == 100 // 15 * 16 + 100 % 15 - 1

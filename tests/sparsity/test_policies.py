@@ -17,6 +17,8 @@ from cairn.sparsity.mean import MeanPolicy
 from cairn.sparsity.policy import Landmark, Policy, PolicyShape
 from cairn.sparsity.quest import QuestPolicy
 from cairn.sparsity.registry import policy_class, policy_names
+from cairn.sparsity.spread import REACH, SpreadPolicy
+from cairn.sparsity.streaming import StreamingPolicy
 from tests.helpers import TINY_LLAMA, tokens_of, write_model
 
 HEADS, KV_HEADS, DIM, SIZE, PAGES, ROWS = 6, 2, 4, 5, 3, 2
@@ -95,6 +97,18 @@ def test_mean_scores_the_mean_key(query: torch.Tensor, keys: torch.Tensor) -> No
     for row, head, page in EVERY:
         each = [dot(query[row, head], key) for key in own_keys(keys, page, head)]
         assert sum(each) / SIZE == close(scores[row, head, page])
+
+
+def test_spread_scores_the_mean_key_and_the_deviations(
+    query: torch.Tensor, keys: torch.Tensor
+) -> None:
+    scores = scored(SpreadPolicy(SHAPE), query, keys)
+    for row, head, page in EVERY:
+        own = own_keys(keys, page, head)
+        mean = own.mean(0)
+        deviation = ((own - mean) ** 2).mean(0).sqrt()
+        expected = dot(query[row, head], mean) + REACH * dot(query[row, head].abs(), deviation)
+        assert expected == close(scores[row, head, page])
 
 
 def test_landmark_key_scores_the_key_of_the_last_row(
@@ -232,13 +246,14 @@ def test_a_policy_of_ones_own_needs_nothing_but_its_name(tmp_path: Path) -> None
 
 def test_policies_are_found_by_name_and_by_place() -> None:
     kinds = [policy_class(name) for name in policy_names()]
-    assert kinds == [HiLSPolicy, LandmarkKeyPolicy, QuestPolicy, MeanPolicy]
+    trained = [HiLSPolicy, LandmarkKeyPolicy]
+    assert kinds == [*trained, QuestPolicy, MeanPolicy, SpreadPolicy, StreamingPolicy]
     assert policy_class(f"{__name__}:ToyPolicy") is ToyPolicy
 
 
 @pytest.mark.parametrize("name", ["qest", "", "module.without.class", "json:"])
 def test_an_unknown_name_is_told_the_known_ones(name: str) -> None:
-    known = "hils, landmark-key, quest, mean, or name your own as module:Class"
+    known = f"{', '.join(policy_names())}, or name your own as module:Class"
     with pytest.raises(ConfigError, match=rf"hsa_policy is '{name}'; choose one of {known}"):
         policy_class(name)
 

@@ -28,6 +28,7 @@ class Case:
     topk: int
     strategy: Strategy
     sinks: int
+    top_p: float | None = None
 
     def select(self, block: int = 4096) -> tuple[torch.Tensor, torch.Tensor]:
         return select(
@@ -39,6 +40,7 @@ class Case:
             topk=self.topk,
             strategy=self.strategy,
             sinks=self.sinks,
+            top_p=self.top_p,
             block=block,
         )
 
@@ -64,7 +66,24 @@ class Case:
                 shares.append(math.exp(of_head[page]) / whole)
             return max(shares)
 
-        return sorted(sorted(allowed, key=lambda page: (-rank(page), page))[: self.topk])
+        ranked = sorted(allowed, key=lambda page: (-rank(page), page))[: self.topk]
+        if self.top_p is None:
+            return sorted(ranked)
+        near = [math.exp(lse) for lse in self.window_lse[row, heads].tolist()]
+        whole = [
+            own + sum(math.exp(of_head[page]) for page in allowed)
+            for own, of_head in zip(near, scores, strict=True)
+        ]
+        taken: list[int] = []
+        for page in ranked:
+            held = [
+                own + sum(math.exp(of_head[other]) for other in taken)
+                for own, of_head in zip(near, scores, strict=True)
+            ]
+            enough = all(a >= self.top_p * b for a, b in zip(held, whole, strict=True))
+            if page < self.sinks or not enough:
+                taken.append(page)
+        return sorted(taken)
 
     def heads_of(self, kv_head: int) -> slice:
         group = self.scores.shape[1] // self.kv_heads
@@ -88,6 +107,8 @@ def cases(draw: Callable[..., int]) -> Case:
         topk=draw(st.integers(1, 16)),
         strategy=STRATEGIES[draw(st.integers(0, len(STRATEGIES) - 1))],
         sinks=draw(st.integers(0, 4)),
+        # Not round, so that no sum of shares equals it.
+        top_p=[None, None, 0.4999999, 0.8999999][draw(st.integers(0, 3))],
     )
 
 
@@ -133,7 +154,8 @@ def test_what_is_selected_is_ascending_allowed_and_as_much_as_there_is(case: Cas
             assert pages == chosen + [-1] * (case.topk - len(chosen))
             assert chosen == sorted(set(chosen))
             assert set(chosen) <= allowed
-            assert len(chosen) == min(case.topk, len(allowed))
+            if case.top_p is None:
+                assert len(chosen) == min(case.topk, len(allowed))
             sinks = sorted(page for page in allowed if page < case.sinks)
             assert set(sinks[: case.topk]) <= set(chosen)
 

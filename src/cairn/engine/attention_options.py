@@ -22,6 +22,7 @@ _DENSE_PAGE_SIZE = {"cuda": 128}
 """
 _POLICY, _TOPK, _WINDOW, _SINKS = "quest", 32, 512, 1
 """Defaults for models that were not trained with sparse attention."""
+AUTO = "auto"
 _DRAFT_TOPK = 16
 """For drafts, which may be wrong."""
 
@@ -127,6 +128,11 @@ def _sparse_drafts(
             f"hsa_prefill is {config.hsa_prefill!r} and speculative {config.speculative!r}, with "
             "which prompts are read densely; leave it out"
         )
+    if config.hsa_budget is not None:
+        raise ConfigError(
+            f"hsa_budget is {config.hsa_budget!r} and speculative {config.speculative!r}; drafts "
+            "read hsa_topk pages in every layer: leave hsa_budget out"
+        )
     if len(names) > 2:
         raise ConfigError(
             f"attention_backend is {','.join(names)!r}; give one backend, or two as PREFILL,DECODE"
@@ -149,8 +155,9 @@ def _training_free(
     backend: type[SparseBackend],
 ) -> SparseConfig:
     """Without a `device`, rows are not dense only because dense kernels are as fast for them."""
-    policy, kind, topk, sinks = None, Policy, config.hsa_topk or 0, 0
-    layers, window = _layers(config.hsa_layers, spec), config.hsa_window or _WINDOW
+    policy, kind, topk, sinks, budgets = None, Policy, config.hsa_topk or 0, 0, None
+    layers = _layers(config.hsa_layers, config.hsa_dense_layers, spec)
+    window = config.hsa_window or _WINDOW
     if backend.needs_landmarks:
         name = config.hsa_policy or _POLICY
         kind = policy_class(name)
@@ -160,11 +167,18 @@ def _training_free(
                 f"{spec.architecture} is not; use quest or mean"
             )
         topk = _TOPK if config.hsa_topk is None else config.hsa_topk
-        sinks = min(_SINKS, topk) if config.hsa_sinks is None else config.hsa_sinks
-        if sinks > topk:
+        if config.hsa_budget is not None:
+            budgets = _budgets(config, len(layers))
+            topk = max(budgets)
+        least = topk if budgets is None else min(budgets)
+        sinks = min(_SINKS, least) if config.hsa_sinks is None else config.hsa_sinks
+        if kind.sinks_only:
+            topk = least = _only_sinks(config, name, sinks)
+        if sinks > least:
+            option = "hsa_topk" if budgets is None else "the least hsa_budget"
             raise ConfigError(
-                f"hsa_sinks is {sinks} and hsa_topk {topk}; sink pages are among the top-k, so "
-                f"hsa_topk must be at least {sinks}"
+                f"hsa_sinks is {sinks} and {option} {least}; sink pages are among the top-k, so "
+                f"{option} must be at least {sinks}"
             )
         policy = make_policy(name, _policy_shape(spec, layers))
     fusion = cast("Fusion", config.hsa_fusion or kind.fusion)
@@ -177,7 +191,8 @@ def _training_free(
         and fusion == "lse"
         and not config.enable_hisparse
     ):
-        all_selected = (topk + 1) * page_size + window - 1
+        # With top_p a row may leave out pages however few there are.
+        all_selected = (least + 1) * page_size + window - 1 if config.hsa_top_p is None else 0
         generated, prompt = _DENSE_PAYS.get(device, (0, 0))
         dense_below = max(all_selected, generated)
         dense_prompt_below = max(all_selected, prompt)
@@ -191,6 +206,8 @@ def _training_free(
         strategy=cast("Strategy", config.hsa_selection_strategy or kind.strategy),
         fusion=fusion,
         sinks=sinks,
+        top_p=config.hsa_top_p,
+        budgets=budgets,
         dense_below=dense_below,
         dense_prompt_below=dense_prompt_below,
     )
@@ -215,7 +232,8 @@ def _native(
             f"page_size is {config.page_size} and the model's chunk_size {native.chunk_size}; a "
             f"page must be a chunk: use page_size={native.chunk_size}"
         )
-    for name in ("layers", "window", "sinks", "fusion", "prefill", "dense_below"):
+    own = ("layers", "dense_layers", "window", "sinks", "top_p", "budget")
+    for name in (*own, "fusion", "prefill", "dense_below"):
         value = getattr(config, f"hsa_{name}")
         if value is not None:
             raise ConfigError(
@@ -309,13 +327,56 @@ def _hsa_options(config: EngineConfig) -> list[str]:
     return [name for name in names if getattr(config, name) is not None]
 
 
-def _layers(given: str | None, spec: ModelSpec) -> tuple[int, ...]:
-    """Parse layers such as `0-3,7`. None stands for all full-attention layers."""
+def _budgets(config: EngineConfig, layers: int) -> tuple[int, ...]:
+    """The pages of each sparse layer that the option lists."""
+    given = config.hsa_budget or ""
+    if given == AUTO:
+        raise ConfigError("hsa_budget is 'auto', which is not possible here; list the pages")
+    parts = [part.strip() for part in given.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(parts) != layers:
+        raise ConfigError(
+            f"hsa_budget is {given!r}; give pages for each of the {layers} sparse layers, such as "
+            "4,8,8,16, or auto"
+        )
+    if config.hsa_topk is not None:
+        raise ConfigError(
+            f"hsa_budget lists the pages of each layer and hsa_topk is {config.hsa_topk}; give one "
+            "(hsa_topk goes with hsa_budget=auto)"
+        )
+    return tuple(map(int, parts))
+
+
+def _only_sinks(config: EngineConfig, name: str, sinks: int) -> int:
+    """The number of pages of a policy that reads sinks and window only."""
+    for option in ("hsa_topk", "hsa_top_p", "hsa_budget", "hsa_selection_strategy"):
+        if getattr(config, option) is not None:
+            raise ConfigError(
+                f"{option} is given, and hsa_policy {name!r} selects no pages: it reads hsa_sinks "
+                f"pages and hsa_window rows; leave {option} out"
+            )
+    if sinks == 0:
+        raise ConfigError(f"hsa_sinks is 0; hsa_policy {name!r} reads at least 1 page of sinks")
+    return sinks
+
+
+def _layers(given: str | None, dense: int | None, spec: ModelSpec) -> tuple[int, ...]:
+    """Parse layers such as `0-3,7`. None stands for all full-attention layers but the first
+    `dense`."""
     full = [layer for layer, window in enumerate(spec.windows) if window is None]
     if given is None:
         if not full:
             raise ConfigError(f"{spec.architecture} has no full-attention layer for hsa to work on")
-        return tuple(full)
+        if dense is not None and dense >= len(full):
+            raise ConfigError(
+                f"hsa_dense_layers is {dense}; {spec.architecture} has {len(full)} full-attention "
+                f"layers, of which hsa needs one: use at most {len(full) - 1}"
+            )
+        return tuple(full[dense or 0 :])
+    if dense is not None:
+        raise ConfigError(
+            f"hsa_dense_layers is {dense} and hsa_layers {given!r}; both say which layers are "
+            "sparse: give one"
+        )
     layers: set[int] = set()
     for part in given.split(","):
         first, dash, last = part.strip().partition("-")
@@ -353,6 +414,10 @@ def _summary(
         f"top-{sparse.topk} pages of {page_size} rows, window {sparse.window}, "
         f"sinks {sparse.sinks}, {sparse.strategy}, {sparse.fusion} weights"
     )
+    if sparse.budgets is not None:
+        summary += f", pages by layer {','.join(map(str, sparse.budgets))}"
+    if sparse.top_p is not None:
+        summary += f", top-p {sparse.top_p}"
     if sparse.dense_below:
         summary += f", dense below row {sparse.dense_below}"
     if sparse.dense_prompt_below == ALL_ROWS:

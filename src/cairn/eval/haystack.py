@@ -11,11 +11,11 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
 from cairn.errors import ConfigError
 from cairn.llm import LLM
+from cairn.text.prose import bundled_prose
 from cairn.text.tokenizer import Tokenizer
 
 _SENTENCE_END = re.compile(r"(?<=[.?!])(?=\s)")
@@ -25,7 +25,7 @@ _LONGEST = 2000  # characters; longer sentences are split at spaces
 def read_text(path: str | None) -> str:
     """The user's text, or the one that comes with the package."""
     if path is None:
-        return resources.files("cairn.eval").joinpath("data/prose.txt").read_text(encoding="utf-8")
+        return bundled_prose()
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -37,9 +37,9 @@ from cairn.server.schema import (
     TokenizeRequest,
 )
 from cairn.server.service import Service
+from cairn.text.prose import PROSE
 
 _WEB = resources.files("cairn.server") / "web"
-_PROSE = resources.files("cairn") / "eval" / "data" / "prose.txt"  # to hide facts in
 _BODIES: dict[str, type[BaseModel]] = {
     **other_apis.BODIES,
     "/v1/chat/completions": ChatRequest,
@@ -217,7 +217,7 @@ def _add_worker_routes(app: FastAPI, service: Service, engine: EngineConfig) -> 
 
 
 def _add_pages(app: FastAPI) -> None:
-    files = {entry.name: entry for entry in (*_WEB.iterdir(), _PROSE)}
+    files = {entry.name: entry for entry in (*_WEB.iterdir(), PROSE)}
 
     def page(name: str) -> Response:
         return FileResponse(str(files[name]), headers=_PAGE_HEADERS)

@@ -18,13 +18,18 @@ class SparseConfig:
     """Makes and scores landmarks; None for backends without landmarks."""
     layers: tuple[int, ...]
     topk: int
-    """Pages that a query reads outside its window, including sinks."""
+    """Pages that a query reads outside its window, including sinks; the most of any layer."""
     window: int
     """Rows that a query always sees, including itself, extended to whole pages."""
     strategy: Strategy
     fusion: Fusion
     sinks: int = 0
     """Number of first pages of a sequence that are always selected."""
+    top_p: float | None = None
+    """A query stops taking pages once they and its window hold this share of the estimated
+    attention of every head."""
+    budgets: tuple[int, ...] | None = None
+    """Pages of each of `layers`, in place of `topk`."""
     null_split: bool = False
     """The merge includes an empty split of weight exp(0) and output zero (softmax1)."""
     landmark_rows: bool = False
@@ -33,6 +38,9 @@ class SparseConfig:
     """Rows below this position are dense: they see everything before them."""
     dense_prompt_below: int = 0
     """Prompt rows below this position are dense too."""
+
+    def topk_of(self, layer: int) -> int:
+        return self.topk if self.budgets is None else self.budgets[self.layers.index(layer)]
 
     @property
     def reads_densely(self) -> bool:

@@ -45,6 +45,8 @@ class Policy:
     fusion: ClassVar[Fusion] = "lse"
     strategy: ClassVar[Strategy] = "softmax_head"
     has_bias: ClassVar[bool] = False
+    sinks_only: ClassVar[bool] = False
+    """It reads no pages but the sinks and the window, so that the number of pages is theirs."""
 
     def __init__(self, shape: PolicyShape) -> None:
         self.shape = shape

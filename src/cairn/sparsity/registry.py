@@ -18,6 +18,8 @@ _POLICIES: Mapping[str, str] = {
     "landmark-key": "cairn.sparsity.landmark_key:LandmarkKeyPolicy",
     "quest": "cairn.sparsity.quest:QuestPolicy",
     "mean": "cairn.sparsity.mean:MeanPolicy",
+    "spread": "cairn.sparsity.spread:SpreadPolicy",
+    "streaming": "cairn.sparsity.streaming:StreamingPolicy",
 }
 
 

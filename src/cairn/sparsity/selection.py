@@ -46,9 +46,13 @@ def select(
     topk: int,
     strategy: Strategy,
     sinks: int = 0,
+    top_p: float | None = None,
     block: int = _BLOCK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Select the best `topk` pages of each row and kv head. Ties go to the earlier page.
+
+    With `top_p` a row takes no further page once every head of the group has this share of its
+    attention, as the scores estimate it, in the window and the better pages. Sinks always stay.
 
     score(begin, end) returns [rows, heads, end - begin], -inf for pages that must not be read.
     Pages below limits [rows] are candidates. window_lse is [rows, heads]. num_pages is at least 1
@@ -68,7 +72,7 @@ def select(
         return score(begin, end).masked_fill(beyond[:, None], float("-inf"))
 
     normalizer = None
-    if strategy == "softmax_head" and group > 1:
+    if top_p is not None or (strategy == "softmax_head" and group > 1):
         # Compare pages by their share of each head's whole attention.
         normalizer = window_lse
         for begin, end in blocks:
@@ -80,7 +84,9 @@ def select(
     chosen = window_lse.new_empty(rows, heads, 0)
     for begin, end in blocks:
         scores = kept if kept is not None and len(blocks) == 1 else masked(begin, end)
-        shares = scores if normalizer is None else scores - normalizer[..., None]
+        shares = scores
+        if normalizer is not None and strategy == "softmax_head" and group > 1:
+            shares = scores - normalizer[..., None]
         grouped = shares.view(rows, kv_heads, group, end - begin)
         ranks = grouped.sum(2) if strategy == "group" else grouped.amax(2)  # [rows, kv_heads, n]
         if begin < sinks:
@@ -93,7 +99,43 @@ def select(
         place = top_positions(ranks, topk)
         index, best = _gather(found, place, -1), _gather(ranks, place, float("-inf"))
         chosen = _gather(scores, place.repeat_interleave(group, 1), float("-inf"))
-    return index, chosen
+    if top_p is None:
+        return index, chosen
+    assert normalizer is not None
+    enough = _enough(best, chosen, window_lse, normalizer, top_p)
+    enough &= (index >= sinks) | (index < 0)
+    return _ascending(index, chosen, ~enough & (index >= 0))
+
+
+def _enough(
+    best: torch.Tensor,
+    chosen: torch.Tensor,
+    window_lse: torch.Tensor,
+    normalizer: torch.Tensor,
+    top_p: float,
+) -> torch.Tensor:
+    """Whether the window and the better pages already hold `top_p`, for pages [rows, kv_heads, k]
+    with ranks `best` and scores `chosen` [rows, heads, k]."""
+    order = best.sort(dim=-1, descending=True, stable=True).indices
+    group = chosen.shape[1] // best.shape[1]
+    shares = (chosen - normalizer[..., None]).exp()
+    ranked = shares.gather(-1, order.repeat_interleave(group, 1))
+    window = (window_lse - normalizer).exp()[..., None]
+    held = window + ranked.cumsum(-1) - ranked  # before each page
+    every = torch.unflatten(held >= top_p, 1, (-1, group)).all(2)
+    return torch.zeros_like(every).scatter(-1, order, every)
+
+
+def _ascending(
+    index: torch.Tensor, chosen: torch.Tensor, keep: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pages to keep, ascending and padded, and their scores."""
+    order = (~keep).to(torch.int8).sort(dim=-1, stable=True).indices
+    kept = keep.gather(-1, order)
+    group = chosen.shape[1] // index.shape[1]
+    scores = chosen.gather(-1, order.repeat_interleave(group, 1))
+    scores = scores.masked_fill(~kept.repeat_interleave(group, 1), float("-inf"))
+    return index.gather(-1, order).masked_fill(~kept, -1), scores
 
 
 def top_positions(ranks: torch.Tensor, k: int) -> torch.Tensor:

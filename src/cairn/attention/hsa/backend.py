@@ -58,7 +58,7 @@ class HSABackend(SparseBackend):
     options = frozenset(
         {
             *("policy", "topk", "selection_strategy", "layers", "window", "sinks", "fusion"),
-            *("prefill", "dense_below"),
+            *("prefill", "dense_below", "dense_layers", "top_p", "budget"),
         }
     )
     serves_trained = True

@@ -175,6 +175,8 @@ class KernelSparse:
         ):
             if not (16 <= value <= most and value & (value - 1) == 0):
                 return f"{what} is {value}; they have powers of two from 16 to {most}"
+        if config.top_p is not None or config.budgets is not None:
+            return "they read equally many pages in every row and layer"
         if config.topk > 128:
             return f"hsa_topk is {config.topk}; they have at most 128"
         if shape.dtype not in (torch.bfloat16, torch.float16, torch.float32):

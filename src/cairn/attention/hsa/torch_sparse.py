@@ -155,9 +155,10 @@ class TorchSparse:
             tile.page_table.shape[1],
             lse,
             kv_heads=self._pool.kv_heads(layer),
-            topk=min(config.topk, tile.page_table.shape[1]),
+            topk=min(config.topk_of(layer), tile.page_table.shape[1]),
             strategy=config.strategy,
             sinks=config.sinks,
+            top_p=config.top_p,
         )
 
     def _scores(
