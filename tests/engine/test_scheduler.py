@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cairn.engine.drafters.drafter import Drafter
-from cairn.engine.plan import UNKNOWN, StepPlan
+from cairn.engine.plan import UNKNOWN, Advance, StepPlan
 from cairn.engine.request import Request, State
 from cairn.engine.sampling_params import SamplingParams
 from cairn.engine.scheduler import Limits, Scheduler, attention_pairs
@@ -72,13 +72,13 @@ class PagedMemory:
         self.rows: list[dict[tuple[int, int], Row]] = [{} for _ in cache.groups]
         self.newest = [-1] * slots  # token last sampled, which the host may not know yet
         self.random = Random(0)  # for the model's guesses
+        self.guesses: dict[str, list[int]] = {}  # of the step that ran last
 
     def freed(self, group: int, page: int) -> None:
         for offset in range(self.cache.geometry.page_size):
             self.rows[group].pop((page, offset), None)
 
     def run(self, plan: StepPlan, scheduler: Scheduler) -> dict[str, list[int]]:
-        geometry = self.cache.geometry
         for edit in plan.edits:
             end = edit.first + len(edit.page_ids)
             self.tables[edit.group][edit.slot][edit.first : end] = edit.page_ids
@@ -88,51 +88,69 @@ class PagedMemory:
             for g, table in enumerate(pages.tables):
                 assert self.tables[g][advance.slot][: len(table)] == table
         written: set[tuple[int, int, int]] = set()
-        sampled = {}
+        sampled: dict[str, list[int]] = {}
+        self.guesses = {}
         for advance in plan.advances:
             owner = scheduler._requests[advance.request_id]
-            tokens, namespace = (*owner.token_ids, *owner.drafts), owner.namespace
-            tokens = tokens[: advance.start] + tuple(advance.token_ids)
-            unknown = tokens.count(UNKNOWN)
-            assert unknown <= owner.pending + owner.guessed - len(owner.drafts) * (
-                owner.guessed > 0
-            )
-            assert not (unknown and owner.host_tokens)
-            tokens = tuple(self.newest[advance.slot] if t == UNKNOWN else t for t in tokens)
-            assert len(tokens) == advance.stop
-            true = min(len(owner.token_ids), advance.stop - advance.drafted)
-            assert tokens[:true] == tuple(owner.token_ids)[:true]
-            kind = (namespace, advance.guesses)
-            for g, group in enumerate(self.cache.groups):
-                table = self.tables[g][advance.slot]
-
-                def slot(token: int, table: list[int] = table) -> tuple[int, int]:
-                    page, offset = divmod(geometry.rows(token), geometry.page_size)
-                    return table[page], offset
-
-                for token in range(advance.start, advance.stop):
-                    assert slot(token)[0] != NULL_PAGE
-                    assert (g, *slot(token)) not in written
-                    written.add((g, *slot(token)))
-                    self.rows[g][slot(token)] = (kind, tokens[: token + 1])
-                for query in range(advance.start, advance.stop):
-                    row = geometry.rows(query)
-                    for key in range(query + 1):
-                        if group.window is None or geometry.rows(key) > row - group.window:
-                            (_, guess), known = self.rows[g][slot(key)]
-                            assert known == tokens[: key + 1]
-                            assert not guess or advance.guesses
-                            assert self.rows[g][slot(key)][0][0] == namespace
+            known = (*owner.token_ids, *([self.newest[advance.slot]] * owner.pending))
+            assert advance.stop - advance.drafted <= len(known)
+            assert not (owner.pending and owner.host_tokens)
+            given = advance.token_ids[: len(advance.token_ids) - advance.drafted]
+            assert all(t in (UNKNOWN, known[advance.start + i]) for i, t in enumerate(given))
+            assert list(given).count(UNKNOWN) <= owner.pending
+            drafts = list(advance.token_ids[len(given) :])
+            if advance.guesses:
+                assert drafts == [UNKNOWN] * advance.guesses
+                drafts = self.guesses[owner.id] = []
+            tokens = known[: advance.stop - advance.drafted]
+            for guess in range(1, 1 + advance.guesses):
+                part = advance.guessing(guess)
+                assert (part.start, part.stop) == (len(tokens) + guess - 2, len(tokens) + guess - 1)
+                self.compute(part, (*tokens, *drafts), owner.namespace)
+                lies = self.random.random() < 0.3
+                salt = (owner.namespace, lies) if lies else owner.namespace
+                drafts.append(next_token(salt, (*tokens, *drafts)))
+            tokens += tuple(drafts)
+            written_now = self.compute(advance, tokens, owner.namespace)
+            assert written.isdisjoint(written_now)
+            written |= written_now
             if advance.samples:
-                guess = advance.guesses and self.random.random() < 0.3
                 own = [
-                    next_token((namespace, guess) if guess else namespace, tokens[:count])
+                    next_token(owner.namespace, tokens[:count])
                     for count in range(advance.stop - advance.drafted, advance.stop + 1)
                 ]
-                self.newest[advance.slot] = own[-1]
+                self.newest[advance.slot] = own[0]
                 sampled[advance.request_id] = own
         scheduler.launched(plan)
         return sampled
+
+    def compute(
+        self, advance: Advance, tokens: tuple[int, ...], namespace: Hashable
+    ) -> set[tuple[int, int, int]]:
+        """Write the rows of an advance, whose `tokens` go up to its end, and check what they read.
+        Returns where the rows are."""
+        geometry = self.cache.geometry
+        assert len(tokens) == advance.stop
+        written = set()
+        for g, group in enumerate(self.cache.groups):
+            table = self.tables[g][advance.slot]
+
+            def slot(token: int, table: list[int] = table) -> tuple[int, int]:
+                page, offset = divmod(geometry.rows(token), geometry.page_size)
+                return table[page], offset
+
+            for token in range(advance.start, advance.stop):
+                assert slot(token)[0] != NULL_PAGE
+                written.add((g, *slot(token)))
+                self.rows[g][slot(token)] = ((namespace, advance.guess > 0), tokens[: token + 1])
+            for query in range(advance.start, advance.stop):
+                row = geometry.rows(query)
+                for key in range(query + 1):
+                    if group.window is None or geometry.rows(key) > row - group.window:
+                        (salt, guessed), known = self.rows[g][slot(key)]
+                        assert (salt, known) == (namespace, tokens[: key + 1])
+                        assert not guessed or advance.guess
+        return written
 
 
 def make(
@@ -336,6 +354,52 @@ def test_step_time_model_recovers_a_machine_with_costly_context() -> None:
     assert model.predict(few, attention_pairs(few, 65536)) <= 0.02
 
 
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("right", [0, 1, 3])
+def test_a_step_beside_a_check_is_in_vain_if_drafts_come_true(right: int, fails: bool) -> None:
+    """It was planned as if all drafts were wrong; then its token is known already."""
+
+    class Told(Drafter):
+        def draft(self, token_ids: array[int], most: int) -> list[int]:
+            tokens = tuple(token_ids)
+            for i in range(3):
+                token = next_token(None, tokens)
+                tokens += (token if i < right else (token + 1) % 3,)
+            return list(tokens[len(token_ids) :])
+
+    scheduler, memory = make([20], [None])
+    scheduler.speculation = Speculation(Told(), 3, 3)
+    own = request("a", [0, 1, 2], 12)
+    expected = reference(own, [0, 1, 2], 40)
+    scheduler.add(own)
+    prompt = scheduler.plan()
+    scheduler.commit(prompt, memory.run(prompt, scheduler))
+    check = scheduler.plan()
+    assert check.drafted == 3 and check.awaited
+    checked = memory.run(check, scheduler)
+    beside = scheduler.plan()
+    assert not beside.drafted and beside.num_tokens == 1
+    sampled = memory.run(beside, scheduler)
+    scheduler.commit(check, checked)
+    assert own.output_ids == expected[: 2 + right]
+    assert own.pending == (0 if right else 1)
+    if fails:
+        scheduler.undo(beside, launched=True)
+    else:
+        after = scheduler.plan()
+        later = memory.run(after, scheduler)
+        kept = scheduler.commit(beside, sampled)
+        assert bool(kept) == (right == 0)
+        scheduler.check()
+        scheduler.commit(after, later)
+    scheduler.check()
+    while scheduler.has_work:
+        plan = scheduler.plan()
+        scheduler.commit(plan, memory.run(plan, scheduler))
+        scheduler.check()
+    assert own.output_ids == expected
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Any interleaving of arrivals, steps and departures yields what each request would alone."""
 
@@ -365,7 +429,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         most_drafts: int,
     ) -> None:
         self.overlap = overlap
-        self.in_flight: tuple[StepPlan, dict[str, list[int]]] | None = None
+        self.in_flight: tuple[StepPlan, dict[str, list[int]], dict[str, list[int]]] | None = None
         groups = group_layers(windows)
         geometry = PageGeometry(page_size, page_size - landmark)
         pages = [
@@ -419,10 +483,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.prompts[name], self.all[name] = prompt, new
         self.scheduler.add(new)
 
-    @rule(seconds=st.floats(1e-5, 1e-2))
-    def step(self, seconds: float) -> None:
-        if self.in_flight is not None and self.in_flight[0].drafted:
-            self.land()  # what it keeps decides what follows
+    @rule(seconds=st.floats(1e-5, 1e-2), waits=st.booleans())
+    def step(self, seconds: float, waits: bool = False) -> None:
+        if waits and self.in_flight is not None and self.in_flight[0].drafted:
+            self.land()  # as if drafts were likely to come true; they may do so all the same
         tables = {
             name: [list(table) for table in r.pages.tables]
             for name, r in self.all.items()
@@ -439,7 +503,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.check_budget(plan, decoding)
         self.check_append_only(plan, tables)
         self.scheduler.step_time.observe(plan.num_tokens, plan.num_tokens, seconds)
-        launched = plan, self.memory.run(plan, self.scheduler)
+        launched = plan, self.memory.run(plan, self.scheduler), self.memory.guesses
         if self.overlap:
             self.land()
             self.in_flight = launched
@@ -451,8 +515,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The step in flight comes to its end."""
         if self.in_flight is None:
             return
-        (plan, sampled), self.in_flight = self.in_flight, None
-        for done in self.scheduler.commit(plan, sampled):
+        (plan, sampled, guesses), self.in_flight = self.in_flight, None
+        for done in self.scheduler.commit(plan, sampled, guesses):
             expected = reference(done, self.prompts[done.id], self.most)
             assert done.output_ids == expected[: done.num_output]
             if done.finish_reason is not None:

@@ -309,10 +309,12 @@ def test_a_request_whose_drafts_fail_pauses() -> None:
     own = Request("a", array("q", prompt), SamplingParams(), 0, 999)
     pauses = []
     for _ in range(3):
-        while drafts := speculation.propose(own, 3):
-            speculation.checked(own, len(drafts), 0)
+        while count := speculation.count(own, 3):
+            speculation.checked(own, len(speculation.propose(own, count)), 0)
         pauses.append(own.rests_until - len(own.token_ids))
         own.token_ids.extend(prompt * 20)
     assert pauses == [32, 64, 128]
     speculation.checked(own, 3, 1)
-    assert own.rest == 0 and speculation.propose(own, 2) == [1, 2]
+    assert own.rest == 0 and speculation.propose(own, speculation.count(own, 2)) == [1, 2]
+    own.checking = True
+    assert not speculation.count(own, 2)

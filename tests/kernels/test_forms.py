@@ -209,7 +209,7 @@ def test_draws_of_any_number_need_one_form() -> None:
         )
         packed = torch.from_numpy(pack(draws.arrays()))
         device = Draws.on_device(unpack(packed, (2 * count, count, count)))
-        assert device.seeds.tolist() == device.slots.tolist() == list(range(count))
+        assert device.seeds.tolist() == device.places.tolist() == list(range(count))
         with collecting() as collected:
             sample(torch.zeros(count, 1000), device.temperatures, device.seeds)
         forms += [(form.name, form.key) for form in collected]

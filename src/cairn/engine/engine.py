@@ -249,15 +249,15 @@ class Engine:
     def step(self) -> list[Progress]:
         """Plan and launch a step, then finish one step and return its progress.
 
-        With overlap that is the previous step, otherwise the one just launched. A step that checks
-        drafts is finished before the next is planned, since how many it keeps decides what follows.
+        With overlap that is the previous step, otherwise the one just launched. If the previous
+        step checks drafts that will probably come true, it is finished before the next is planned.
         The result is empty if no step was finished.
         """
         begin = time.perf_counter()
         if not self._busy:
             self._last_finish = begin
         finished = self._in_flight
-        if finished is not None and finished.plan.drafted:
+        if finished is not None and finished.plan.awaited:
             self._in_flight = None
             self._progress += self._take(finished, begin)
             finished = None
@@ -288,7 +288,10 @@ class Engine:
             seconds = ran - max(planned, self._last_finish)
             self.scheduler.step_time.observe(plan.rows, plan.pairs, seconds)
         self._take_scores(plan, result)
-        kept = self.scheduler.commit(plan, result.sampled)
+        dropped = sum(
+            own.samples > 0 and self.scheduler.get(own.request_id) is None for own in plan.advances
+        )
+        kept = self.scheduler.commit(plan, result.sampled, result.guesses)
         progress = [self._report(*each, result) for each in kept.items()]
         tokens = sum(map(len, kept.values()))
         if self.scheduler.speculation is not None:
@@ -297,8 +300,7 @@ class Engine:
         self.stats.steps += 1
         self.stats.scheduler_seconds += time.perf_counter() - ran
         self.stats.computed_tokens += plan.num_tokens
-        sampling = sum(own.samples > 0 and not own.guesses for own in plan.advances)
-        self.stats.generated_tokens += tokens + sampling - sum(map(bool, kept.values()))
+        self.stats.generated_tokens += tokens + dropped
         return progress
 
     def _plan(self) -> StepPlan:

@@ -98,8 +98,11 @@ def recorded_sizes(
         if graph.mixed:
             sizes[graph] = mixed_sizes(mixed_rows, seqs)
         elif graph.few:
+            # Where drafts keep failing, requests have one draft.
             sizes[graph] = [
-                StepSize(few_rows * count, count) for count in {*step_sizes(seqs, 1), seqs}
+                StepSize(rows * count, count)
+                for count in {*step_sizes(seqs, 1), seqs}
+                for rows in {2, few_rows}
             ]
         else:
             own = coarse_sizes(decode_rows) if graph.kind == "both" else batch_sizes(decode_rows)
@@ -126,12 +129,15 @@ class StepGraphs:
         tables: tuple[int, int, int],
         device: torch.device,
         generations: bool,
+        spare: int,
         samples: int = 1,
     ) -> None:
-        """`tables` is the shape [groups, slots, pages] of the page tables of all requests.
-        `samples` is the most tokens that a sequence of a mixed step samples."""
+        """`tables` is the shape [groups, slots, pages] of the page tables of all requests. `spare`
+        is where tokens that nobody needs are stored. `samples` is the most tokens that a sequence
+        of a mixed step samples."""
         self._page_size = page_size
-        self._num_groups, self._spare_slot, self._max_pages = tables
+        self._num_groups, _, self._max_pages = tables
+        self._spare = spare
         self._generations = generations
         self._per_seq = samples
         self._sizes = {graph: sorted(own) for graph, own in sizes.items()}
@@ -219,13 +225,13 @@ class StepGraphs:
         )
         host = replace(host, batch=replace(host.batch, recorded=graph.kind, few=graph.few))
         samples = self._samples(graph, size)
-        draws = Draws.none(samples, self._spare_slot)
+        draws = Draws.none(samples, self._spare)
         none = np.zeros(samples, dtype=np.int64)
         arrays = (*draws.arrays(), none, *host.arrays())
         packed = to_device(pack(arrays), self._device)
         tables = every_table[:, : size.seqs]
-        seeds, temperatures, slots, wanted, *rest = unpack(packed, [len(own) for own in arrays])
-        device_draws = Draws.on_device((seeds, temperatures, slots))
+        seeds, temperatures, places, wanted, *rest = unpack(packed, [len(own) for own in arrays])
+        device_draws = Draws.on_device((seeds, temperatures, places))
         inputs = host.on_device(rest, tables)
         logit_rows = wanted if graph.mixed else None
         return partial(self._forward, inputs, device_draws, logit_rows), packed, tables
@@ -294,9 +300,9 @@ class StepGraphs:
         # A decode step has the logits of every row.
         places = np.arange(len(wanted)) if graph.mixed else wanted
         samples = self._samples(graph, size)
-        own = Draws.none(samples, self._spare_slot)
+        own = Draws.none(samples, self._spare)
         if draws is not None:
-            own.slots[places] = draws.slots
+            own.places[places] = draws.places
             own.seeds[places] = draws.seeds
             own.temperatures[places] = draws.temperatures
         logit_rows = np.zeros(samples, dtype=np.int64)

@@ -28,24 +28,24 @@ Array = TypeVar("Array", np.ndarray, torch.Tensor)
 class Draws(Generic[Array]):
     """How each sampled token is drawn, for sampling without filters."""
 
-    slots: Array  # [samples]
+    places: Array  # [samples] where each token is stored, see `StepInputs.sources`
     seeds: Array  # [samples] int64, mixed from the request's seed and the position
     temperatures: Array  # [samples] float32, 0 for the most likely token
 
     @staticmethod
-    def none(count: int, spare_slot: int) -> Draws[np.ndarray]:
+    def none(count: int, spare: int) -> Draws[np.ndarray]:
         """Draws for rows whose tokens are not used."""
         seeds, temperatures = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.float32)
-        return Draws(np.full(count, spare_slot), seeds, temperatures)
+        return Draws(np.full(count, spare), seeds, temperatures)
 
     def arrays(self: Draws[np.ndarray]) -> tuple[np.ndarray, ...]:
-        return self.seeds.view(np.int32), self.temperatures.view(np.int32), self.slots
+        return self.seeds.view(np.int32), self.temperatures.view(np.int32), self.places
 
     @staticmethod
     def on_device(arrays: Sequence[torch.Tensor]) -> Draws[torch.Tensor]:
         """Draws from device copies of what the method `arrays` returned."""
-        seeds, temperatures, slots = arrays
-        return Draws(slots, seeds.view(torch.int64), temperatures.view(torch.float32))
+        seeds, temperatures, places = arrays
+        return Draws(places, seeds.view(torch.int64), temperatures.view(torch.float32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,9 @@ class StepInputs:
 
     batch: AttentionBatch
     token_ids: np.ndarray  # [rows]
-    sources: np.ndarray  # [rows] slot whose newest token to use, -1 to use token_ids
+    sources: np.ndarray
+    """[rows] place of the token among those that the device keeps, -1 to use token_ids. A slot has
+    `per_slot` places: for its newest token, and for the drafts that the model makes."""
     positions: np.ndarray  # [rows] for rope; a landmark row has the next token's position
     lengths: np.ndarray  # [rows] sequence length that rope assumes, see Rotary
     cache_rows: np.ndarray  # [rows] index in the sequence's cache
@@ -72,6 +74,7 @@ class StepInputs:
         tables: np.ndarray,  # [groups, seqs, pages] int32
         generations: np.ndarray,  # [groups, seqs, pages] int32
         landmark_id: int | None = None,
+        per_slot: int = 1,
     ) -> StepInputs:
         """The rows of a plan. If the model has landmark rows, a page's landmark row is computed in
         the same step as the page's last token."""
@@ -95,9 +98,12 @@ class StepInputs:
         token_ids[is_token] = known
         slots = np.array([advance.slot for advance in plan.advances], dtype=np.int64)
         unknown = is_token & (token_ids == UNKNOWN)
-        sources = np.where(unknown, slots[seq], -1)
-        token_ids[unknown] = 0
         samples = np.array([advance.samples for advance in plan.advances], dtype=np.int64)
+        guess = np.array([advance.guess for advance in plan.advances], dtype=np.int64)
+        newest = stops - np.maximum(samples, 1) - np.maximum(guess - 1, 0)
+        places = slots[seq] * per_slot + np.maximum(positions - newest[seq], 0)
+        sources = np.where(unknown, places, -1)
+        token_ids[unknown] = 0
         owner, tokens = sampled_tokens(stops, samples)
         sampled_rows = cu_query[owner] + geometry.rows(tokens) - first_rows[owner]
         traced = np.array([advance.traced for advance in plan.advances], dtype=bool)

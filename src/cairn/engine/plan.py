@@ -22,7 +22,8 @@ ONLY_PROMPT: frozenset[PromptScores] = frozenset({"whole", "mean", "last"})
 
 
 UNKNOWN = -1
-"""Stands for a token that only the device knows: the newest one of its slot."""
+"""Stands for a token that only the device knows: the newest one of its slot, or a draft that the
+model makes in the same step."""
 
 
 class TableEdit(NamedTuple):
@@ -54,7 +55,8 @@ class Advance(NamedTuple):
     start: int
     stop: int
     token_ids: array[int]
-    """Tokens [start, stop), with UNKNOWN for one that the previous step is still sampling."""
+    """Tokens [start, stop), with UNKNOWN for one that the previous step is still sampling, and for
+    the drafts that the model makes."""
     prompt_len: int
     samples: int
     """The step samples the token after each of its last `samples` tokens. 0 if it does not reach
@@ -71,16 +73,35 @@ class Advance(NamedTuple):
     masks have no drafts."""
     attempt: int = 0
     """Number of times the request had been retracted when the plan was made."""
-    guesses: bool = False
-    """The model drafts a token, and what it computes is not kept."""
+    guesses: int = 0
+    """Number of drafted tokens that the model makes itself, before the step checks them."""
     reached: int = 0
     """Number of tokens that earlier steps computed, if more than `start`. Those from `start` on
     were not kept."""
+    guess: int = 0
+    """For the part of a step that drafts: which draft it makes, from 1. What it computes is not
+    kept."""
 
     @property
     def drafted(self) -> int:
         """Number of drafted tokens that the step checks."""
         return max(0, self.samples - 1)
+
+    def guessing(self, guess: int) -> Advance:
+        """The part of the step in which the model makes this draft, from 1."""
+        start = self.start + guess - 1
+        return self._replace(
+            start=start,
+            stop=start + 1,
+            token_ids=self.token_ids[guess - 1 : guess],
+            samples=1,
+            traced=False,
+            dense=False,
+            allowed=None,
+            guesses=0,
+            reached=0,
+            guess=guess,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +120,8 @@ class StepPlan:
     """(row, key) pairs that attention scores."""
     drafted: int = 0
     """Drafted tokens that the step checks, of all requests."""
+    awaited: bool = False
+    """Many drafts will probably come true, so the next step is planned when it is known which."""
 
     @property
     def num_tokens(self) -> int:

@@ -70,13 +70,9 @@ class Request:
     computed: int = 0
     pending: int = 0
     """1 while a step is in flight that samples the next token, else 0. If it checks drafts, it may
-    bring several tokens, and no step is planned before it has finished."""
-    drafts: list[int] = field(default_factory=list)
-    """Drafted tokens that would follow the known ones, not checked yet."""
-    chain: int = 0
-    """Number of tokens that the model will have drafted before they are checked."""
-    guessed: int = 0
-    """Number of them whose rows were launched; the newest may not be among `drafts` yet."""
+    bring several. A step that was planned meanwhile, for one, is then in vain."""
+    checking: bool = False
+    """The step in flight checks drafts."""
     reached: int = 0
     """Number of tokens whose rows were launched, kept or not."""
     pages: SequencePages | None = None
@@ -136,18 +132,16 @@ class Request:
         """Whether the next step can compute tokens of this request.
 
         A token that the step in flight is sampling can be computed too, unless the request has
-        `host_tokens`, or the token is its last one: the KV of the last token is never computed.
+        `host_tokens`, or the token is its last one: the KV of the last token is never computed. If
+        that step checks drafts, this one may be in vain, and penalties would count its token twice.
         """
         if self.allowed_tokens is not None and self.waits_for_mask:
             return False
         known = len(self.token_ids)
         if not self.pending:
-            waits = self.host_tokens and self.guessed > len(self.drafts)
-            return known > self.computed and not waits
-        return not self.host_tokens and self.computed <= known < self.end_len - 1
-
-    def forget_drafts(self) -> None:
-        self.drafts, self.chain, self.guessed = [], 0, 0
+            return known > self.computed
+        waits = self.host_tokens or (self.checking and self.params.has_penalties)
+        return not waits and self.computed <= known < self.end_len - 1
 
     @property
     def output_ids(self) -> list[int]:

@@ -56,6 +56,8 @@ class StepResult:
 
     sampled: dict[str, Sequence[int]] = field(default_factory=dict)
     """For each request the token after its newest one, and after each draft."""
+    guesses: dict[str, Sequence[int]] = field(default_factory=dict)
+    """The drafts that the model made, for requests that have such."""
     logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     """Likewise, of the sampled tokens."""
     prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
@@ -73,7 +75,7 @@ class InFlight:
 
     plan: StepPlan
     sampling: tuple[Advance, ...]
-    tokens: torch.Tensor  # [samples] on the host, valid after `ready`
+    tokens: torch.Tensor  # [samples + guesses] on the host, valid after `ready`
     ready: torch.cuda.Event | None
     result: StepResult  # without the tokens
 
@@ -104,7 +106,8 @@ class Runner:
         # Rank 0 samples for all ranks, so that all have the same tokens.
         self._samples = parallel.rank == 0
         num_slots = memory.limits.max_running_requests
-        self._sampler = Sampler(num_slots, model.spec.vocab_size, device)
+        self._per_slot = 1 + choices.draft_tokens if choices.sparse_drafts else 1
+        self._sampler = Sampler(num_slots, model.spec.vocab_size, device, self._per_slot)
         # Page tables of all running requests on the host; plans carry the edits.
         size = (len(choices.groups), num_slots, table_width(memory.max_pages))
         self._tables = np.zeros(size, dtype=np.int32)
@@ -113,8 +116,10 @@ class Runner:
         self._landmark_id = None if native is None else native.landmark_id
         self._top_logprobs: list[int | None] = [None] * num_slots
         self._top_prompt_logprobs = [0] * num_slots
-        # The newest token of every slot, and a spare entry for padding rows.
-        self._newest = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        # The newest token of every slot, the drafts that the model makes, and a spare place for
+        # tokens that nobody needs.
+        self._spare = num_slots * self._per_slot
+        self._newest = torch.zeros(self._spare + 1, dtype=torch.int64, device=device)
         self.graphs: StepGraphs | None = None
         """Recorded steps; None if none are recorded."""
         self.tier = tier
@@ -155,7 +160,7 @@ class Runner:
     def fingerprint(self) -> str:
         """A digest of tables and newest tokens. Between steps it is the same on every rank."""
         digest = hashlib.blake2b(digest_size=16)
-        for part in (self._tables, self._generations, self._newest.cpu().numpy()):
+        for part in (self._tables, self._generations, self._newest[:-1].cpu().numpy()):
             digest.update(part.tobytes())
         return digest.hexdigest()
 
@@ -261,6 +266,7 @@ class Runner:
             tables=self._tables.shape,
             device=self._device,
             generations=self._reads_generations,
+            spare=self._spare,
             samples=1 + self._choices.draft_tokens,
         )
 
@@ -276,6 +282,11 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
         self._apply(plan)
+        if guesses := max(own.guesses for own in plan.advances):
+            for guess in range(1, 1 + guesses):
+                self._guess(plan, guess)
+            # What drafts completed is computed again.
+            self._forget([(own, own.start + own.guesses) for own in plan.advances])
         host = self._inputs(plan)
         sampling = [advance for advance in plan.advances if advance.samples]
         result = StepResult()
@@ -297,6 +308,20 @@ class Runner:
             self._score(plan, s, logits[begin : begin + len(wanted)], result)
             begin += len(wanted)
         return self._in_flight(plan, sampling, tokens, result)
+
+    def _guess(self, plan: StepPlan, guess: int) -> None:
+        """Let the model make this draft, from 1, of all requests that have so many."""
+        guessing = [own.guessing(guess) for own in plan.advances if own.guesses >= guess]
+        plan, result = StepPlan(tuple(guessing)), StepResult()
+        host = self._inputs(plan)
+        replayed = self._replay(plan, host, guessing)
+        if replayed is None:
+            logits = self._eager(plan, guessing, host, host.sampled_rows, {}, result)
+        elif replayed[1] is None:
+            logits, _ = replayed
+        else:
+            return  # sampled as well
+        self._sample(guessing, logits, result)
 
     def _replay(
         self, plan: StepPlan, host: StepInputs, sampling: list[Advance]
@@ -342,13 +367,20 @@ class Runner:
 
         logits = self._forward(inputs, self.backend.prepare(inputs.batch), logit_rows)
         tokens = sample(logits, draws.temperatures, draws.seeds)
-        self._newest[draws.slots] = tokens
+        self._newest[draws.places] = tokens
         return logits, tokens
 
     def _in_flight(
         self, plan: StepPlan, sampling: list[Advance], tokens: torch.Tensor, result: StepResult
     ) -> InFlight:
         ready = None
+        drafts = [
+            own.slot * self._per_slot + guess
+            for own in sampling
+            for guess in range(1, 1 + own.guesses)
+        ]
+        if drafts:
+            tokens = torch.cat((tokens, self._newest[to_device(np.array(drafts), self._device)]))
         if self._device.type == "cuda":
             on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
             tokens = on_host.copy_(tokens, non_blocking=True)
@@ -365,6 +397,10 @@ class Runner:
         for advance in step.sampling:
             step.result.sampled[advance.request_id] = tokens[begin : begin + advance.samples]
             begin += advance.samples
+        for advance in step.sampling:
+            if advance.guesses:
+                step.result.guesses[advance.request_id] = tokens[begin : begin + advance.guesses]
+                begin += advance.guesses
         return step.result
 
     def _eager(
@@ -437,22 +473,26 @@ class Runner:
             self._generations[edit.group, edit.slot, edit.first : stop] = edit.generations
             if self._residency is not None and edit.group == self._residency.group:
                 self._residency.edit(edit.slot, edit.first)
-        if self._sparse is not None:
-            complete = self._geometry.complete_pages
-            again = [
-                self._tables[:, own.slot, complete(own.start) : complete(own.reached)]
-                for own in plan.advances
-                if own.reached
-            ]
-            if again:
-                self._sparse.forget(np.concatenate(again, axis=1))
+        self._forget([(own, own.reached) for own in plan.advances if own.reached])
+
+    def _forget(self, reached: Sequence[tuple[Advance, int]]) -> None:
+        """Forget pages that requests completed when they reached so many tokens: they compute them
+        again."""
+        complete = self._geometry.complete_pages
+        again = [
+            self._tables[:, own.slot, complete(own.start) : complete(stop)]
+            for own, stop in reached
+            if complete(stop) > complete(own.start)
+        ]
+        if again and self._sparse is not None:
+            self._sparse.forget(np.concatenate(again, axis=1))
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
         geometry, residency = self._geometry, self._residency
         slots = np.array([advance.slot for advance in plan.advances])
         width = table_width(geometry.pages(max(advance.stop for advance in plan.advances)))
         tables, lives = self._tables[:, slots, :width], self._generations[:, slots, :width]
-        host = StepInputs.of(plan, geometry, tables, lives, self._landmark_id)
+        host = StepInputs.of(plan, geometry, tables, lives, self._landmark_id, self._per_slot)
         if residency is None:
             return host
         counts = -(-host.batch.kv_lens // geometry.page_size)
@@ -464,7 +504,7 @@ class Runner:
     def _sample(
         self, sampling: list[Advance], logits: torch.Tensor, result: StepResult
     ) -> torch.Tensor:
-        """Sample tokens [samples] on the device, and store the last one of each slot there for the
+        """Sample tokens [samples] on the device, and store the first one of each slot there for the
         next step."""
         if not sampling:
             return torch.empty(0, dtype=torch.int64)
@@ -473,13 +513,11 @@ class Runner:
         else:
             tokens = torch.empty(len(logits), dtype=torch.int64, device=self._device)
         tokens = self._parallel.from_first(tokens)
-        slots = to_device(np.array([own.slot for own in sampling]), self._device)
-        last = to_device(np.cumsum([own.samples for own in sampling]) - 1, self._device)
-        self._newest[slots] = tokens[last]
+        self._newest[to_device(self._sampler.places(sampling), self._device)] = tokens
         wanted = [
             (row, own, most)
             for row, own in enumerate(_each_sample(sampling))
-            if (most := self._top_logprobs[own.slot]) is not None and not own.guesses
+            if (most := self._top_logprobs[own.slot]) is not None and not own.guess
         ]
         if wanted:
             index = to_device(np.array([row for row, _, _ in wanted]), self._device)

@@ -48,8 +48,12 @@ class _Samples(NamedTuple):
 
 
 class Sampler:
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, num_slots: int, vocab_size: int, device: torch.device, per_slot: int = 1
+    ) -> None:
+        """`per_slot` is as in `StepInputs.sources`."""
         self._vocab = vocab_size
+        self._per_slot = per_slot
         self._device = device
         self._fused = device.type == "cuda" and find_spec("triton") is not None
         self._shape = (num_slots, vocab_size)
@@ -136,14 +140,26 @@ class Sampler:
         masked = any(advance.allowed is not None for advance in advances)
         if masked or self._special[slots].any():
             return None
-        return Draws(slots, _seeds(self._seeds[slots], positions), self._temperatures[slots])
+        places = self.places(advances)
+        return Draws(places, _seeds(self._seeds[slots], positions), self._temperatures[slots])
+
+    def places(self, advances: Sequence[Advance]) -> np.ndarray:
+        """Where each sampled token [samples] is stored: the first one of an advance as the newest
+        of its slot or as a draft, others at the spare place, behind those of all slots."""
+        spare = len(self._seeds) * self._per_slot
+        places = np.full(sum(own.samples for own in advances), spare, dtype=np.int64)
+        first = 0
+        for own in advances:
+            places[first] = own.slot * self._per_slot + own.guess
+            first += own.samples
+        return places
 
     def sample(
         self, logits: torch.Tensor, advances: Sequence[Advance], newest: torch.Tensor | None = None
     ) -> torch.Tensor:
         """logits [samples, vocab] -> token ids [samples]
 
-        `newest` [slots] are the newest tokens on the device, for drafts that only the device knows.
+        `newest` [places] are the tokens that the device keeps, for drafts that only it knows.
         """
         samples = _Samples.of(advances)
         _, slots, positions = samples
@@ -216,8 +232,12 @@ class Sampler:
         if UNKNOWN not in ids:
             return drafts
         assert newest is not None
-        slots = self._ids([own.slot for own in advances for _ in range(own.drafted)])
-        return torch.where(drafts == UNKNOWN, newest[slots], drafts)
+        places = [
+            own.slot * self._per_slot + (number if own.guesses else 0)
+            for own in advances
+            for number in range(1, 1 + own.drafted)
+        ]
+        return torch.where(drafts == UNKNOWN, newest[self._ids(places)], drafts)
 
     def _penalize(
         self,
@@ -260,7 +280,7 @@ class Sampler:
         kept = torch.ones(len(tokens), dtype=torch.int32, device=self._device)
         row = draft = 0
         for advance in advances:
-            if advance.guesses:
+            if advance.guess:
                 kept[row] = 0
             elif count := advance.drafted:
                 right = tokens[row : row + count] == drafts[draft : draft + count]

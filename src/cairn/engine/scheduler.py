@@ -21,6 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from types import MappingProxyType
 
 from cairn.engine.plan import ONLY_PROMPT, UNKNOWN, Admission, Advance, StepPlan, TableEdit
 from cairn.engine.request import FinishReason, Request, State
@@ -64,7 +65,7 @@ class _Step:
         self.budget = 0  # rows left for prefill and drafts
         self.reserved = 0  # of them, for prefill
         self.drafted = 0
-        self.chain = 0  # tokens that a request which begins to draft now drafts
+        self.hopeful = 0  # requests whose drafts probably come true
         self.rows = 0
         self.pairs = 0
         self.prefill_rows = 0
@@ -82,11 +83,19 @@ class _Step:
 
 
 _PENDING = array("q", [UNKNOWN])
+_NONE = array("q")
+NO_GUESSES: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 
 def attention_pairs(rows: int, context: int) -> int:
     """Number of (row, key) pairs that `rows` new rows after `context` earlier ones score."""
     return rows * context + rows * (rows + 1) // 2
+
+
+def _in_vain(request: Request, advance: Advance) -> bool:
+    """Whether the token that an advance samples is known already: it was planned while drafts were
+    being checked, as if all were wrong, and some were right."""
+    return advance.samples > 0 and advance.stop - advance.drafted < len(request.token_ids)
 
 
 class Scheduler:
@@ -169,7 +178,7 @@ class Scheduler:
         step.budget = max(self.limits.chunked_prefill_size - decoding, least)
         if self.speculation is not None:
             step.reserved = least if self._waiting or decoding < len(ready) else 0
-            step.chain = self.speculation.begin(ready)
+            self.speculation.begin(len(ready))
         for request in ready:
             if request.state is not State.RUNNING:
                 continue  # retracted to make room for an older request
@@ -188,6 +197,7 @@ class Scheduler:
             step.rows,
             step.pairs,
             step.drafted,
+            awaited=2 * step.hopeful > len(step.advances),
         )
 
     def undo(self, plan: StepPlan, *, launched: bool = False) -> None:
@@ -198,16 +208,16 @@ class Scheduler:
         """
         planned = {advance.slot for advance in plan.advances}
         planned.update(admission.slot for admission in plan.admissions)
-        for request in reversed(list(self._running.values())):
-            if request.slot in planned:
-                self._retract(request)
+        for running in reversed(list(self._running.values())):
+            if running.slot in planned:
+                self._retract(running)
         self.cache.put_back(plan.copies)
         if launched:
             self.cache.clear()  # pages that the plan published may not have been written
             for advance in plan.advances:
-                if (known := self._requests.get(advance.request_id)) is not None:
-                    # This token will never arrive.
-                    known.pending -= advance.samples > 0 and not advance.guesses
+                request = self._requests.get(advance.request_id)
+                if request is not None and not _in_vain(request, advance):
+                    request.pending -= advance.samples > 0  # this token will never arrive
 
     def _plan_decode(self, step: _Step, request: Request) -> None:
         assert request.pages is not None
@@ -221,22 +231,13 @@ class Scheduler:
                 self._plan_drafts(step, request, self.speculation)
 
     def _plan_drafts(self, step: _Step, request: Request, speculation: Speculation) -> None:
-        """Advance a decoding request by its newest token and the drafts after it. If the model
-        drafts, advance by a guess until there are enough of them."""
-        most = self._most_drafts(step, request, speculation)
-        if speculation.drafter.by_model:
-            if not request.guessed:
-                request.chain = min(step.chain, most) if speculation.wants(request) else 0
-            if request.guessed < min(request.chain, most):
-                self._advance(step, request, 1, prefill=False, guesses=True)
-                return
-            drafted = min(request.guessed, most)
-            if not drafted:
-                request.forget_drafts()
-        else:
-            request.drafts = speculation.propose(request, most)
-            drafted = len(request.drafts)
-        self._advance(step, request, 1 + drafted, prefill=False, drafted=drafted)
+        """Advance a decoding request by its newest token and the drafts after it."""
+        count = speculation.count(request, self._most_drafts(step, request, speculation))
+        drafts = _PENDING * count
+        if count and not speculation.drafter.by_model:
+            drafts = array("q", speculation.propose(request, count))
+        self._advance(step, request, 1, prefill=False, drafts=drafts)
+        step.hopeful += bool(drafts) and speculation.expects(request)
 
     def _most_drafts(self, step: _Step, request: Request, speculation: Speculation) -> int:
         """Number of drafts that there is room for, without making room by retraction."""
@@ -399,24 +400,24 @@ class Scheduler:
         tokens: int,
         *,
         prefill: bool,
-        drafted: int = 0,
-        guesses: bool = False,
+        drafts: array[int] = _NONE,
     ) -> None:
-        """Add an advance by `tokens` tokens, the last `drafted` of which are drafts. With `guesses`
-        the one token is the newest draft, or the newest token if there is none yet."""
+        """Add an advance by `tokens` tokens, and by the drafts that follow them."""
         pages, scores = request.pages, request.prompt_scores
-        start = request.computed + request.guessed * guesses
-        stop = start + tokens
+        start, drafted = request.computed, len(drafts)
+        stop = start + tokens + drafted
         assert pages is not None
         self._hold_pages(step, request, pages, stop)
         if prefill or self.limits.max_step_seconds is not None:
             context = self.cache.geometry.rows(start)
             step.spend(self.cache.geometry.rows(stop) - context, context, prefill=prefill)
-        token_ids = _PENDING if request.pending else request.token_ids[start:stop]
-        samples = int(stop == request.num_tokens and scores not in ONLY_PROMPT)
-        if drafted or guesses:
-            token_ids = self._with_drafts(request)[start - request.computed :][:tokens]
-            samples = 1 + drafted
+        token_ids = _PENDING if request.pending else request.token_ids[start : stop - drafted]
+        samples = int(stop - drafted == request.num_tokens and scores not in ONLY_PROMPT)
+        guesses = 0
+        if drafted:
+            token_ids = token_ids + drafts
+            samples += drafted
+            guesses = drafted if drafts[0] == UNKNOWN else 0
             step.drafted += drafted
             step.budget -= drafted
         next_ids: tuple[int, ...] = ()
@@ -439,19 +440,13 @@ class Scheduler:
                 scores,
                 next_ids,
                 request.traced,
-                request.dense or (self._dense and not guesses),
+                request.dense or self._dense,
                 allowed,
                 request.retractions,
                 guesses,
                 request.reached if request.reached > start else 0,
             )
         )
-
-    def _with_drafts(self, request: Request) -> array[int]:
-        """The newest token and the drafts after it; UNKNOWN for one that is being sampled."""
-        newest = _PENDING if request.pending else request.token_ids[request.computed :]
-        drafts = array("q", request.drafts)
-        return newest + drafts + _PENDING * (request.guessed > len(drafts))
 
     def _hold_pages(self, step: _Step, request: Request, pages: SequencePages, tokens: int) -> None:
         """Allocate pages for `tokens` tokens and add the edits of the runner's tables."""
@@ -491,9 +486,7 @@ class Scheduler:
             pages = request.pages
             assert pages is not None
             request.reached = advance.stop
-            if advance.guesses:
-                request.guessed += 1
-                continue
+            request.checking = advance.drafted > 0
             request.computed = advance.stop - advance.drafted
             request.pending += advance.samples > 0
             if request.computed >= pages.due:
@@ -503,21 +496,23 @@ class Scheduler:
         self.cache.launched()
 
     def commit(
-        self, plan: StepPlan, sampled: Mapping[str, Sequence[int]]
+        self,
+        plan: StepPlan,
+        sampled: Mapping[str, Sequence[int]],
+        guesses: Mapping[str, Sequence[int]] = NO_GUESSES,
     ) -> dict[Request, Sequence[int]]:
-        """Record a finished step, with the tokens that each request sampled. Returns the requests
-        that got tokens or ended, with the tokens that they keep."""
+        """Record a finished step, with the tokens that each request sampled, and the drafts that
+        the model made. Returns the requests that got tokens or ended, with the tokens that they
+        keep."""
         progressed: dict[Request, Sequence[int]] = {}
         now = self._clock()
         for advance in plan.advances:
             request = self._requests.get(advance.request_id)
             if request is None:
                 continue  # ended after the plan was made
-            retracted = advance.attempt != request.retractions
-            if advance.guesses:
-                if len(request.drafts) < request.guessed and not retracted:
-                    request.drafts += sampled[request.id]
+            if _in_vain(request, advance):
                 continue
+            retracted = advance.attempt != request.retractions
             # A request that was retracted in the meantime scores its prompt again.
             if request.prompt_scores != "none" and retracted:
                 request.pending -= advance.samples > 0
@@ -526,8 +521,9 @@ class Scheduler:
             if advance.samples:
                 request.pending -= 1
                 tokens = sampled[request.id]
-                if advance.samples > 1:
-                    tokens = self._kept(request, tokens, known=not retracted)
+                if advance.drafted:
+                    drafts = guesses.get(request.id, advance.token_ids[-advance.drafted :])
+                    tokens = self._kept(request, tokens, drafts, retracted=retracted)
                 progressed[request] = tokens
                 reason = self._append(request, tokens, now)
             elif request.prompt_scores in ONLY_PROMPT and advance.stop == len(request.token_ids):
@@ -541,13 +537,11 @@ class Scheduler:
                 self._end(request, reason)
         return progressed
 
-    def _kept(self, request: Request, sampled: Sequence[int], *, known: bool) -> Sequence[int]:
+    def _kept(
+        self, request: Request, sampled: Sequence[int], drafts: Sequence[int], *, retracted: bool
+    ) -> Sequence[int]:
         """The tokens that a request keeps of those sampled after its newest token and after each of
-        its drafts: up to the first one that is not the draft.
-
-        If it was retracted meanwhile, the drafts are no longer `known`, and it keeps one token.
-        """
-        drafts = request.drafts[: len(sampled) - 1] if known else []
+        its drafts: up to the first one that is not the draft."""
         right = 0
         while right < len(drafts) and drafts[right] == sampled[right]:
             right += 1
@@ -556,13 +550,16 @@ class Scheduler:
             if token in request.stop_token_ids:
                 kept = kept[: i + 1]
                 break
-        if known:
-            assert self.speculation is not None
+        request.checking = False
+        if request.pending:
+            if right:
+                request.pending = 0  # the step that was launched meanwhile is in vain
+        elif not retracted:
             request.computed += min(right, len(kept))
-            self.speculation.checked(request, len(drafts), right)
-            self.stats.drafted += len(drafts)
-            self.stats.accepted += right
-            request.forget_drafts()
+        assert self.speculation is not None
+        self.speculation.checked(request, len(drafts), right)
+        self.stats.drafted += len(drafts)
+        self.stats.accepted += right
         return kept
 
     def _append(self, request: Request, tokens: Sequence[int], now: float) -> FinishReason | None:
@@ -582,7 +579,6 @@ class Scheduler:
         self._leave(request)
         request.state = State.WAITING
         request.computed = request.reached = 0
-        request.forget_drafts()
         request.retractions += 1
         self.stats.retractions += 1
         self._waiting[request.id] = request
@@ -632,6 +628,5 @@ class Scheduler:
                     raise PageError(f"request {request.id} computed more than it holds")
                 if not request.computed <= request.reached <= held and request.reached:
                     raise PageError(f"request {request.id} drafted more than it holds")
-                drafts = max(len(request.drafts), request.guessed)
-                if drafts > (0 if self.speculation is None else self.speculation.most):
-                    raise PageError(f"request {request.id} has more drafts than are asked for")
+            if not 0 <= request.pending <= 1:
+                raise PageError(f"request {request.id} waits for {request.pending} tokens")

@@ -3,7 +3,8 @@
 A drafter guesses tokens. The model computes them as further rows of the step that computes the
 newest token, and samples the token after each row. A draft is kept while it equals the token that
 was sampled in its place. Tokens are sampled with the random numbers of their positions, as without
-drafts, so the text is the same with any drafter, good or bad; only the number of steps differs.
+drafts, so the text is the same with any drafter, good or bad; only the number of steps differs. A
+drafter that is the model itself drafts within the step that checks its drafts.
 
 Drafts that are wrong cost time. A request whose drafts fail several times in a row pauses, longer
 each time. The engine also times itself with and without drafts, and drafts only while that is
@@ -12,7 +13,6 @@ faster (`Pace`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 from cairn.engine.drafters.drafter import Drafter
@@ -22,6 +22,8 @@ from cairn.engine.request import Request
 _MISSES = 4
 """Checks in a row without a right draft after which a request pauses. Each of them halves the
 number of drafts. After a pause one is enough."""
+_DOUBTS = 2
+"""Checks in a row without a right draft after which the next step does not wait for a check."""
 _SHORTEST_REST, _LONGEST_REST = 32, 1024
 """Tokens of a pause. It doubles each time, and starts again after a right draft."""
 
@@ -37,15 +39,9 @@ class Speculation:
         self.pace = Pace()
         self._pays = True
 
-    def begin(self, requests: Sequence[Request]) -> int:
-        """Called before a step of these requests is planned. Returns how many tokens a request
-        drafts if the model drafts and the request begins to.
-
-        That is few enough for it to be checked together with requests that are drafting already.
-        """
-        self._pays = self.pace.drafts(len(requests))
-        left = [own.chain - own.guessed for own in requests if own.chain > own.guessed]
-        return min(left, default=self.most)
+    def begin(self, requests: int) -> None:
+        """Called before a step of so many requests is planned."""
+        self._pays = self.pace.drafts(requests)
 
     def wants(self, request: Request) -> bool:
         """Whether to draft for this request now."""
@@ -56,11 +52,19 @@ class Speculation:
             and len(request.token_ids) >= max(self._least, request.rests_until)
         )
 
+    def count(self, request: Request, most: int) -> int:
+        """How many tokens to draft for this request now, of at most `most`. None while drafts are
+        being checked: nobody knows yet what they would follow."""
+        if most <= 0 or request.checking or not self.wants(request):
+            return 0
+        return min(most, max(1, self.most >> request.misses))
+
+    def expects(self, request: Request) -> bool:
+        """Whether drafts of this request probably come true."""
+        return request.misses < _DOUBTS
+
     def propose(self, request: Request, most: int) -> list[int]:
         """At most `most` drafts that would follow the request's newest token."""
-        if most <= 0 or not self.wants(request):
-            return []
-        most = min(most, max(1, self.most >> request.misses))
         # The newest token may be unknown; then its draft is dropped.
         unknown = request.pending
         drafts = list(self.drafter.draft(request.token_ids, most + unknown))[unknown:][:most]
@@ -110,8 +114,7 @@ class Pace:
     def observe(self, plan: StepPlan, tokens: int, seconds: float) -> None:
         """Note that a step brought this many tokens, this long after the step before it."""
         if plan.only_decodes:
-            guesses = any(advance.guesses for advance in plan.advances)
-            self._of(len(plan.advances)).observe(tokens, seconds, plan.drafted, guesses)
+            self._of(len(plan.advances)).observe(tokens, seconds, drafts=plan.drafted > 0)
 
     def _of(self, requests: int) -> _Trial:
         return self._trials.setdefault(requests.bit_length(), _Trial())
@@ -150,9 +153,9 @@ class _Trial:
         self._pause = self._left = 0  # steps of the last pause, and those that are left
         self._drafted_before = False
 
-    def observe(self, tokens: int, seconds: float, drafted: int, guesses: bool) -> None:
-        drafts, before = bool(drafted or guesses), self._drafted_before
-        self._drafted_before = drafts
+    def observe(self, tokens: int, seconds: float, *, drafts: bool) -> None:
+        # A step after a check may have waited for it, or be in vain.
+        drafts, self._drafted_before = drafts or self._drafted_before, drafts
         if self.phase == "pause":
             self._left -= 1
             if self._left <= 0:
@@ -160,11 +163,10 @@ class _Trial:
         if drafts:
             self._drafting += 1
             self._with.add(tokens, seconds)
-            # A time ends with a check, because the steps before may have drafted for it.
-            if drafted and self._with.steps >= _WITH:
+            if self._with.steps >= _WITH:
                 self._with.take()
                 self._decide()
-        elif not before:  # a step after a check was not launched ahead
+        else:
             self._without.add(tokens, seconds)
             if self._without.steps >= _WITHOUT:
                 self._without.take()

@@ -15,7 +15,7 @@ class Drafter:
     tokens: ClassVar[int] = 7
     """Tokens to draft at most, unless the user says otherwise."""
     by_model: ClassVar[bool] = False
-    """The model itself drafts, by steps that read the past sparsely. `draft` is not called."""
+    """The model itself drafts, and reads the past sparsely for it. `draft` is not called."""
 
     def draft(self, token_ids: array[int], most: int) -> Sequence[int]:
         """At most `most` tokens that may follow `token_ids`, prompt and output. Called before

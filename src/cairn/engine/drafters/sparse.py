@@ -6,10 +6,11 @@ from cairn.engine.drafters.drafter import Drafter
 
 
 class SparseDrafter(Drafter):
-    """The same weights read few pages of the past and draft; one dense step checks the drafts.
+    """The same weights read few pages of the past and draft, one token after the other; then they
+    read everything and check the drafts. All of it is one step.
 
-    A drafting step writes keys and values where the checking step writes them again, so drafts
-    need no memory of their own.
+    Drafting writes keys and values where checking writes them again, so drafts need no memory of
+    their own.
     """
 
     tokens = 4
