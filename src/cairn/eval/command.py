@@ -51,6 +51,29 @@ _BUDGETS = (
     list_flag("budgets", (12, 25, 50), f"{_BUDGET}; or give --hsa-topk.", float, low=0, high=100),
     flag("policies", None, "Ways to score pages; by default --hsa-policy, or quest."),
 )
+_VARIANTS = ("quest", "mean", "spread", "streaming", "dense-layers", "top-p", "by-layer")
+_POLICIES = (
+    TEXT,
+    flag("tokens", 4096, "Of the text and of the questions."),
+    list_flag(
+        "budgets",
+        (12, 25, 50),
+        "%% of the KV bytes that a token reads: window, sinks and dense layers included.",
+        float,
+        low=0,
+        high=100,
+    ),
+    list_flag("policies", ("all",), "Of these; or all.", str, choices=(*_VARIANTS, "all")),
+    list_flag(
+        "tasks",
+        ("niah_single_2", "niah_multikey_1", "vt"),
+        "Of RULER.",
+        str,
+        choices=[task for task in RULER_TASKS if task != "qa"],
+    ),
+    flag("samples", 10, "Texts with four facts each, and samples of each of RULER's tasks."),
+    flag("rows", 8, "Queries whose pages are compared with dense attention."),
+)
 _ROWS = flag("rows", 16, "Queries, over the text's second half.")
 # What it measures, and its flags by the title of their group.
 _KINDS: dict[str, tuple[str, str, Sequence[Flag]]] = {
@@ -62,6 +85,7 @@ _KINDS: dict[str, tuple[str, str, Sequence[Flag]]] = {
         "text and budgets",
         (*_BUDGETS, _ROWS),
     ),
+    "policies": ("policies side by side, at equal bytes read", "text and budgets", _POLICIES),
 }
 
 

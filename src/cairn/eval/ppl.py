@@ -24,7 +24,7 @@ def command(arguments: argparse.Namespace) -> int:
             f"--attention-backend is {backend!r}, which reads prompts densely, and a text is "
             f"scored as a prompt; use {names[-1]} alone"
         )
-    record = compare(arguments, "ppl", _measure, dense=True)
+    record = compare(arguments, "ppl", measure, dense=True)
     for row in record["results"]:
         row["ratio"] = round(row["ppl_tail"] / record["results"][0]["ppl_tail"], 4)
     report.show_rows(record, _COLUMNS)
@@ -32,7 +32,7 @@ def command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(llm: LLM, ids: list[int]) -> dict[str, Any]:
+def measure(llm: LLM, ids: list[int]) -> dict[str, Any]:
     """Perplexity of the text and of its second half, the tail. The budget matters only there, since
     early tokens read everything."""
     result = llm.generate(ids, max_tokens=1, prompt_logprobs=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -79,11 +80,16 @@ def keep(shares: torch.Tensor, read: LayerRead, window_start: int) -> Kept:
 
 
 def measure(rows: int, llm: LLM, ids: list[int]) -> dict[str, Any]:
-    """What an engine keeps for `rows` queries, over all layers and for each."""
+    """What an engine keeps for `rows` queries over the second half of the text."""
+    return measure_at(llm, ids, query_places(len(ids), rows))
+
+
+def measure_at(llm: LLM, ids: list[int], places: Sequence[int]) -> dict[str, Any]:
+    """What an engine keeps for the queries at the end of these prefixes, over all layers and for
+    each."""
     if not llm.engine.can_trace:
         raise ConfigError("recall needs sparse attention; add --attention-backend hsa")
     watcher = watch(llm.engine)
-    places = query_places(len(ids), rows)
     layers: dict[int, list[Kept]] = {}
     for place in places:
         for layer, kept in _keep_at(llm, watcher, ids[:place]).items():

@@ -193,6 +193,26 @@ def _plot_recall(record: dict[str, Any], path: str) -> None:
     _save_lines(record, figure, axis, "layer", "share of far attention kept", path)
 
 
+def _plot_policies(record: dict[str, Any], path: str) -> None:
+    """Facts, RULER and perplexity against the share of the KV bytes that is read."""
+    results = record["results"]
+    figure, axes = report.need_matplotlib().subplots(1, 3, figsize=(13, 3.8))
+    shown = {"facts": "facts found", "ruler": "RULER's score", "ratio": "perplexity / dense"}
+    for axis, (column, label) in zip(axes, shown.items(), strict=True):
+        for policy in dict.fromkeys(row["policy"] for row in results):
+            rows = [row for row in results if row["policy"] == policy]
+            if rows[0]["budget"] is None:
+                axis.axhline(rows[0][column], color="#808080", ls="--", label=policy)
+                continue
+            rows.sort(key=lambda row: float(row["bytes"]))
+            across = [100 * row["bytes"] for row in rows]
+            axis.plot(across, [row[column] for row in rows], marker="o", label=policy)
+        axis.set_xlabel("% of the KV bytes read")
+        axis.set_ylabel(label)
+    axes[0].legend(fontsize=8)
+    report.save_plot(figure, f"{_model(record)}: {results[0]['tokens']:,} tokens", path)
+
+
 def _save_lines(
     record: dict[str, Any], figure: Any, axis: Any, across: str, up: str, path: str
 ) -> None:
@@ -217,4 +237,5 @@ _PLOTS: Mapping[str, Any] = {
     "ruler": _plot_ruler,
     "ppl": _plot_ppl,
     "recall": _plot_recall,
+    "policies": _plot_policies,
 }

@@ -1,0 +1,63 @@
+"""`cairn eval policies`: equal bytes, and comparison with dense attention."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cairn.cli.main import main
+from cairn.errors import ConfigError
+from cairn.eval import command
+from cairn.eval.policies import VARIANTS, kept, make_points
+
+TOKENS = 1024
+
+
+def test_the_command_knows_every_policy() -> None:
+    assert tuple(VARIANTS) == command._VARIANTS
+
+
+@pytest.mark.parametrize(
+    "policies",
+    ["quest,streaming", pytest.param("spread,top-p,by-layer", marks=pytest.mark.slow)],
+)
+def test_policies_read_what_the_budget_says(
+    policies: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "policies.png"
+    arguments = ["eval", "policies", "--model", str(folder), "--device", "cpu"]
+    arguments += ["--kv-cache-gib", "0.05", "--tokens", str(TOKENS), "--budgets", "40"]
+    arguments += ["--policies", policies, "--samples", "1", "--rows", "2"]
+    assert main([*arguments, "--tasks", "niah_single_1", "--plot", str(plot)]) == 0
+    record: dict[str, Any] = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    dense, *rows = record["results"]
+    assert dense["policy"] == "dense" and dense["bytes"] == 1 and dense["ratio"] == 1
+    assert [row["policy"] for row in rows] == policies.split(",")
+    for row in rows:
+        if row["policy"] == "top-p":
+            assert 0 < row["bytes"] < 1
+        else:
+            assert row["bytes"] == pytest.approx(0.4, abs=0.01)
+        expected = 0 if row["policy"] == "streaming" else 1 / 16
+        assert row["landmarks"] == pytest.approx(expected)
+        assert row["ratio"] > 0 and 0 <= row["facts"] <= 1 and 0 <= row["ruler"] <= 1
+        assert "--attention-backend hsa" in row["flags"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_dense_layers_count(folder: Path) -> None:
+    given = {"model": str(folder), "device": "cpu"}
+    with pytest.raises(ConfigError, match="--budgets has 25%, and window, sinks and dense layers"):
+        make_points(given, TOKENS, ["dense-layers"], [0.25])
+
+
+def test_kept_is_a_ratio_of_paired_answers() -> None:
+    base = [True, True, False, True] * 25
+    assert kept(base, base) == (1.0, 1.0, 1.0)
+    assert kept([False] * 100, base) == (0.0, 0.0, 0.0)
+    share, low, high = kept([True, False, False, True] * 25, base)
+    assert share == pytest.approx(2 / 3, abs=1e-4) and 0.5 < low < share < high < 0.8
+    assert kept([False] * 4, [False] * 4) == (1.0, 0.0, 1.0)
