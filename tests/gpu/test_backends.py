@@ -9,6 +9,7 @@ import torch
 from cairn.attention.backend import AttentionShape, backend_names, dense_class, refusal
 from cairn.attention.batch import to_device
 from cairn.engine.inputs import StepInputs
+from cairn.errors import ConfigError
 from cairn.kernels.fp8_rows import FP8, widen
 from cairn.kernels.references import latent_attention, paged_attention
 from cairn.memory.groups import group_layers
@@ -86,10 +87,13 @@ def test_backends_agree_with_the_reference(
 
 
 @pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize("page_size", [16, 64, 512])
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("backend", backend_names())
-def test_backends_agree_over_latent_rows(backend: str, batch: str, num_heads: int) -> None:
-    device, dtype, page_size, width, latent = torch.device("cuda"), torch.bfloat16, 64, 576, 512
+def test_backends_agree_over_latent_rows(
+    backend: str, batch: str, page_size: int, num_heads: int
+) -> None:
+    device, dtype, width, latent = torch.device("cuda"), torch.bfloat16, 576, 512
     torch.manual_seed(0)
     new, total = (np.array(values) for values in zip(*BATCHES[batch], strict=True))
     groups = group_layers([None], [CacheLayout.of_latents(width).of_type(dtype)])
@@ -117,3 +121,18 @@ def test_backends_agree_over_latent_rows(backend: str, batch: str, num_heads: in
     )
     ratio = (out - expected).norm() / expected.norm()
     assert ratio < 1e-2, f"error ratio {ratio:.1e}"
+
+
+def test_flashinfer_refuses_a_step_with_too_many_tiles_of_latent_rows() -> None:
+    device, dtype, rows = torch.device("cuda"), torch.bfloat16, 20_000
+    groups = group_layers([None], [CacheLayout.of_latents(576).of_type(dtype)])
+    shape = AttentionShape(128, 1, 576, 0.1, 64, dtype, device, groups, value_dim=512)
+    reason = refusal("flashinfer", shape)
+    if reason is not None:
+        pytest.skip(reason)
+    pages = -(-rows // 64)
+    attention = dense_class("flashinfer")(shape, KVPool(groups, [pages], 64, device))
+    table = 1 + np.arange(pages, dtype=np.int32)[None]
+    inputs = StepInputs.made_up(64, np.array([rows]), np.array([rows]), [table])
+    with pytest.raises(ConfigError, match=r"step of 20000 rows.*lower chunked_prefill_size"):
+        attention.prepare(inputs.send(device, True).batch)

@@ -161,7 +161,8 @@ class DenseBackend(Backend):
     """A backend that reads the whole past, or a window of it."""
 
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
-    head_dims: ClassVar[tuple[int, ...] | None] = None  # None for any
+    head_dims: ClassVar[tuple[int, ...] | None] = None
+    """Sizes of heads that it has, if they have their own keys and values; None for any."""
     keeps_one_plan: ClassVar[bool] = False
     """A second `prepare` for a layer group makes the first one's metadata invalid."""
     serves_mixed_layers: ClassVar[bool] = False
@@ -185,13 +186,13 @@ class DenseBackend(Backend):
             return f"the type is {str(shape.dtype).removeprefix('torch.')}; it has {names}"
         if shape.scales and not cls.serves_mixed_layers:
             return "layers differ in heads, head size or scale, and it serves one kind"
+        latent = cls.reads_latents and shape.value_dim is not None
+        reads = (LATENT,) if latent else cls.reads
         for group in shape.groups:
             kept = [part.name for part in group.layout.parts]
-            latent = cls.reads_latents and shape.value_dim is not None
-            reads = (LATENT,) if latent else cls.reads
             if group.layers and not set(reads) <= set(kept):
                 return f"layers keep {', '.join(kept)}; it reads {', '.join(reads)}"
-        if cls.head_dims is not None and shape.head_dim not in cls.head_dims:
+        if not latent and cls.head_dims is not None and shape.head_dim not in cls.head_dims:
             sizes = ", ".join(map(str, cls.head_dims))
             return f"heads have size {shape.head_dim}; it has {sizes}"
         if shape.cache_dtype == FP8 and not cls.reads_fp8:
