@@ -115,7 +115,7 @@ def test_filters_do_not_keep_greedy_rows_from_recorded_draws() -> None:
     sampler = make(greedy, drawn, vocab=50)
     assert sampler.plain_draws([row(0, 7)]) is not None
     assert sampler.plain_draws([row(1, 7)]) is None
-    assert sampler.plain_draws([row(0, 7)._replace(allowed=b"\xff")]) is None
+    assert sampler.plain_draws([row(0, 7)._replace(allowed=(b"\xff",))]) is None
     scored = make(SamplingParams(logprobs=0), vocab=50)
     assert scored.plain_draws([row(0, 7)]) is None
 

@@ -12,6 +12,7 @@ import pytest
 
 import cairn.kernels
 from cairn import LLM, SamplingParams
+from cairn.engine.plan import Allowed
 from tests.engine.tiered import tiered
 from tests.helpers import (
     TINY_EXPERTS,
@@ -86,7 +87,7 @@ def bound_by_grammar(llm: LLM) -> None:
     frontend = llm.frontend
     for params in (GREEDY, WAYS["drawn"]):
         free, bound = (frontend.prepare(tokens_of(30, seed=n), params)[0] for n in (1, 2))
-        bound.allowed_tokens = lambda: bytes([0xFF] * 8)
+        bound.allowed_tokens = lambda: Allowed((bytes([0xFF] * 8),))
         bound.host_tokens = True
         for request in (free, bound):
             frontend.submit([request])

@@ -7,12 +7,14 @@ from typing import Any
 
 import openai
 import pytest
+from llguidance import LLMatcher
 
 from cairn.server.grammar import ModelForms, chat_grammar
 from cairn.server.grammars import Follower, Grammars
 from cairn.server.schema import ChatRequest
 from cairn.server.tools.hermes import Hermes
 from cairn.server.tools.parser import ToolParser
+from cairn.server.wire import Grammar
 from cairn.text.tokenizer import Tokenizer
 from tests.helpers import byte_tokenizer
 from tests.server.process import ServerProcess
@@ -163,8 +165,8 @@ def wait_for(grammars: Grammars, follower: Follower) -> bytes:
     while grammars.num_pending:
         grammars.take()
     follower.close()
-    assert follower.mask is not None, follower.error
-    return follower.mask
+    assert follower.allowed is not None, follower.error
+    return follower.allowed.masks[0]
 
 
 def test_a_call_once_begun_is_a_whole_one() -> None:
@@ -187,6 +189,29 @@ def test_a_call_once_begun_is_a_whole_one() -> None:
     inner = 'Hello <tool_call>\n{"name": "clock", "arguments": {"zone": "'
     assert follows(inner) == set(fast.encode("UC").ids)
     assert end in follows(inner + 'UTC"}}\n</tool_call>')
+    grammars.close()
+
+
+def test_drafts_are_looked_at_as_far_as_they_are_allowed() -> None:
+    """They move nothing: the next question begins where the output ends."""
+    fast = byte_tokenizer()
+    grammars = Grammars(Tokenizer(fast, None), 256, frozenset({255}))
+    (follower,) = grammars.follow(Grammar(LLMatcher.grammar_from_regex("abc[de]*f"), "regex"), [0])
+
+    def follows(tokens: str, drafts: str) -> list[str]:
+        follower.advance(fast.encode(tokens).ids, fast.encode(drafts).ids)
+        while grammars.num_pending:
+            grammars.take()
+        assert follower.allowed is not None, follower.error
+        masks, kept = follower.allowed
+        assert list(kept) == fast.encode(drafts).ids[: len(masks) - 1]
+        return [fast.decode([t for t in range(255) if mask[t // 8] >> t % 8 & 1]) for mask in masks]
+
+    assert follows("", "abx") == ["a", "b", "c"]
+    assert follows("a", "") == ["b"]
+    assert follows("b", "cdde") == ["c", "def", "def", "def", "def"]
+    assert follows("cd", "f") == ["def", ""]  # only the end is left
+    assert follows("", "fa") == ["def", ""]
     grammars.close()
 
 

@@ -26,6 +26,15 @@ UNKNOWN = -1
 model makes in the same step."""
 
 
+class Allowed(NamedTuple):
+    """The tokens that may follow a request's output, as bit masks, lowest bit first."""
+
+    masks: tuple[bytes, ...]
+    """Of the next token, and of the token after each of `drafts`."""
+    drafts: tuple[int, ...] = ()
+    """Drafts that are allowed, each after those before it."""
+
+
 class TableEdit(NamedTuple):
     """Page ids to write into a slot's page table, starting at entry `first`."""
 
@@ -68,9 +77,9 @@ class Advance(NamedTuple):
     """Report which pages were read to sample the token."""
     dense: bool = False
     """All rows of the request attend as rows of a prompt do: densely."""
-    allowed: bytes | None = None
-    """Bit mask of the tokens that may be sampled, lowest bit first; None for all. Requests with
-    masks have no drafts."""
+    allowed: tuple[bytes, ...] = ()
+    """For each sampled token, a bit mask of those that may be sampled, lowest bit first; empty if
+    all may."""
     attempt: int = 0
     """Number of times the request had been retracted when the plan was made."""
     guesses: int = 0
@@ -97,7 +106,7 @@ class Advance(NamedTuple):
             samples=1,
             traced=False,
             dense=False,
-            allowed=None,
+            allowed=(),
             guesses=0,
             reached=0,
             guess=guess,

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from cairn.engine.logprobs import TokenLogprob
-from cairn.engine.plan import PromptScores
+from cairn.engine.plan import Allowed, PromptScores
 from cairn.engine.sampling_params import SamplingParams
 from cairn.memory.cache import SequencePages
 from cairn.sparsity.selection import Selection
@@ -53,9 +53,9 @@ class Request:
     `ONLY_PROMPT` generate nothing."""
     host_tokens: bool = False
     """Each step needs the previous token on the host, so this request's steps do not overlap."""
-    allowed_tokens: Callable[[], bytes | None] | None = None
-    """Returns a bit mask of the tokens that may follow the output so far; None if that is not known
-    yet, and the request has to wait. Needs `host_tokens`."""
+    allowed_tokens: Callable[[], Allowed | None] | None = None
+    """Returns the tokens that may follow the output so far, and drafts to check; None if that is
+    not known yet, and the request has to wait. Needs `host_tokens`."""
     shares_tokens: bool = False
     """`token_ids` are also those of other choices of the prompt, and are copied before it runs."""
     traced: bool = False

@@ -137,7 +137,7 @@ class Sampler:
         """How these requests draw tokens; None if one needs filters, penalties, bias, min_tokens,
         a mask or log-probabilities."""
         _, slots, positions = _Samples.of(advances)
-        masked = any(advance.allowed is not None for advance in advances)
+        masked = any(advance.allowed for advance in advances)
         if masked or self._special[slots].any():
             return None
         places = self.places(advances)
@@ -193,7 +193,7 @@ class Sampler:
         """Logits after bias, penalties, min_tokens and token masks; unchanged if none applies."""
         owner, slots, positions = samples
         num_output = positions - np.array([advance.prompt_len for advance in advances])[owner]
-        masked = np.array([advance.allowed is not None for advance in advances])[owner]
+        masked = np.array([bool(advance.allowed) for advance in advances])[owner]
         bias, ends = self._biased[slots], num_output < self._min_tokens[slots]
         if drafts is None and not (masked.any() or bias.any() or ends.any()):
             return logits
@@ -207,7 +207,7 @@ class Sampler:
             index = self._sent(rows)
             wide[index] = wide[index].masked_fill(held_back, float("-inf"))
         if len(rows := np.flatnonzero(masked)):
-            forbidden = self._forbidden([advances[owner[row]].allowed or b"" for row in rows])
+            forbidden = self._forbidden([mask for own in advances for mask in own.allowed])
             index = self._sent(rows)
             wide[index] = wide[index].masked_fill(forbidden, float("-inf"))
         return wide

@@ -23,7 +23,15 @@ from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
 
-from cairn.engine.plan import ONLY_PROMPT, UNKNOWN, Admission, Advance, StepPlan, TableEdit
+from cairn.engine.plan import (
+    ONLY_PROMPT,
+    UNKNOWN,
+    Admission,
+    Advance,
+    Allowed,
+    StepPlan,
+    TableEdit,
+)
 from cairn.engine.request import FinishReason, Request, State
 from cairn.engine.speculation import Speculation
 from cairn.engine.step_time import StepTimeModel, round_rows
@@ -90,6 +98,13 @@ NO_GUESSES: Mapping[str, Sequence[int]] = MappingProxyType({})
 def attention_pairs(rows: int, context: int) -> int:
     """Number of (row, key) pairs that `rows` new rows after `context` earlier ones score."""
     return rows * context + rows * (rows + 1) // 2
+
+
+def _allowed(request: Request) -> Allowed:
+    assert request.allowed_tokens is not None
+    allowed = request.allowed_tokens()
+    assert allowed is not None  # `can_advance` has made sure
+    return allowed
 
 
 def _in_vain(request: Request, advance: Advance) -> bool:
@@ -234,7 +249,9 @@ class Scheduler:
         """Advance a decoding request by its newest token and the drafts after it."""
         count = speculation.count(request, self._most_drafts(step, request, speculation))
         drafts = _PENDING * count
-        if count and not speculation.drafter.by_model:
+        if request.allowed_tokens is not None:
+            drafts = array("q", _allowed(request).drafts[:count])
+        elif count and not speculation.drafter.by_model:
             drafts = array("q", speculation.propose(request, count))
         self._advance(step, request, 1, prefill=False, drafts=drafts)
         step.hopeful += bool(drafts) and speculation.expects(request)
@@ -423,10 +440,9 @@ class Scheduler:
         next_ids: tuple[int, ...] = ()
         if scores == "top":
             next_ids = tuple(request.token_ids[start + 1 : min(stop + 1, request.prompt_len)])
-        allowed = None
+        allowed: tuple[bytes, ...] = ()
         if samples and request.allowed_tokens is not None:
-            allowed = request.allowed_tokens()
-            assert allowed is not None  # `can_advance` has made sure
+            allowed = _allowed(request).masks[:samples]
         step.advances.append(
             # By position, which is faster: every running request passes here in every step.
             Advance(

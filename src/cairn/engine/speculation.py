@@ -47,7 +47,8 @@ class Speculation:
         """Whether to draft for this request now."""
         return (
             request.params.speculation
-            and request.allowed_tokens is None  # its masks are made for one token at a time
+            # Masks are made on the host, which does not know the model's drafts in time.
+            and not (request.allowed_tokens is not None and self.drafter.by_model)
             and self._pays
             and len(request.token_ids) >= max(self._least, request.rests_until)
         )
@@ -58,6 +59,14 @@ class Speculation:
         if most <= 0 or request.checking or not self.wants(request):
             return 0
         return min(most, max(1, self.most >> request.misses))
+
+    def suggest(self, request: Request) -> list[int]:
+        """Drafts of a request that takes allowed tokens only, before it is planned. Its masks are
+        to be made for them too."""
+        if self.drafter.by_model:
+            return []
+        count = self.count(request, min(self.most, request.end_len - request.num_tokens - 1))
+        return self.propose(request, count) if count else []
 
     def expects(self, request: Request) -> bool:
         """Whether drafts of this request probably come true."""

@@ -191,7 +191,7 @@ class EngineLoop(Driver[int]):
                 self._fail(follower)
         for message in list(self._compiling.values()):
             followers = [self._followers[number] for number in _numbers(message)]
-            if all(follower.mask is not None for follower in followers):
+            if all(follower.allowed is not None for follower in followers):
                 del self._compiling[message.number]
                 self._submit(message, followers)
         return news
@@ -264,12 +264,14 @@ class EngineLoop(Driver[int]):
         return self._open.pop(request.id), vector
 
     def _follow(self, progress: Sequence[Progress]) -> None:
-        """Ask what may follow the new tokens."""
+        """Ask what may follow the new tokens, and drafts behind them."""
+        speculation = self.engine.scheduler.speculation
         for request, tokens, _ in progress:
             if (follower := self._followers.get(int(request.id))) is None:
                 continue
             if request.finish_reason is None:
-                follower.advance(tokens)
+                drafts = [] if speculation is None else speculation.suggest(request)
+                follower.advance(tokens, drafts)
             else:
                 self._drop(follower.number)
 

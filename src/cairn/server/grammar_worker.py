@@ -13,7 +13,8 @@ import resource
 import signal
 import socket
 import struct
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from io import BufferedIOBase
 from pathlib import Path
 
@@ -21,23 +22,27 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 COMPILE_SECONDS, MASK_SECONDS = 5.0, 1.0  # of processor time
+_AHEAD_SECONDS = 0.05  # of processor time, after which no more drafts are looked at
 MEMORY_MIB = 128  # of a worker, beside what it shares with the host
 _LONGEST_ERROR = 300
 HEADER = struct.Struct("!I")  # length of the message that follows
 
 
 class Ask(msgspec.Struct, array_like=True, frozen=True):
-    """Which tokens may follow when a choice has continued by `tokens`? None: the choice ended."""
+    """Which tokens may follow when a choice has continued by `tokens`? None: the choice ended. And
+    which may follow each of `drafts`, if it continues by them?"""
 
     choice: int
     tokens: list[int] | None
+    drafts: list[int] = []
 
 
 class Mask(msgspec.Struct, array_like=True, frozen=True):
-    """The answer: one bit per token, lowest bit first. Empty if there is an error."""
+    """The answer: one bit per token, lowest bit first. The first mask is that of the next token;
+    others follow for drafts, as far as they are allowed. None if there is an error."""
 
     choice: int
-    mask: bytes
+    masks: list[bytes]
     error: str = ""
 
 
@@ -87,7 +92,7 @@ def _work(connection: socket.socket, tokens: LLTokenizer | None, problem: str) -
             if ask.tokens is None:
                 rules.drop(ask.choice)
                 continue
-            answer = encode(rules.answer(ask.choice, ask.tokens))
+            answer = encode(rules.answer(ask.choice, ask.tokens, ask.drafts))
             stream.write(HEADER.pack(len(answer)) + answer)
             stream.flush()
     finally:
@@ -121,13 +126,13 @@ class _Rules:
     def drop(self, choice: int) -> None:
         self._matchers.pop(choice, None)
 
-    def answer(self, choice: int, tokens: list[int]) -> Mask:
+    def answer(self, choice: int, tokens: list[int], drafts: Sequence[int]) -> Mask:
         compiled = self._fresh is not None
         signal.setitimer(signal.ITIMER_PROF, MASK_SECONDS if compiled else COMPILE_SECONDS)
         try:
-            return Mask(choice, self._mask(choice, tokens))
+            return Mask(choice, [self._mask(choice, tokens), *self._ahead(choice, drafts)])
         except BaseException as error:  # a panic of the library is no Exception
-            return Mask(choice, b"", str(error).split("\n", 1)[0][:_LONGEST_ERROR])
+            return Mask(choice, [], str(error).split("\n", 1)[0][:_LONGEST_ERROR])
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
 
@@ -148,3 +153,20 @@ class _Rules:
         if not any(mask):
             raise ValueError("no token of this model can continue the answer")
         return mask
+
+    def _ahead(self, choice: int, drafts: Sequence[int]) -> Iterator[bytes]:
+        """The masks after drafts, while the grammar allows them and there is time. They move a copy
+        of the matcher: what goes wrong with drafts does not concern the answer."""
+        begin = time.process_time()
+        ahead: LLMatcher | None = None
+        for draft in drafts:
+            if time.process_time() - begin > _AHEAD_SECONDS:
+                return
+            signal.setitimer(signal.ITIMER_PROF, MASK_SECONDS)
+            ahead = self._matchers[choice].deep_copy() if ahead is None else ahead
+            if not ahead.try_consume_tokens([draft]):
+                return
+            mask: bytes = ahead.compute_bitmask()
+            if ahead.is_error() or not any(mask):
+                return
+            yield mask

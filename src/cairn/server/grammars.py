@@ -18,6 +18,7 @@ from contextlib import suppress
 
 import zmq
 
+from cairn.engine.plan import Allowed
 from cairn.errors import QueueFullError, RequestError
 from cairn.server import grammar_worker
 from cairn.server.grammar_worker import COMPILE_SECONDS, HEADER, MASK_SECONDS, MEMORY_MIB, Ask
@@ -43,17 +44,18 @@ class Follower:
         self.grammar = grammar
         self.number = number
         self.output: list[int] = []
-        self.mask: bytes | None = None  # tokens that may follow the output; None: not known yet
+        self.drafts: Sequence[int] = ()
+        self.allowed: Allowed | None = None  # what may follow the output; None: not known yet
         self.error: str | None = None
         self._grammars = grammars
 
-    def __call__(self) -> bytes | None:
-        return self.mask
+    def __call__(self) -> Allowed | None:
+        return self.allowed
 
-    def advance(self, tokens: Sequence[int]) -> None:
-        """The output has continued: ask what may follow."""
+    def advance(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> None:
+        """The output has continued: ask what may follow, and what may follow drafts."""
         self.output += tokens
-        self.mask = None
+        self.drafts, self.allowed = drafts, None
         self._grammars.ask(self, tokens)
 
     def close(self) -> None:
@@ -106,7 +108,7 @@ class Grammars:
             tokens = follower.output
         found.pending.append(follower)
         found.asked = found.asked if len(found.pending) > 1 else time.monotonic()
-        found.send(grammar_worker.encode(Ask(follower.number, list(tokens))))
+        found.send(grammar_worker.encode(Ask(follower.number, list(tokens), list(follower.drafts))))
         self.last_ask = time.perf_counter()
 
     def drop(self, follower: Follower) -> None:
@@ -254,7 +256,9 @@ class _Worker:
             del self._received[:end]
             self.answered, self.asked = True, time.monotonic()
             follower = self.pending.popleft()
-            follower.mask = answer.mask or None
+            if answer.masks:
+                drafts = tuple(follower.drafts[: len(answer.masks) - 1])
+                follower.allowed = Allowed(tuple(answer.masks), drafts)
             if answer.error:
                 follower.error = answer.error
                 failed.append(follower)

@@ -146,6 +146,6 @@ class LeadMover:
 def _for_others(plan: StepPlan) -> StepPlan:
     """The plan without what only the rank that samples needs."""
     advances = plan.advances
-    if any(advance.allowed is not None for advance in advances):
-        advances = tuple(advance._replace(allowed=None) for advance in advances)
+    if any(advance.allowed for advance in advances):
+        advances = tuple(advance._replace(allowed=()) for advance in advances)
     return replace(plan, advances=advances, admissions=())
