@@ -82,6 +82,20 @@ def test_latent_attention(batch: str, sizes: latent_case.Sizes, dtype: torch.dty
     latent_case.check(lengths, new, sizes, CUDA, dtype, tolerance=TOLERANCE.get(dtype, 1e-2))
 
 
+MANY = [(1, n) for n in (7, 64, 129, 4000, 1, 640, 700)]
+
+
+@pytest.mark.parametrize("lengths", [*BATCHES.values(), MANY], ids=[*BATCHES, "many"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("heads", "page_size"), [(128, 64), (64, 128)])
+def test_latent_decode_in_cuda(
+    heads: int, page_size: int, dtype: torch.dtype, lengths: list[tuple[int, int]]
+) -> None:
+    new, total = map(list, zip(*lengths, strict=True))
+    sizes = latent_case.Sizes(heads, 512, 64, page_size)
+    latent_case.check(total, new, sizes, CUDA, dtype, tolerance=1e-2, cuda=True)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_both_forms_of_latent_attention(dtype: torch.dtype) -> None:
     latent_case.check_forms(CUDA, dtype, tolerance=TOLERANCE[dtype] if dtype.itemsize > 2 else 2e-2)

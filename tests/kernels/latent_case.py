@@ -19,6 +19,7 @@ from cairn.kernels.latent import (
     rows_per_block,
     share_pages,
 )
+from cairn.kernels.latent_decode import LatentDecode
 from cairn.kernels.paged_extend import ExtendBlocks
 from cairn.kernels.references import latent_attention
 from cairn.memory.groups import group_layers
@@ -60,8 +61,10 @@ def check(
     *,
     tolerance: float,
     max_seqs: int = 8,
+    cuda: bool = False,
 ) -> None:
-    """Sequences with one new row by the kernels for decode, the others by those for chunks."""
+    """Sequences with one new row by the kernels for decode, in Triton or in CUDA C++, the others by
+    those for chunks."""
     torch.manual_seed(0)
     heads, latent, rope, page_size = sizes
     pool, table = paged(lengths, sizes, device, dtype)
@@ -81,7 +84,8 @@ def check(
     rows = cu_query[:-1].contiguous()
     if device.type == "cuda":
         torch.cuda.synchronize()  # in a step, another kernel runs between plan and attention
-    latent_decode(query, pool, table, alone, rows, shares, out, scale=scale)
+    decode = LatentDecode(heads, page_size, max_seqs, dtype, device) if cuda else latent_decode
+    decode(query, pool, table, alone, rows, shares, out, scale=scale)
     chunks = np.flatnonzero(np.array(new) > 1)
     if len(chunks):
         per_block = rows_per_block(heads, dtype)

@@ -130,6 +130,8 @@ class Backend:
     graphs: Collection[Graph] = ()
     reads_fp8: ClassVar[bool] = False
     """It reads keys and values of 8 bits (`kernels/fp8_rows.py`)."""
+    notes: tuple[str, ...] = ()
+    """Messages for the user about how it runs."""
 
     @classmethod
     def unavailable_reason(cls, device: torch.device) -> str | None:
@@ -249,8 +251,6 @@ class SparseBackend(Backend):
     """It supports the host tier."""
     reads_generations: bool = False
     """It needs the page generations on the device."""
-    notes: tuple[str, ...] = ()
-    """Messages for the user about how it runs."""
 
     def __init__(self, parts: SparseParts) -> None:
         self._parts = parts

@@ -12,12 +12,14 @@ reads: torch's fused attention takes keys and values of one size only.
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cairn.attention.backend import DenseBackend
 from cairn.attention.batch import AttentionBatch, to_device
@@ -29,6 +31,7 @@ from cairn.memory.groups import LayerGroup
 from cairn.memory.layout import KV, LATENT
 
 _QUERY_BLOCK = 128  # bounds the mask and the masked keys that a causal block reads
+_MOST_FUSED = 256  # columns of a head that torch's fused kernels on CUDA are known to serve
 _EXPANDED = 2**25  # numbers of keys and values that are expanded at once, by heads
 
 
@@ -332,13 +335,16 @@ def _extend(
     # [kv_heads, group, rows, dim] against [kv_heads, 1 -> group, keys, dim]
     grouped = query.reshape(rows, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
     shape = (kv_heads, heads // kv_heads, keys, dim)
-    out = F.scaled_dot_product_attention(
-        grouped,
-        key[:, None].expand(shape),
-        value[:, None].expand(shape),
-        attn_mask=mask,
-        scale=scale,
-    )
+    # Torch's fused kernel for heads this wide gives wrong results for some numbers of rows.
+    wide = query.device.type == "cuda" and dim > _MOST_FUSED
+    with sdpa_kernel(SDPBackend.MATH) if wide else nullcontext():
+        out = F.scaled_dot_product_attention(
+            grouped,
+            key[:, None].expand(shape),
+            value[:, None].expand(shape),
+            attn_mask=mask,
+            scale=scale,
+        )
     return out.permute(2, 0, 1, 3).reshape(rows, heads, dim)
 
 

@@ -3,7 +3,7 @@ rows. Keys and values of heads have kernels of their own, and so have latent row
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -58,6 +58,8 @@ class _Kernels(Protocol):
 
     rows_per_block: int
     """Rows of a sequence that a program of `extend` handles."""
+    notes: tuple[str, ...]
+    """Messages for the user about how they run."""
 
     def plan(self, group: int, metadata: _Metadata) -> None:
         """Plan the decode rows of a step."""
@@ -75,6 +77,8 @@ class _Kernels(Protocol):
 
 class _HeadKernels:
     """Of keys and values of heads."""
+
+    notes: tuple[str, ...] = ()
 
     rows_per_block = 64
 
@@ -161,8 +165,12 @@ class _HeadKernels:
 class _LatentKernels:
     """Of latent rows."""
 
+    notes: tuple[str, ...] = ()
+
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
-        from cairn.kernels.latent import LatentShares, rows_per_block
+        from cairn.kernels.cuda_source import KernelUnavailableError
+        from cairn.kernels.latent import LatentShares, latent_decode, rows_per_block
+        from cairn.kernels.latent_decode import LatentDecode, refusal
 
         assert shape.value_dim is not None
         self._shape, self._pool = shape, pool
@@ -173,6 +181,16 @@ class _LatentKernels:
             )
             for _ in shape.groups
         ]
+        self._decode: Callable[..., None] = latent_decode
+        latent, rope = shape.value_dim, shape.head_dim - shape.value_dim
+        size = shape.num_heads, latent, rope, shape.page_size, shape.dtype, shape.device
+        if refusal(*size) is None:
+            try:
+                self._decode = LatentDecode(
+                    shape.num_heads, shape.page_size, shape.max_seqs, shape.dtype, shape.device
+                )
+            except KernelUnavailableError as error:
+                self.notes = (f"latent decode runs in Triton, not in CUDA C++: {error}",)
 
     def plan(self, group: int, metadata: _Metadata) -> None:
         from cairn.kernels.latent import share_pages
@@ -182,11 +200,9 @@ class _LatentKernels:
     def decode(
         self, layer: int, query: torch.Tensor, metadata: _Metadata, out: torch.Tensor
     ) -> None:
-        from cairn.kernels.latent import latent_decode
-
         g = self._pool.group_of[layer]
         assert metadata.decode_rows is not None
-        latent_decode(
+        self._decode(
             query,
             self._pool.part(layer, LATENT),
             metadata.decode_tables[g],
@@ -230,6 +246,7 @@ class TritonBackend(DenseBackend):
             self.graphs = (*DENSE_GRAPHS, Graph("dense", mixed=False, few=True))
         kernels = _HeadKernels if shape.value_dim is None else _LatentKernels
         self._kernels: _Kernels = kernels(shape, pool)
+        self.notes = self._kernels.notes
         self._forms: _Forms | None = None  # of the step computed last
         self._every_row = torch.arange(shape.max_seqs, dtype=torch.int32, device=shape.device)
 

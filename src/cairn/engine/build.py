@@ -221,6 +221,7 @@ def build_runner(
     unbounded = (g if g.copy_of is None else replace(g, window=None) for g in groups)
     dense_shape = replace(shape, groups=tuple(unbounded))
     backends = [dense(dense_shape, pool) for dense in choices.dense]
+    notes += [note for dense in backends for note in dense.notes]
     backend: AttentionBackend = backends[0] if len(backends) == 1 else PairBackend(*backends)
     tier = in_stage = landmarks = None
     if sparse is not None and choices.attention.backend is not None:

@@ -90,15 +90,21 @@ DEVICE void barrier_expect(u64* barrier, u32 bytes) {
                : "memory");
 }
 
-// Wait for the end of a barrier's first phase.
-DEVICE void barrier_wait(u64* barrier) {
+DEVICE void barrier_arrive(u64* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+// Wait for the end of a barrier's phase; phases are numbered 0, 1, 0, 1, ...
+DEVICE void barrier_wait(u64* barrier, u32 phase = 0) {
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
       "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra again;\n"
-      "}\n" ::"r"(shared_address(barrier))
+      "}\n" ::"r"(shared_address(barrier)),
+      "r"(phase)
       : "memory");
 }
 

@@ -444,16 +444,20 @@ def latent_decode(
     """Attention of one row of each sequence."""
     descriptors, sizes = _sizes(query, pool, out)
     max_seqs = len(shares.pages) - 2
-    heads, latent = out.shape[1:]
-    parts = out, shares.partial, shares.partial_lse
-    _latent_decode_kernel[(blocks_of(heads, sizes["HEAD_TILE"]), shares.programs)](
-        query, pool, *descriptors, page_table, kv_lens, rows, shares.pages, *parts, scale,
-        page_table.stride(0), MAX_SEQS=max_seqs, BLOCK_SEQS=power_of_two(max_seqs), **sizes,
-        **pdl_options(query),
+    _latent_decode_kernel[(blocks_of(out.shape[1], sizes["HEAD_TILE"]), shares.programs)](
+        query, pool, *descriptors, page_table, kv_lens, rows, shares.pages, out, shares.partial,
+        shares.partial_lse, scale, page_table.stride(0), MAX_SEQS=max_seqs,
+        BLOCK_SEQS=power_of_two(max_seqs), **sizes, **pdl_options(query),
     )  # fmt: skip
-    _latent_merge_kernel[(heads, len(kv_lens))](
-        rows, shares.pages, *parts, MAX_SEQS=max_seqs, HEADS=heads, LATENT=latent, num_warps=4,
-        **pdl_options(query),
+    merge_shares(shares, rows, out)
+
+
+def merge_shares(shares: LatentShares, rows: torch.Tensor, out: torch.Tensor) -> None:
+    """Merge the partial results of sequences that several programs have read."""
+    heads, latent = out.shape[1:]
+    _latent_merge_kernel[(heads, len(rows))](
+        rows, shares.pages, out, shares.partial, shares.partial_lse, HEADS=heads, LATENT=latent,
+        MAX_SEQS=len(shares.pages) - 2, num_warps=4, **pdl_options(out),
     )  # fmt: skip
 
 
