@@ -27,12 +27,20 @@ from tests.helpers import (
 pytestmark = pytest.mark.gpu
 
 LARGE = {"hidden_size": 64, "max_position_embeddings": 40_000}  # heads of 16
+INDEX = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "indexer_types": ["full", "shared"],
+    "index_n_heads": 4,
+    "index_head_dim": 32,
+    "index_topk": 100,
+}
 SPARSE = {"attention_backend": "hsa", "page_size": 16, "hsa_topk": 3, "hsa_window": 32}
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dense": ({**TINY_LLAMA, **LARGE}, {}),
     "windows": ({**TINY_OLMO3, **LARGE}, {}),
     "experts": ({**TINY_EXPERTS, **LARGE}, {}),
     "latents": ({**TINY_LATENT, **LARGE}, {}),
+    "index": ({**TINY_LATENT, **LARGE, **INDEX}, {}),
     "hils": ({**TINY_HILS, **LARGE, "full_attn_interleave": 2}, {}),
     "quest": ({**TINY_LLAMA, **LARGE}, {**SPARSE, "hsa_sinks": 1}),
     "mean": ({**TINY_LLAMA, **LARGE}, {**SPARSE, "hsa_policy": "mean", "hsa_layers": "1"}),

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cairn.kernels.index_scan import index_scan, plan_scan
+from cairn.kernels.references import index_scan_reference
+from cairn.kernels.top_rows import top_rows
 from tests.kernels import latent_case, row_case
 from tests.kernels.row_case import Sizes
 
@@ -50,3 +53,27 @@ LATENT = [
 @pytest.mark.parametrize("counts", [[2048], [1, 2048, 700, 0, 1999], [2048] * 150], ids=len)
 def test_row_attention(counts: list[int], sizes: latent_case.Sizes, dtype: torch.dtype) -> None:
     row_case.check_attention(counts, 2048, sizes, CUDA, dtype, tolerance=TOLERANCE[dtype])
+
+
+def test_what_is_chosen_in_half_precision_is_as_good_as_the_best() -> None:
+    """By the true scores of rounded queries and keys: no chosen row is worse than the true k-th by
+    more than rounding, and no better row is left out."""
+    torch.manual_seed(0)
+    lengths, k = [70_000, 9000, 2500], 2048
+    pool, table = latent_case.paged(lengths, latent_case.Sizes(1, 128, 0, 64), CUDA, torch.bfloat16)
+    query = torch.randn(6, 64, 128, device=CUDA).bfloat16()
+    weights = torch.randn(6, 64, device=CUDA)
+    listed = row_case.make_list(lengths, [1, 1, 1], 1, CUDA)
+    scores = torch.empty(3, 70_016, device=CUDA)
+    plan_scan(listed, torch.bfloat16)
+    index_scan(query, weights, pool, table, listed, scores)
+    positions = torch.empty(3, k, dtype=torch.int32, device=CUDA)
+    slots, scratch = torch.empty_like(positions), torch.empty_like(scores, dtype=torch.int32)
+    top_rows(scores, listed.limits, listed.seqs, table, positions, slots, scratch, page_size=64)
+    for seq, length in enumerate(lengths):
+        row = int(listed.rows[seq])
+        keys = pool[table[seq].long()].flatten(0, 1)[:length].double()
+        true = index_scan_reference(query[row].double(), weights[row].double(), keys)
+        chosen = true[positions[seq].long()]
+        rest = true.index_fill(0, positions[seq].long(), float("-inf"))
+        assert chosen.min() >= rest.max() - 1e-5 * true.abs().max()

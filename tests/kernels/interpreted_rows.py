@@ -3,11 +3,20 @@ test_kernels.py."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from cairn import LLM
+from cairn.attention import dsa_kernels
+from cairn.attention.dsa_backend import DSABackend
+from cairn.attention.dsa_kernels import RowKernels
+from cairn.attention.triton_backend import TritonBackend
 from cairn.kernels import index_scan as scan_module
 from cairn.kernels import top_rows as top_module
+from tests.helpers import GOLDENS, poison_free_memory
 from tests.kernels import latent_case, row_case
 from tests.kernels.row_case import Sizes
 
@@ -55,3 +64,29 @@ def test_row_attention(counts: list[int], k: int, sizes: tuple[int, int, int, in
     """In one part and in several; lists that are empty, short and full."""
     own = latent_case.Sizes(*sizes)
     row_case.check_attention(counts, k, own, CPU, torch.float32, tolerance=1e-5)
+
+
+def test_a_whole_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of prompts in several tiles, mixed steps and decode over shared selections: every row
+    reads what it reads in torch, and says the same."""
+    monkeypatch.setattr(dsa_kernels, "_SCORES", 1)
+    monkeypatch.setattr(TritonBackend, "unavailable_reason", staticmethod(lambda _: None))
+    case = "hf_glm_moe_dsa_shared_index"
+    golden = load_file(GOLDENS / case / "golden.safetensors")
+    prompts = [golden["input_ids_a"].tolist()[:n] for n in (36, 15)]
+    answers, traces = [], []
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_gib": 0.02}
+    options |= {"page_size": 16, "chunked_prefill_size": 36, "max_running_requests": 2}
+    for kernels in (False, True):
+        if kernels:
+            monkeypatch.setattr(RowKernels, "refusal", staticmethod(lambda _: None))
+        with LLM(GOLDENS / case, **options) as llm:
+            poison_free_memory(llm.engine)
+            results = llm.generate(prompts, max_tokens=2, ignore_eos=True, trace=True)
+            assert isinstance(llm.engine.runner.backend, DSABackend)
+            assert (llm.engine.runner.backend._kernels is not None) == kernels
+        answers.append([result.token_ids for result in results])
+        read = [result.trace.tokens for result in results if result.trace is not None]
+        traces.append([[[own.pages for own in t.layers] for t in tokens] for tokens in read])
+    assert answers[0] == answers[1]
+    assert traces[0] == traces[1]

@@ -51,7 +51,7 @@ def check_scan(
     query = torch.randn(count, heads, width, device=device).to(dtype)
     weights = torch.randn(count, heads, device=device)
     longest = -(-max(lengths) // 128) * 128
-    for per in (1, per_item or rows_per_item(heads, dtype)):
+    for per in (1, per_item or rows_per_item(dtype)):
         listed = make_list(lengths, new, per, device)
         scores = torch.full((sum(new), longest), float("nan"), device=device)
         plan_scan(listed, dtype)

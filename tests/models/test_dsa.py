@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -45,11 +46,23 @@ class Recording(DSABackend):
             assert self.read.setdefault(place, own) == own, "another time it read other rows"
         return super().attend(layer, query, piece, positions, step)
 
+    def forward_indexed(self, layer: int, query: Any, heads: Any, metadata: Any, index: Any) -> Any:
+        out = super().forward_indexed(layer, query, heads, metadata, index)
+        if (rows := metadata.kernels) is not None:
+            batch = metadata.batch
+            seq = np.searchsorted(batch.cu_query, rows.rows, side="right") - 1
+            places = rows.rows + (batch.kv_lens - batch.cu_query[1:])[seq]
+            for place, own in zip(places.tolist(), rows.positions.tolist(), strict=True):
+                own = [position for position in own if position >= 0]
+                assert self.read.setdefault((layer, place), own) == own, "it read other rows"
+        return out
+
 
 def load(folder: Path, **options: Any) -> LLM:
     options = {"dtype": "float32", "device": "cpu", "page_size": 16, **options}
     llm = LLM(folder, attention_backend="tests.models.test_dsa:Recording", **options)
     poison_free_memory(llm.engine)
+    read_by(llm).clear()  # of the warm-up
     return llm
 
 

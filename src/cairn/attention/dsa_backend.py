@@ -15,10 +15,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from cairn.attention.backend import SparseBackend
+from cairn.attention.backend import AttentionShape, Graph, SparseBackend, SparseParts
 from cairn.attention.batch import AttentionBatch, IndexQuery, to_device
+from cairn.attention.dsa_kernels import RowKernels, RowStep
 from cairn.attention.latent import LatentHeads
 from cairn.memory.layout import INDEX, LATENT
+from cairn.sparsity.config import SparseConfig
 from cairn.sparsity.selection import Selection, top_rows
 
 _SCORED = 2**24  # products of index heads and rows at once
@@ -49,6 +51,8 @@ class _Step:
     """Positions [rows, k] of each piece, from the last layer with an index."""
     traced: dict[int, dict[int, Selection]] = field(default_factory=dict)
     """By row of the step, then by layer."""
+    kernels: RowStep | None = None
+    """The rows of `pieces`, or all rows of a decode step, where kernels compute them."""
 
 
 class DSABackend(SparseBackend):
@@ -56,12 +60,43 @@ class DSABackend(SparseBackend):
     options = frozenset()
     reads_index = True
 
+    def __init__(self, parts: SparseParts) -> None:
+        super().__init__(parts)
+        self._kernels: RowKernels | None = None
+        refused = RowKernels.refusal(parts.shape)
+        if refused is None:
+            self._kernels = RowKernels(parts)
+            dense = [graph for graph in parts.dense.graphs if graph.kind == "dense"]
+            self.graphs = [*dense, Graph("sparse", mixed=False)]
+        elif parts.shape.device.type == "cuda":
+            self.notes = (f"dsa runs in plain torch, its kernels cannot: {refused}",)
+
+    @classmethod
+    def kernel_refusal(cls, config: SparseConfig, shape: AttentionShape) -> str | None:
+        return RowKernels.refusal(shape)
+
+    def graph_for(self, batch: AttentionBatch, *, mixed: bool) -> Graph | None:
+        if len(batch.traced_rows):
+            return None
+        graph = Graph("sparse", mixed)
+        if (batch.kv_lens <= self._parts.config.topk).all():
+            graph = Graph("dense", mixed)
+            if self._parts.dense.graph_for(batch, mixed=mixed) is None:
+                return None
+        return graph if graph in self.graphs else None
+
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> _Step:
         dense = self._parts.dense
+        if batch.recorded == "dense":
+            return _Step(batch, dense.prepare(batch, groups), None, ())
+        if batch.recorded is not None:
+            return self._decode_step(batch)
         past = batch.kv_lens - batch.query_lens
         counts = np.clip(self._parts.config.topk - past, 0, batch.query_lens)  # of dense rows
         if (counts == batch.query_lens).all():
             return _Step(batch, dense.prepare(batch, groups), None, ())
+        if batch.decodes and self._kernels is not None:
+            return self._decode_step(batch)
         starts = batch.cu_query[:-1] + counts
         ends = batch.cu_query[1:].tolist()
         pieces = tuple(
@@ -74,11 +109,22 @@ class DSABackend(SparseBackend):
             metadata = dense.prepare(_part_of(batch, seqs, counts[seqs]), groups)
             rows = [np.arange(batch.cu_query[s], starts[s]) for s in seqs]
         dense_rows = np.concatenate([*rows, np.empty(0, dtype=np.int64)])
-        return _Step(batch, metadata, to_device(dense_rows, batch.device), pieces)
+        step = _Step(batch, metadata, to_device(dense_rows, batch.device), pieces)
+        if self._kernels is not None:
+            owners, own = zip(*((piece.seq, piece.rows) for piece in pieces), strict=True)
+            step.kernels = self._kernels.chunks(batch, owners, own)
+        return step
+
+    def _decode_step(self, batch: AttentionBatch) -> _Step:
+        """By kernels, all rows alike, so that a step gives the same recorded and not recorded."""
+        assert self._kernels is not None
+        return _Step(batch, None, None, (), kernels=self._kernels.decode(batch))
 
     def begin(self, metadata: _Step) -> None:
         if metadata.dense is not None:
             self._parts.dense.begin(metadata.dense)
+        if metadata.kernels is not None and self._kernels is not None:
+            self._kernels.begin(metadata.kernels)
 
     def forward_indexed(
         self,
@@ -89,8 +135,10 @@ class DSABackend(SparseBackend):
         index: IndexQuery | None,
     ) -> torch.Tensor:
         dense, step = self._parts.dense, metadata
-        if step.dense_rows is None:
+        if step.dense is not None and step.dense_rows is None:
             return dense.forward_latent(layer, query, heads, step.dense)
+        if step.kernels is not None:
+            return self._by_kernels(layer, query, heads, step, step.kernels, index)
         if index is not None:
             step.selected = [self.select(layer, piece, index, step) for piece in step.pieces]
         out = query.new_empty(*query.shape[:2], heads.value.shape[2])
@@ -100,6 +148,37 @@ class DSABackend(SparseBackend):
         for piece, positions in zip(step.pieces, step.selected, strict=True):
             absorbed = heads.absorb(query[piece.rows])
             out[piece.rows] = heads.values(self.attend(layer, absorbed, piece, positions, step))
+        return out
+
+    def _by_kernels(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        heads: LatentHeads,
+        step: _Step,
+        rows: RowStep,
+        index: IndexQuery | None,
+    ) -> torch.Tensor:
+        assert self._kernels is not None
+        out = None
+        if step.dense is not None:
+            own = query[step.dense_rows]
+            out = query.new_empty(*query.shape[:2], heads.value.shape[2])
+            out[step.dense_rows] = self._parts.dense.forward_latent(layer, own, heads, step.dense)
+        out = self._kernels.forward(layer, query, heads, rows, index, out)
+        shape, batch = self._parts.shape, step.batch
+        pool = self._parts.pool.part(layer, LATENT).flatten(0, 1)
+        group = self._parts.pool.group_of[layer]
+        for row in np.intersect1d(batch.traced_rows, rows.rows).tolist():
+            seq = int(np.searchsorted(batch.cu_query, row, side="right")) - 1
+            if batch.kv_lens[seq] - (batch.cu_query[seq + 1] - 1 - row) <= self._parts.config.topk:
+                continue  # it reads all that it sees
+            place = int(np.searchsorted(rows.rows, row))
+            kept = pool[rows.slots[group][place]]
+            scores = (heads.absorb(query[row : row + 1])[0] @ kept.t()).float() * shape.scale
+            pages = rows.positions[place].long() // batch.page_size
+            table = batch.groups[group].page_table[seq].long()
+            step.traced.setdefault(row, {})[layer] = _by_page(scores, pages, table)
         return out
 
     def select(self, layer: int, piece: _Piece, index: IndexQuery, step: _Step) -> torch.Tensor:

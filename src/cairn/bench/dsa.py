@@ -90,6 +90,7 @@ def _calls(
         random(rows, _INDEX_WIDTH),
     )
     by_index, whole = sparse.prepare(batch), dense.prepare(batch)
+    sparse.begin(by_index)
     dense.begin(whole)
     return {
         "dsa": lambda: sparse.forward_indexed(0, query, heads, by_index, index),

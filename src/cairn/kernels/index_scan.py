@@ -29,7 +29,7 @@ from cairn.kernels.sizes import power_of_two
 
 _TILE = 64  # keys at once; a product of tensor cores has 64 rows
 _TILE_FLOAT32 = 32
-_QUERIES = 256  # columns of a product, for prompts
+_ROWS = 4  # queries of a prompt that share a tile of keys
 _STAGES, _PROMPT_STAGES = 4, 2  # tiles in memory, beside one query and beside many
 _PER_PROCESSOR = 2  # programs that fit
 _LEAST = 4  # tiles of a share: less is not worth loading the queries
@@ -52,9 +52,9 @@ class RowList:
         return len(self.items) - 1
 
 
-def rows_per_item(heads: int, dtype: torch.dtype) -> int:
+def rows_per_item(dtype: torch.dtype) -> int:
     """Queries of a prompt that share a tile of keys."""
-    return max(1, _QUERIES // _padded(heads)) if dtype.itemsize == 2 else 1
+    return _ROWS if dtype.itemsize == 2 else 1
 
 
 def cut_items(counts: np.ndarray, per_item: int) -> np.ndarray:

@@ -176,7 +176,7 @@ def row_attention(
     parts = min(tiles, max(1, most_parts(heads, query.dtype, query.device) // rows))
     length = blocks_of(tiles, parts) * block_n
     parts = blocks_of(k, length)
-    results = rows * parts * heads if parts > 1 else 0
+    results = rows * parts * heads if parts > 1 else 1
     partial = torch.empty(results, latent, dtype=torch.float32, device=query.device)
     partial_lse = torch.empty(results, dtype=torch.float32, device=query.device)
     _rows_kernel[(blocks_of(heads, block_m), parts, rows)](

@@ -335,8 +335,8 @@ def top_rows(
     rows, k = positions.shape
     blocks, splits = scores.shape[1] // 128, _splits(rows)
     assert scores.shape[1] % 128 == 0 and scores.shape[1] < 2**21
-    scratch = torch.empty(rows * (splits + 1), dtype=torch.int32, device=scores.device)
-    bounds, counts = scratch[:rows], scratch[rows:]
+    bounds = torch.empty(rows, dtype=torch.int32, device=scores.device)
+    counts = torch.empty(rows, splits, dtype=torch.int32, device=scores.device)
     _sample_kernel[(rows,)](
         scores, limits, bounds, blocks, K=k, SAMPLE=_SAMPLE, SLACK=_SLACK, num_warps=16
     )
