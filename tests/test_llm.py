@@ -464,7 +464,6 @@ def test_a_folder_without_tokenizer_works_with_ids(tmp_path: Path) -> None:
         ({"context_length": 9999}, "context_length is 9999, the model's own limit is 512"),
         ({"quantization": "int2"}, "quantization is 'int2'"),
         ({"quantization": "int8", "dtype": "float64"}, "quantization=int8 is for"),
-        ({"quantization": "keep"}, "quantization=keep has nothing to keep"),
         ({"model_impl": "magic"}, "model_impl is 'magic'"),
     ],
 )

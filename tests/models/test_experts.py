@@ -10,9 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cairn.kernels.cpu import CpuKernels
 from cairn.kernels.interface import Routing
-from cairn.models.experts import experts, route
+from cairn.models.experts import ExpertWeights, experts, route
+from cairn.models.layers import Factory
 
+CPU = torch.float32, torch.device("cpu")
 EXPERTS = 12
 
 
@@ -87,3 +90,26 @@ def test_experts_are_the_weighted_sum_and_others_are_not_read(
             expected[row] += weights[row, slot].double() * (down[e] @ (F.silu(gate) * up))
     found = experts(x, ids.int(), weights, gate_up, down)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_equals_torch_in_any_batch(dtype: torch.dtype, kernels: CpuKernels) -> None:
+    hidden, inter, k, draw = 40, 24, 3, torch.Generator().manual_seed(0)
+    gate_up = torch.randn(EXPERTS, 2 * inter, hidden, generator=draw).to(dtype)
+    down = torch.randn(EXPERTS, hidden, inter, generator=draw).to(dtype)
+    gate_up[1] = down[1] = float("nan")  # nobody chooses it
+    x, weights = torch.randn(40, hidden, generator=draw), torch.rand(40, k, generator=draw)
+    ids = torch.rand(40, EXPERTS - 2, generator=draw).argsort(1)[:, :k].int() + 2
+    ids[0, 1], ids[5] = -1, -1
+    expected = experts(x, ids, weights, gate_up.float(), down.float())
+    found = {}
+    for own in (kernels, None):
+        layer = ExpertWeights(hidden, inter, EXPERTS, Factory(*CPU, keep=True, cpu=own))
+        for (_, slot, _), whole in zip(layer.joint_slots(""), (gate_up, down), strict=True):
+            slot.write(whole)
+        found[own] = layer(x, ids, weights)
+        torch.testing.assert_close(found[own], expected, rtol=1e-4, atol=1e-4)
+        if own is not None:
+            assert torch.equal(layer(x[7:9], ids[7:9], weights[7:9]), found[own][7:9])
+            assert torch.equal(layer(x[:1], ids[:1], weights[:1]), found[own][:1])
+    assert not torch.equal(found[kernels], found[None])

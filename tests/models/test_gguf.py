@@ -320,7 +320,10 @@ def test_without_a_compiler_auto_dequantises_and_keep_computes_in_torch(
         assert answers == one_by_one
     monkeypatch.setenv("CXX", "no-such-compiler")
     with LLM(quantized, device="cpu") as llm:
-        assert "is widened to float32, because there is no C++ compiler" in llm.engine.notes[0]
+        assert (
+            "in float32, multiplied by torch, because there is no C++ compiler"
+            in llm.engine.notes[0]
+        )
     with LLM(quantized, device="cpu", quantization="keep") as llm:
         assert llm.engine.notes[0].startswith("products run in torch, slowly: there is no C++")
         assert [r.token_ids for r in llm.generate(prompts, max_tokens=40)] == answers
@@ -343,7 +346,7 @@ def test_matrices_of_16_bits_stay_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not torch.equal(found, expected)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    for choice, note in (("auto", "BF16, F16 is widened"), ("keep", "products run in torch")):
+    for choice, note in (("auto", "BF16, F16 in float32, mult"), ("keep", "products run in torch")):
         with LLM(path, device="cpu", quantization=choice) as llm:
             assert note in llm.engine.notes[0]
             torch.testing.assert_close(llm.logprobs(ids), expected, rtol=0, atol=1e-4)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib import import_module
 from statistics import median
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from cairn.bench.engines import Running, first_token, measured, need_cuda, rando
 from cairn.bench.report import show_rows, tell
 from cairn.engine.resolve import resolve_device, resolve_dtype
 from cairn.errors import ConfigError
+from cairn.kernels.cpu import CpuKernels
 from cairn.kernels.interface import Routing
 from cairn.models import experts as in_torch
 from cairn.models.config_reader import ConfigReader
@@ -68,12 +70,17 @@ def _layer(
 ) -> Rows:
     hidden, inter = preset["hidden_size"], preset["moe_intermediate_size"]
     routing = Routing(preset["num_experts"], preset["num_experts_per_tok"], normalize=True)
-    factory = Factory(dtype, device, fused=use_kernels(dtype, device))
-    ours = ExpertWeights(hidden, inter, routing.experts, factory)
-    ours.gate_up.normal_(0, hidden**-0.5)
-    ours.down.normal_(0, inter**-0.5)
-    calls: dict[str, Experts] = {"cairn": ours, **_others(preset, ours, baseline)}
     cuda = device.type == "cuda"
+    factory = Factory(dtype, device, fused=use_kernels(dtype, device))
+    if not cuda:
+        factory = replace(factory, keep=True, cpu=CpuKernels.load())
+    ours = ExpertWeights(hidden, inter, routing.experts, factory)
+    gate_up = torch.randn(routing.experts, 2 * inter, hidden, dtype=dtype, device=device)
+    down = torch.randn(routing.experts, hidden, inter, dtype=dtype, device=device)
+    matrices = gate_up.mul_(hidden**-0.5), down.mul_(inter**-0.5)
+    for (_, slot, _), matrix in zip(ours.joint_slots(""), matrices, strict=True):
+        slot.write(matrix)
+    calls: dict[str, Experts] = {"cairn": ours, **_others(preset, matrices, baseline)}
     bandwidth = read_bandwidth(device) if cuda else None
     for rows in row_counts:
         sets = [_draw(rows, hidden, routing, factory) for _ in range(_SETS if cuda else 1)]
@@ -101,14 +108,15 @@ def _ratio(name: str) -> str:
     return "ratio" if name == "transformers" else f"{name}_ratio"
 
 
-def _others(preset: Any, ours: ExpertWeights, baseline: bool) -> dict[str, Experts]:
+def _others(
+    preset: Any, matrices: tuple[torch.Tensor, torch.Tensor], baseline: bool
+) -> dict[str, Experts]:
     others: dict[str, Experts] = {}
+    dtype = matrices[0].dtype
     if baseline:
-        theirs = _transformers(preset, ours)
-        dtype = ours.gate_up.dtype
+        theirs = _transformers(preset, *matrices)
         others["transformers"] = lambda x, ids, weights: theirs(x, ids.long(), weights.to(dtype))
-    if ours.gate_up.is_cuda:
-        matrices = ours.gate_up, ours.down
+    if matrices[0].is_cuda:
         others["torch"] = lambda x, ids, weights: in_torch.experts(x, ids, weights, *matrices)
         if missing_module(_SGLANG, "sglang") is None:
             fused = import_module(_SGLANG).fused_experts_impl
@@ -116,16 +124,16 @@ def _others(preset: Any, ours: ExpertWeights, baseline: bool) -> dict[str, Exper
     return others
 
 
-def _transformers(preset: Any, ours: ExpertWeights) -> Any:
+def _transformers(preset: Any, gate_up: torch.Tensor, down: torch.Tensor) -> Any:
     """The experts of a model in transformers, as it would run them by default."""
     import transformers
 
     config = transformers.Qwen3MoeConfig(**{**preset, "num_hidden_layers": 1, "vocab_size": 8})
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=ours.gate_up.dtype)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=gate_up.dtype)
     own: Any = model.model.layers[0].mlp.experts
-    own.to(ours.gate_up.device)
-    own.gate_up_proj.data.copy_(ours.gate_up)
-    own.down_proj.data.copy_(ours.down)
+    own.to(gate_up.device)
+    own.gate_up_proj.data.copy_(gate_up)
+    own.down_proj.data.copy_(down)
     return own
 
 

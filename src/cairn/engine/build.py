@@ -168,7 +168,7 @@ def load_model(
 
         return load_transformers_model(source.folder, dtype, device), []
     weights = None if config.load_format == "dummy" else _weights(config, source)
-    types = () if weights is None else weights.types
+    types = ("F32",) if weights is None else weights.types
     quantization = resolve_quantization(config, types, dtype, device)
     notes = [*quantization.notes]
     if weights is not None and config.model_impl == "cairn":

@@ -10,7 +10,7 @@ from cairn.config import EngineConfig
 from cairn.errors import ConfigError
 from cairn.kernels.cpu import CpuKernels, CpuKernelsUnavailableError
 
-_HALVES = ("F16", "BF16")
+_FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,21 +25,16 @@ class Quantization:
 def resolve_quantization(
     config: EngineConfig, types: tuple[str, ...], dtype: torch.dtype, device: torch.device
 ) -> Quantization:
-    """`types` are those of the file's matrices that may stay; none without a file."""
+    """`types` are those of the file's matrices."""
     choice, refusal = config.quantization, None
     if device.type != "cpu" or dtype != torch.float32 or config.tp > 1:
         refusal = f"only a CPU in float32 on one rank keeps it; this is {device.type}, {dtype}"
         refusal += f", tp {config.tp}"
-        types = tuple(name for name in types if name not in _HALVES)  # an ordinary conversion
+        types = tuple(name for name in types if name not in _FLOATS)  # those are just converted
     if choice in ("keep", "int8") and (refusal or config.model_impl == "transformers"):
         raise ConfigError(
             f"quantization={choice} is for Cairn's own models on a CPU in float32; the device is "
             f"{device.type}, dtype {dtype}, model_impl {config.model_impl}"
-        )
-    if choice == "keep" and not types:
-        raise ConfigError(
-            f"quantization=keep has nothing to keep: {config.model} has float32 weights; use auto "
-            "or int8"
         )
     if choice == "none" or (choice == "auto" and not types):
         return Quantization()
@@ -50,8 +45,8 @@ def resolve_quantization(
         kernels = CpuKernels.load()
     except CpuKernelsUnavailableError as error:
         if choice == "auto":
-            note = f"weights: {named} is widened to float32, because {error}; keep would be slow"
+            note = f"weights: {named} in float32, multiplied by torch, because {error}"
             return Quantization(notes=(note,))
         return Quantization(choice == "keep", None, (f"products run in torch, slowly: {error}",))
-    notes = () if choice == "int8" else (f"weights: {named} as in the file",)
+    notes = () if choice == "int8" or named == "F32" else (f"weights: {named} as in the file",)
     return Quantization(choice != "int8", kernels, notes)

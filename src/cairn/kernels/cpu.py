@@ -83,6 +83,7 @@ class CpuKernels:
             loaded = ctypes.CDLL(str(library))
             self._product = loaded.cairn_product
             self._float_product = loaded.cairn_float_product
+            self._experts = loaded.cairn_experts
             self._rotate_and_store = loaded.cairn_rotate_and_store
             self._attend = loaded.cairn_attend
         except (OSError, AttributeError) as error:
@@ -90,6 +91,10 @@ class CpuKernels:
         self._product.argtypes = self._float_product.argtypes = (
             *(_POINTER, _POINTER, _LONG, _INT, _POINTER, _FLOAT, _INT),
             *(_POINTER, _LONG, _INT, _INT),
+        )
+        self._experts.argtypes = (
+            *(_POINTER, _POINTER, _INT, _POINTER, _LONG, _INT),
+            *(_POINTER, _POINTER, _INT, _POINTER, _LONG, _INT),
         )
         self._rotate_and_store.argtypes = (
             *(_POINTER, _LONG, _INT, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _FLOAT),
@@ -100,7 +105,7 @@ class CpuKernels:
             *(_POINTER, _LONG, _POINTER, _POINTER, _FLOAT, _POINTER, _INT),
         )
         for function in (
-            *(self._product, self._float_product),
+            *(self._product, self._float_product, self._experts),
             *(self._rotate_and_store, self._attend),
         ):
             function.restype = None
@@ -158,6 +163,25 @@ class CpuKernels:
             *(x.data_ptr(), x.stride(0), x.shape[0], weight, eps, silu),
             *(out.data_ptr(), out.stride(0), add, torch.get_num_threads()),
         )
+
+    def experts(
+        self,
+        gate_up: ctypes.Array[FloatsPlace],  # one for each expert, as `down`
+        down: ctypes.Array[FloatsPlace],
+        x: torch.Tensor,  # [rows, hidden] float32
+        ids: torch.Tensor,  # [rows, k] int32; -1 for none
+        weights: torch.Tensor,  # [rows, k] float32
+    ) -> torch.Tensor:
+        """The weighted sum of the chosen experts' outputs, [rows, hidden]."""
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        ids, weights, out = ids.contiguous(), weights.contiguous(), torch.empty_like(x)
+        assert ids.dtype == torch.int32 and x.dtype == weights.dtype == torch.float32
+        self._experts(
+            *(gate_up, down, len(down), x.data_ptr(), x.stride(0), len(x)),
+            *(ids.data_ptr(), weights.data_ptr(), ids.shape[1]),
+            *(out.data_ptr(), out.stride(0), torch.get_num_threads()),
+        )
+        return out
 
     def rotate_and_store(
         self,

@@ -163,3 +163,60 @@ extern "C" void cairn_float_product(
         }
     }
 }
+
+// The chosen experts of each row: down(silu(gate) * up), weighted and added up. Each expert is read once for all its rows.
+extern "C" void cairn_experts(
+    const Floats* gate_up, const Floats* down, int32_t experts, const float* x, int64_t x_stride, int32_t rows,
+    const int32_t* ids, const float* weights, int32_t per_row, float* out, int64_t out_stride, int32_t threads
+) {
+    // Pairs of a row and an expert, in the order of experts; `place` is where a pair went.
+    const int pairs = rows * per_row, inter = down->columns, hidden = down->outputs;
+    std::vector<int32_t> begin(experts + 1), order(pairs), place(pairs, -1), used;
+    for (int pair = 0; pair < pairs; pair++) {
+        if (ids[pair] >= 0) begin[ids[pair] + 1]++;
+    }
+    for (int expert = 0; expert < experts; expert++) {
+        if (begin[expert + 1]) used.push_back(expert);
+        begin[expert + 1] += begin[expert];
+    }
+    std::vector<int32_t> next(begin.begin(), begin.end() - 1);
+    for (int pair = 0; pair < pairs; pair++) {
+        if (ids[pair] < 0) continue;
+        place[pair] = next[ids[pair]]++;
+        order[place[pair]] = pair / per_row;
+    }
+    const int chosen = begin[experts], count = used.size();
+    std::vector<float> both((size_t)chosen * 2 * inter), inner((size_t)chosen * inter), results((size_t)chosen * hidden);
+    const Input activation{both.data(), 2 * inter, chosen, nullptr, 0, true};
+    const int wanted = count ? (8 * threads + count - 1) / count : 0;
+    // One expert's rows with one of `pieces` shares of a matrix's outputs.
+    const auto run = [&](const Floats* matrices, int item, int pieces, const float* from, int64_t stride, bool by_row, float* to) {
+        const int expert = used[item / pieces], piece = item % pieces, first = begin[expert];
+        const Floats& m = matrices[expert];
+        const int64_t groups = (m.outputs + kLanes - 1) / kLanes;
+        const Rows given{by_row ? from : from + first * stride, stride, by_row ? &order[first] : nullptr};
+        const Output output{to + (int64_t)first * m.outputs, m.outputs, false};
+        const int last = begin[expert + 1] - first;
+        multiply_for(m.kind)(m, groups * piece / pieces, groups * (piece + 1) / pieces, given, 0, last, output);
+    };
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(dynamic, 1)
+        for (int item = 0; item < count * wanted; item++) run(gate_up, item, wanted, x, x_stride, true, both.data());
+#pragma omp for schedule(dynamic, 4)
+        for (int pair = 0; pair < chosen; pair++) prepare_row(activation, pair, inter, &inner[(size_t)pair * inter]);
+#pragma omp for schedule(dynamic, 1)
+        for (int item = 0; item < count * wanted; item++) run(down, item, wanted, inner.data(), inter, false, results.data());
+#pragma omp for schedule(dynamic, 1) nowait
+        for (int row = 0; row < rows; row++) {
+            float* own = out + row * out_stride;
+            for (int column = 0; column < hidden; column++) own[column] = 0;
+            for (int slot = 0; slot < per_row; slot++) {
+                const int pair = row * per_row + slot;
+                if (place[pair] < 0) continue;
+                const float* result = &results[(size_t)place[pair] * hidden];
+                for (int column = 0; column < hidden; column++) own[column] += weights[pair] * result[column];
+            }
+        }
+    }
+}

@@ -227,6 +227,11 @@ class Stack:
         ]
         self._outputs = sum(matrix.outputs for matrix in self._matrices)
 
+    @property
+    def single(self) -> BlockMatrix | NarrowMatrix | None:
+        """The only matrix, if there are not several."""
+        return self._matrices[0] if len(self._matrices) == 1 else None
+
     def product(
         self,
         x: torch.Tensor,

@@ -31,13 +31,13 @@ class Checkpoint:
 
     @cached_property
     def types(self) -> tuple[str, ...]:
-        """Types of its matrices that may stay as they are: those of 16 bits."""
+        """Names of the types of its matrices."""
         found = set()
         for path, names in self.files.items():
             with safe_open(path, framework="pt") as file:
-                for name in (name for name, shape in names.items() if len(shape) == 2):
+                for name in (name for name, shape in names.items() if len(shape) > 1):
                     found.add(file.get_slice(name).get_dtype())
-        return tuple(sorted(found & {"F16", "BF16"}))
+        return tuple(sorted(found))
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:

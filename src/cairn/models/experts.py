@@ -6,6 +6,7 @@ names take their place (`kernels/route.py`, `kernels/experts.py`).
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -13,10 +14,12 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from cairn.kernels.cpu import CpuKernels, FloatsPlace
 from cairn.kernels.interface import Routing
-from cairn.models.blocks import BLOCK, BlockMatrix
+from cairn.models.blocks import BLOCK, Kept, Stack
 from cairn.models.decoder import MLP, FeedForward
 from cairn.models.layers import Factory, Module, RMSNorm, TensorSlot
+from cairn.models.narrow import Narrow, NarrowMatrix
 from cairn.models.quantize import to_int8
 from cairn.models.spec import DecoderSpec
 from cairn.models.split import share
@@ -173,6 +176,31 @@ class Router(Module):
             yield f"{name}.e_score_correction_bias", slot
 
 
+class KeptExperts:
+    """Experts whose matrices stay as they are in the file: (gate_up, down) of each."""
+
+    def __init__(self, pairs: list[tuple[Stack, Stack]], kernels: CpuKernels | None) -> None:
+        self._pairs, self._kernels = pairs, kernels
+        gate_up, down = (_places([pair[i] for pair in pairs]) for i in range(2))
+        self._places = None if gate_up is None or down is None else (gate_up, down)
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if self._kernels is not None and self._places is not None:
+            return self._kernels.experts(*self._places, x, ids, weights)
+        return by_expert(x, ids, weights, len(self._pairs), self._product)
+
+    def _product(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
+        gate_up, down = self._pairs[expert]
+        return down.product(gate_up.product(rows), silu=True)
+
+
+def _places(stacks: list[Stack]) -> ctypes.Array[FloatsPlace] | None:
+    """Where the kernel for experts finds their matrices; None if it cannot multiply them."""
+    matrices = [stack.single for stack in stacks]
+    places = [matrix.place for matrix in matrices if isinstance(matrix, NarrowMatrix)]
+    return (FloatsPlace * len(places))(*places) if len(places) == len(stacks) else None
+
+
 class ExpertWeights(Module):
     """The feed-forwards of this rank's experts. A checkpoint has one tensor for each expert and
     matrix, or one for all experts."""
@@ -182,14 +210,17 @@ class ExpertWeights(Module):
         own = share("the number of experts", count, factory.parallel.size)
         self.first = factory.parallel.rank * own
         self._own, self._count = own, count
+        self._hidden, self._inter = hidden, inter
         self.gate_up = factory.empty(own, 2 * inter, hidden)
         if factory.device.type == "cpu" and not factory.fused:
             # A CPU reads rows of `hidden` numbers faster than the shorter ones.
             self.down = factory.empty(own, inter, hidden).transpose(1, 2)
         else:
             self.down = factory.empty(own, hidden, inter)
-        self._cpu = factory.cpu
-        self._int8: list[tuple[BlockMatrix, BlockMatrix]] | None = None
+        self._keeps, self._cpu = factory.keep, factory.cpu
+        self._parts: dict[int, dict[str, Kept]] = {}  # those that have come, by expert
+        self._pairs: dict[int, tuple[Stack, Stack]] = {}  # of experts whose parts have all come
+        self._kept: KeptExperts | None = None
         self._fused = factory.fused
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -200,8 +231,8 @@ class ExpertWeights(Module):
             from cairn.kernels import experts as kernels
 
             return kernels.experts(x, ids, weights, self.gate_up, self.down)
-        if self._int8 is not None:
-            return by_expert(x, ids, weights, len(self._int8), self._int8_product)
+        if self._kept is not None:
+            return self._kept(x, ids, weights)
         return experts(x, ids, weights, self.gate_up, self.down)
 
     def add_normed(
@@ -213,49 +244,73 @@ class ExpertWeights(Module):
         weighed = norm.weight, norm.eps
         return kernels.experts(x, ids, weights, self.gate_up, self.down, norm=weighed, add_to=x)
 
-    def _int8_product(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
-        assert self._int8 is not None
-        gate_up, down = self._int8[expert]
-        return down.product(gate_up.product(rows), silu=True)
-
     def quantize(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Round the weights to int8. Yields each matrix before and after."""
-        if self.gate_up.shape[-1] % BLOCK or self.down.shape[-1] % BLOCK:
+        if self._hidden % BLOCK or self._inter % BLOCK:
             return
         pairs = []
         for before in zip(self.gate_up, self.down, strict=True):
-            gate_up, down = (BlockMatrix(to_int8(matrix), self._cpu) for matrix in before)
+            gate_up, down = (Stack([to_int8(matrix)], self._cpu) for matrix in before)
             pairs.append((gate_up, down))
             yield from zip(before, (gate_up.dense(), down.dense()), strict=True)
-        self._int8 = pairs
+        self._keep_all(pairs)
+
+    def _keep_all(self, pairs: list[tuple[Stack, Stack]]) -> None:
+        self._kept = KeptExperts(pairs, self._cpu)
         self.gate_up = self.down = self.gate_up.new_empty(0)
 
+    def _keep(self, expert: int, part: str, matrix: Kept) -> None:
+        """Keep one matrix of an expert as it is. Once all have come, they replace the weights."""
+        parts = self._parts.setdefault(expert, {})
+        parts[part] = matrix
+        if sum(own.shape[0] for own in parts.values()) < 2 * self._inter + self._hidden:
+            return
+        del self._parts[expert]
+        down = parts.pop("down_proj")
+        gate_up = [parts[name] for name in sorted(parts)]  # gate_proj and up_proj, or both in one
+        self._pairs[expert] = Stack(gate_up, self._cpu), Stack([down], self._cpu)
+        if len(self._pairs) == self._own:
+            self._keep_all([self._pairs.pop(e) for e in range(self._own)])
+
     def slots(self, name: str) -> Iterator[tuple[str, TensorSlot]]:
-        inter = self.gate_up.shape[1] // 2
+        hidden, inter = self._hidden, self._inter
         for expert in range(self._count):
             local = expert - self.first
-            for part, tensor, rows in (
-                ("gate_proj", self.gate_up, slice(0, inter)),
-                ("up_proj", self.gate_up, slice(inter, None)),
-                ("down_proj", self.down, slice(None)),
+            own = 0 <= local < self._own
+            for part, rows, shape in (
+                ("gate_proj", slice(0, inter), (inter, hidden)),
+                ("up_proj", slice(inter, None), (inter, hidden)),
+                ("down_proj", None, (hidden, inter)),
             ):
-                shape = tuple(tensor[0, rows].shape)
-                write: Callable[[torch.Tensor], object] = _leave
-                if 0 <= local < self._own:
-                    write = tensor[local, rows].copy_
-                yield f"{name}.{expert}.{part}.weight", TensorSlot(shape, write)
+                write = partial(self._write, local, rows) if own else _leave
+                keep = partial(self._keep, local, part) if self._keeps else None
+                yield f"{name}.{expert}.{part}.weight", TensorSlot(shape, write, keep=keep)
+
+    def _write(self, expert: int, rows: slice | None, tensor: torch.Tensor) -> None:
+        """`rows` of gate_up; None for down."""
+        target = self.down[expert] if rows is None else self.gate_up[expert, rows]
+        target.copy_(tensor)
 
     def joint_slots(self, name: str) -> Iterator[tuple[str, TensorSlot, tuple[str, ...]]]:
-        for part, tensor, parts in (
-            ("gate_up_proj", self.gate_up, ("gate_proj", "up_proj")),
-            ("down_proj", self.down, ("down_proj",)),
+        for part, rows, parts, shape in (
+            (
+                "gate_up_proj",
+                slice(None),
+                ("gate_proj", "up_proj"),
+                (2 * self._inter, self._hidden),
+            ),
+            ("down_proj", None, ("down_proj",), (self._hidden, self._inter)),
         ):
-            slot = TensorSlot((self._count, *tensor.shape[1:]), partial(self._write, tensor))
+            slot = TensorSlot((self._count, *shape), partial(self._write_joint, part, rows))
             apart = (f"{name}.{e}.{own}.weight" for e in range(self._count) for own in parts)
             yield f"{name}.{part}", slot, tuple(apart)
 
-    def _write(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
-        tensor.copy_(whole[self.first : self.first + len(tensor)])
+    def _write_joint(self, part: str, rows: slice | None, whole: torch.Tensor) -> None:
+        for expert, matrix in enumerate(whole[self.first : self.first + self._own]):
+            if self._keeps:
+                self._keep(expert, part, Narrow.of(matrix))
+            else:
+                self._write(expert, rows, matrix)
 
 
 def _leave(tensor: torch.Tensor) -> None:

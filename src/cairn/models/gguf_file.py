@@ -160,9 +160,8 @@ class GGUFFile:
 
     @property
     def types(self) -> tuple[str, ...]:
-        """Types of its matrices, without float32."""
         types = {tensor.kind.name for tensor in self._tensors.values() if len(tensor.shape) == 2}
-        return tuple(sorted(types - {"F32"}))
+        return tuple(sorted(types))
 
     def tensors(self) -> Iterator[tuple[Path, str, torch.Tensor | Codes]]:
         """All tensors, one at a time, under their checkpoint names."""

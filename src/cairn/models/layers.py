@@ -311,7 +311,6 @@ class Linear(Module):
         self._few_rows = factory.few_rows
         self._keeps, self._cpu = factory.keep, factory.cpu
         self._kept: dict[int, Kept] = {}  # parts that stay as they are, by first output
-        self._any_dense = False
         self._stored: Stack | None = None
 
     def __call__(
@@ -377,7 +376,7 @@ class Linear(Module):
             order = self._orders.get(part)
             slot = TensorSlot(
                 (rows, self.in_features),
-                partial(self._write_part, begin, order),
+                partial(self._write, begin, order),
                 keep=partial(self._keep_part, begin, order) if self._keeps else None,
             )
             if split == "out":
@@ -405,9 +404,6 @@ class Linear(Module):
 
     def _keep_part(self, begin: int, order: torch.Tensor | None, matrix: Kept) -> None:
         """Keep a checkpoint matrix as it is. Once all parts have come, they replace the weight."""
-        if self._any_dense:
-            self._write(begin, order, matrix.dense())
-            return
         self._kept[begin] = matrix if order is None else matrix.with_rows(order)
         if sum(part.shape[0] for part in self._kept.values()) == self._out_features:
             self._store([self._kept.pop(first) for first in sorted(self._kept)])
@@ -415,14 +411,6 @@ class Linear(Module):
     def _store(self, parts: list[Kept]) -> None:
         self._stored = Stack(parts, self._cpu)
         self.weight = self.weight.new_empty(0)
-
-    def _write_part(self, begin: int, order: torch.Tensor | None, matrix: torch.Tensor) -> None:
-        """Write a matrix as float32, and with it the parts that were to stay as they are."""
-        self._any_dense = True
-        while self._kept:
-            first, kept = self._kept.popitem()
-            self._write(first, None, kept.dense())
-        self._write(begin, order, matrix)
 
     def _write(self, begin: int, order: torch.Tensor | None, matrix: torch.Tensor) -> None:
         """Copy a checkpoint matrix [rows, in] to output rows `begin` onwards."""

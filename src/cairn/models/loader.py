@@ -16,7 +16,7 @@ from cairn.models.config_reader import ConfigReader
 from cairn.models.experts import ExpertWeights
 from cairn.models.interface import LanguageModel
 from cairn.models.layers import Embedding, Factory, Linear, TensorSlot, named_slots
-from cairn.models.narrow import HALVES, Narrow
+from cairn.models.narrow import Narrow
 from cairn.models.parallel import Alone, Parallel
 from cairn.models.quantize import QuantizationError
 from cairn.models.registry import build
@@ -60,7 +60,7 @@ class WeightSource(Protocol):
 
     @property
     def types(self) -> tuple[str, ...]:
-        """Names of the types in which matrices may stay; float32 is not among them."""
+        """Names of the types of its matrices."""
         ...
 
     def tensors(self) -> Iterator[tuple[Path, str, Weight]]:
@@ -108,19 +108,12 @@ def write_tensors(
         elif name in slots:
             slot = slots[name]
             _check_shape(path, name, tuple(tensor.shape), slot.shape)
-            if slot.keep is not None:
-                if isinstance(tensor, torch.Tensor) and tensor.dtype in HALVES:
-                    tensor = Narrow(tensor)
-                if not isinstance(tensor, torch.Tensor):
-                    slot.keep(tensor)
-                    continue
-            tensor = dense(tensor)
-            if tensor.dtype not in _TYPES:
+            if isinstance(tensor, torch.Tensor) and tensor.dtype not in _TYPES:
                 raise LoadError(
                     f"{path}: tensor {name} has type {tensor.dtype}; only float weights are read, "
                     "and FP8 with scales of blocks"
                 )
-            slot.write(tensor)
+            _fill_slot(slot, tensor)
     _check_names(model, names, source)
     for path, name, tensor in copies:
         # A copy in the file is redundant; a different one means the config is wrong.
@@ -129,6 +122,13 @@ def write_tensors(
                 f"{path}: tensor {name} differs from the embedding although "
                 "tie_word_embeddings is true; set it to false in config.json"
             )
+
+
+def _fill_slot(slot: TensorSlot, weight: Weight) -> None:
+    if slot.keep is None:
+        slot.write(dense(weight))
+    else:
+        slot.keep(Narrow.of(weight) if isinstance(weight, torch.Tensor) else weight)
 
 
 def _check_shapes(model: LanguageModel, weights: WeightSource) -> None:
@@ -183,7 +183,7 @@ def fill_dummy(model: LanguageModel, seed: int) -> None:
             generator = torch.Generator(some.device).manual_seed(seed)
             tensor.normal_(0.0, _DUMMY_STD, generator=generator)
             seed += 1
-        slot.write(tensor)
+        _fill_slot(slot, tensor)
 
 
 def quantize(model: LanguageModel) -> QuantizationError:

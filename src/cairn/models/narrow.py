@@ -1,4 +1,4 @@
-"""Matrices that stay in the 16 or 8 bits in which a file has them: float16, bfloat16, FP8 or int8.
+"""Matrices of floats that stay as a file has them: float32, float16, bfloat16, FP8; int8, too.
 
 A weight is its value, or value * scale where several columns of an output share a scale. Inputs are
 float32 and are not rounded. The kernel adds up each output's columns in a fixed order, so a row's
@@ -15,8 +15,6 @@ import torch.nn.functional as F
 
 from cairn.kernels.cpu import FLOAT_KINDS, CpuKernels, FloatsPlace
 
-HALVES = (torch.float16, torch.bfloat16)
-"""Types of 16 bits. A checkpoint has them without scales."""
 _LANES = 16  # outputs of a group, one for each lane of the kernel's vectors
 _SPAN = 128  # columns that the kernel adds up at once where there are no scales
 
@@ -29,6 +27,11 @@ class Narrow:
     scale: torch.Tensor | None = None  # [outputs, spans] float32
     span: int = _SPAN
     """Columns that share a scale; the last ones may be fewer."""
+
+    @classmethod
+    def of(cls, floats: torch.Tensor) -> Narrow:
+        """A float matrix without scales. float64 becomes float32."""
+        return cls(floats if floats.dtype in FLOAT_KINDS else floats.float())
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,7 +76,7 @@ class NarrowMatrix:
         self._kernels, self._dtype, self._span = kernels, given.values.dtype, given.span
         self._values = _interleaved(_as_whole(given.values))
         self._scale = None if given.scale is None else _interleaved(given.scale)
-        self._place = FloatsPlace(
+        self.place = FloatsPlace(
             *(self._values.data_ptr(), None if self._scale is None else self._scale.data_ptr()),
             *(self.outputs, self._columns, self._span, FLOAT_KINDS.index(self._dtype)),
         )
@@ -96,7 +99,7 @@ class NarrowMatrix:
             out = x.new_empty(x.shape[0], self.outputs)
         if self._kernels is not None:
             x = x if x.stride(-1) == 1 else x.contiguous()
-            self._kernels.product(self._place, x, out, norm=norm, silu=silu, add=add)
+            self._kernels.product(self.place, x, out, norm=norm, silu=silu, add=add)
             return out
         result = F.linear(prepared(x, norm, silu=silu), self.dense())
         return out.add_(result) if add else out.copy_(result)
