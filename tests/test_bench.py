@@ -24,7 +24,7 @@ from cairn.bench.http_stream import HttpError, Reply
 from cairn.bench.load import draw_requests, due_times, parse_load, redraw
 from cairn.bench.profile import per_step, share_out
 from cairn.bench.replay import Prompts, read_trace, run
-from cairn.bench.spec import loops
+from cairn.bench.spec import _rate, fresh, loops
 from cairn.bench.tier_engines import SMALL_BATCHES, full_length
 from cairn.bench.tier_options import TierBench
 from cairn.bench.workloads import seeded
@@ -112,6 +112,8 @@ def test_drafts_are_measured(parts: str, folder: Path, capsys: pytest.CaptureFix
     found = [(row["part"], row["requests"], row["K"]) for row in rows]
     if parts == "prose":
         assert found == [("prose", batch, count) for batch in (1, 2) for count in (2, 3)]
+        assert all(row["the engine"].startswith("drafts") for row in rows)
+        assert all(len(row["by place"].split()) == row["K"] for row in rows if row["share"])
         assert all(row["same text"] == f"{row['requests']}/{row['requests']}" for row in rows)
     else:
         assert found == [("quote", 1, 7), ("wrong", 1, 7)]
@@ -124,6 +126,16 @@ def test_drafts_are_measured(parts: str, folder: Path, capsys: pytest.CaptureFix
 def test_loops_are_runs_that_come_again() -> None:
     assert not loops([*range(20), *range(7)]) and loops([*range(20), *range(8)])
     assert not loops([1, 2])
+    assert fresh([*range(20), *range(8)]) == 20 and fresh([1, 2]) == 2 and fresh([5] * 30) == 1
+
+
+def test_a_text_counts_until_it_repeats_itself() -> None:
+    """Two requests get a token a step, the third two; it repeats itself after ten steps."""
+    steps = np.arange(21)
+    made = np.stack([steps, steps, 2 * steps], 1)
+    texts = [list(range(20)), list(range(20)), list(range(20)) * 2]
+    requests: Any = [SimpleNamespace(output_ids=text) for text in texts]
+    assert _rate(made, steps * 0.5, requests) == pytest.approx((10 * 4 / 3 + 10) / 10)
 
 
 def test_profiles_need_a_gpu(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

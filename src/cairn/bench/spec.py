@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from cairn.bench.engines import as_subclass, measured, random_prompt, step_to_first_tokens
@@ -128,16 +129,50 @@ def _prose(
     with measured(**{**running, **options}, **sparse) as llm:
         speculation = llm.engine.scheduler.speculation
         assert speculation is not None
+        watched = llm.engine.scheduler.speculation = as_subclass(_Watched, speculation)
         for batch in arguments.batches:
-            for speculation.most in arguments.tokens:
-                speculation.pace = Pace()
+            for watched.most in arguments.tokens:
+                watched.pace, watched.checks = Pace(), []
                 speed, requests = _continue(llm, prompts[:batch], arguments.output_len)
                 row = _row("prose", "sparse", llm, requests, plain[batch], speed)
                 pairs = zip(requests, outputs, strict=False)
                 same = sum(_equal(own.output_ids, text) for own, text in pairs)
-                kept = len(_without_loops(requests))
-                rows.append({**row, "loops": batch - kept, "same text": f"{same}/{batch}"})
+                rows.append(
+                    {
+                        **row,
+                        **watched.acceptance(),
+                        "loops": sum(loops(own.output_ids) for own in requests),
+                        "same text": f"{same}/{batch}",
+                    }
+                )
     return rows
+
+
+class _Watched(Speculation):
+    """Notes what became of drafts."""
+
+    checks: list[tuple[Request, int, int, int]]
+    """Request, tokens of its output before the check, number of drafts, and of right ones."""
+
+    def checked(self, request: Request, drafted: int, right: int) -> None:
+        self.checks.append((request, request.num_output, drafted, right))
+        super().checked(request, drafted, right)
+
+    def acceptance(self) -> dict[str, Any]:
+        """Right drafts of all, and the share of first, second... drafts that were right. Texts
+        count until they repeat themselves."""
+        until = {own.id: fresh(own.output_ids) for own, *_ in self.checks}
+        found = [(n, right) for own, made, n, right in self.checks if made < until[own.id]]
+        drafted, accepted = (sum(column) for column in zip((0, 0), *found, strict=True))
+        places = []
+        for place in range(1, 1 + max((n for n, _ in found), default=0)):
+            tried = [right >= place for n, right in found if n >= place]
+            places.append(f"{sum(tried) / len(tried):.2f}")
+        return {
+            "accepted": f"{accepted}/{drafted}",
+            "share": round(accepted / drafted, 3) if drafted else None,
+            "by place": " ".join(places),
+        }
 
 
 def _windows(llm: LLM, arguments: argparse.Namespace, count: int) -> list[list[int]]:
@@ -151,31 +186,48 @@ def _windows(llm: LLM, arguments: argparse.Namespace, count: int) -> list[list[i
 
 
 def _continue(llm: LLM, prompts: list[list[int]], tokens: int) -> tuple[float, list[Request]]:
-    """Tokens per second while requests get this many tokens on average; those that fall into loops
-    are left out. The requests are ended."""
+    """Tokens per second while requests get this many tokens on average, as if all went on like
+    those that do not repeat themselves yet. The requests are ended."""
     room = llm.engine.max_tokens - len(prompts[0])
     requests = _start(llm, prompts, SamplingParams(max_tokens=room, ignore_eos=True))
-    before = [own.num_output for own in requests]
-    begin = _now()
-    while sum(own.num_output for own in requests) < tokens * len(requests):
+    _now()
+    made, times = [[own.num_output for own in requests]], [time.perf_counter()]
+    while sum(made[-1]) < tokens * len(requests):
         llm.frontend.step()
-    seconds = _now() - begin
-    made = {own.id: own.num_output - old for own, old in zip(requests, before, strict=True)}
+        made.append([own.num_output for own in requests])
+        times.append(time.perf_counter())
     llm.frontend.abort_all()
     while llm.engine.has_work:
         llm.frontend.step()
-    kept = _without_loops(requests) or requests
-    return sum(made[own.id] for own in kept) / len(kept) * len(requests) / seconds, requests
+    return len(requests) * _rate(np.array(made), np.array(times), requests), requests
 
 
-def _without_loops(requests: Sequence[Request]) -> list[Request]:
-    return [own for own in requests if not loops(own.output_ids)]
+def _rate(made: np.ndarray, times: np.ndarray, requests: list[Request]) -> float:
+    """Tokens per second of a request, from the number of tokens [steps + 1, requests] and the time
+    [steps + 1] after each step. A request counts until it repeats itself, and steps count while a
+    quarter of the requests do."""
+    until = np.array([fresh(own.output_ids) for own in requests])
+    counted = made[:-1] < until  # [steps, requests]
+    steps = max(1, int((4 * counted.sum(1) >= len(requests)).sum()))
+    counted[0] |= not counted[0].any()
+    new = (np.diff(made, axis=0) * counted)[:steps].sum(1) / counted[:steps].sum(1)
+    return float(new.sum() / (times[steps] - times[0]))
+
+
+def fresh(tokens: Sequence[int]) -> int:
+    """Number of tokens before a run of `_LOOP` tokens that came before."""
+    runs: set[tuple[int, ...]] = set()
+    for i in range(len(tokens) - _LOOP + 1):
+        run = tuple(tokens[i : i + _LOOP])
+        if run in runs:
+            return i
+        runs.add(run)
+    return len(tokens)
 
 
 def loops(tokens: Sequence[int]) -> bool:
     """Whether a run of `_LOOP` tokens comes more than once."""
-    runs = [tuple(tokens[i : i + _LOOP]) for i in range(len(tokens) - _LOOP + 1)]
-    return len(set(runs)) < len(runs)
+    return fresh(tokens) < len(tokens)
 
 
 def _equal(left: Sequence[int], right: Sequence[int]) -> bool:
@@ -203,9 +255,8 @@ def _now() -> float:
 def _row(
     part: str, drafts: str, llm: LLM, requests: list[Request], plain: float, speed: float
 ) -> dict[str, Any]:
-    counted = _without_loops(requests) if part == "prose" else requests
-    drafted = sum(own.drafted_tokens for own in counted)
-    accepted = sum(own.accepted_tokens for own in counted)
+    drafted = sum(own.drafted_tokens for own in requests)
+    accepted = sum(own.accepted_tokens for own in requests)
     speculation = llm.engine.scheduler.speculation
     assert speculation is not None
     return {
@@ -219,4 +270,5 @@ def _row(
         "ratio": round(speed / plain, 3),
         "accepted": f"{accepted}/{drafted}",
         "share": round(accepted / drafted, 3) if drafted else None,
+        "the engine": speculation.pace.told(len(requests)),
     }

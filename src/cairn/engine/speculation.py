@@ -120,6 +120,10 @@ class Pace:
         """Whether drafts pay in a batch of so many requests, as far as is known."""
         return self._of(requests).phase == "drafts"
 
+    def told(self, requests: int) -> str:
+        """What was found for batches of so many requests, in words."""
+        return str(self._of(requests))
+
     def observe(self, plan: StepPlan, tokens: int, seconds: float) -> None:
         """Note that a step brought this many tokens, this long after the step before it."""
         if plan.only_decodes:
@@ -182,6 +186,14 @@ class _Trial:
                 self._drafting = 0
                 if self.phase == "timing":
                     self._decide()
+
+    def __str__(self) -> str:
+        found = (
+            f"{round(speed.value):,} tok/s {how}"
+            for speed, how in ((self._with, "with"), (self._without, "without"))
+            if speed.value is not None
+        )
+        return ", ".join((self.phase, *found))
 
     def _decide(self) -> None:
         on, off = self._with.value, self._without.value
