@@ -498,7 +498,7 @@ def _rerun_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         step: Any = call
         if len(step.args) == 1:  # its logits go to a place that steps share
             (step,) = step.args
-        seqs = len(step.args[1].slots)
+        seqs = len(step.args[1].places)
         rerun.result = torch.zeros(seqs, 64), torch.zeros(seqs, dtype=torch.int64)
         return rerun, rerun.result
 
