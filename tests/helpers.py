@@ -79,6 +79,17 @@ TINY_LATENT: dict[str, Any] = {
     "norm_topk_prob": True,
 }
 
+TINY_DSA: dict[str, Any] = {
+    **TINY_LATENT,
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 2,
+    "index_n_heads": 3,
+    "index_head_dim": 20,
+    "index_topk": 24,
+    "indexer_types": ["full", "shared", "full"],
+}
+
 TINY_HILS: dict[str, Any] = {
     **TINY,
     "architectures": ["HiLSForCausalLM"],
@@ -130,11 +141,10 @@ def poison_free_memory(
     by_page_id: list[torch.Tensor] = []  # of sparse layers
     sparse_group = -1
     if landmarks is not None:
-        sparse_group = pool.group_of[landmarks.shape.layers[0]]
-        of = cache.groups[sparse_group].copy_of
-        sparse_group = sparse_group if of is None else of
+        sparse_group = pool.ids_of[landmarks.shape.layers[0]]
         by_page_id += [*landmarks.vectors.values(), *landmarks.biases.values()]
     if engine.runner.tier is not None:
+        sparse_group = engine.runner.tier.page_group
         by_page_id += engine.runner.tier._host.tensors()
     for tensor in (*pool.tensors(), *by_page_id):
         tensor.fill_(float("nan"))
@@ -173,7 +183,7 @@ class _Watch:
 
 
 def held_slices(hot: HotCache) -> list[tuple[int, int, int, int]]:
-    """(kv head, slot, page, generation) of every slot of a hot cache that is in use."""
+    """(kv head, slot, slice, generation) of every slot of a hot cache that is in use."""
     return [
         (head, slot, tag & (2**32 - 1), tag >> 32)
         for head, tags in enumerate(hot._tags.tolist())
@@ -183,17 +193,22 @@ def held_slices(hot: HotCache) -> list[tuple[int, int, int, int]]:
 
 
 def stale_slices(tier: HiSparseCoordinator, generation: Sequence[int]) -> list[str]:
-    """Hot slots whose bytes differ from the page that their tag names."""
+    """Hot slots whose bytes differ from the slice that their tag names."""
     problems = []
     for layer, hot in tier._hot.items():
-        for head, slot, page, life in held_slices(hot):
-            if generation[page] != life:
-                continue  # a stale tag that no lookup can match
-            for part, host, device in tier._tensors(layer):
-                there = part.by_head(host)[page, :, head]
-                here = part.by_head(device)[tier._first_hot + slot, :, head]
-                if not torch.equal(there, here.cpu()):
-                    problems.append(f"slot {slot} of layer {layer} is not page {page}")
+        held = [
+            (head, slot, number)
+            for head, slot, number, life in held_slices(hot)
+            if generation[number // tier._per_page] == life  # no lookup can match another one
+        ]
+        if not held:
+            continue
+        heads, slots, numbers = torch.tensor(held).T
+        for part, host, device in tier._tensors(layer):
+            there = part.by_head(host, tier._per_page)[numbers, :, heads]
+            here = part.by_head(device, tier._per_page)[tier._first_hot + slots, :, heads]
+            wrong = (there != here.cpu()).flatten(1).any(1).nonzero()[:, 0].tolist()
+            problems += [f"slot {held[i][1]} of layer {layer} is not {held[i][2]}" for i in wrong]
     return problems
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from cairn import LLM
 from cairn.attention.backend import AttentionShape
+from cairn.attention.dsa_backend import DSABackend
 from cairn.attention.hsa.backend import HSABackend
 from cairn.config import EngineConfig
 from cairn.engine.attention_options import AttentionPlan
@@ -19,6 +21,7 @@ from cairn.engine.hisparse_options import (
     HiSparseOptions,
     check_together,
     hisparse_options,
+    selectors,
     split_group,
 )
 from cairn.engine.memory_plan import TierSizes, size_tier
@@ -29,12 +32,13 @@ from cairn.kernels.interface import MOST_HOT_SLOTS
 from cairn.memory.device_swap import SwapBytes
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.groups import LayerGroup, group_layers
+from cairn.memory.kv_pool import KVPool
 from cairn.memory.landmarks import LandmarkShape
-from cairn.memory.layout import CacheLayout, CachePart
+from cairn.memory.layout import INDEX, LATENT, CacheLayout, CachePart
 from cairn.sparsity.config import ALL_ROWS, SparseConfig
 from cairn.sparsity.policy import PolicyShape
 from cairn.sparsity.registry import make_policy
-from tests.helpers import TINY_HILS, TINY_LLAMA, write_model
+from tests.helpers import GOLDENS, TINY_HILS, TINY_LLAMA, write_model
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +177,67 @@ def test_sparse_layers_leave_their_group_and_dense_ones_stay() -> None:
     assert split_group(groups, sparse((0, 2, 3), dense_below=100))[-1].window == 100
 
 
+def test_layers_that_share_a_selection_are_one_group_and_keep_what_they_keep() -> None:
+    full, shared = (CacheLayout.of_latents(6, width).of_type(torch.float32) for width in (4, 0))
+    layouts = [full, shared, full, shared, shared]
+    by_row = replace(sparse((0, 1, 2, 3, 4), dense_below=100), window=1, by_row=True)
+    ids, frames = split_group(group_layers([None] * 5, layouts), by_row)
+    assert (ids.layers, frames.layers, frames.copy_of) == ((), (0, 1, 2, 3, 4), 0)
+    assert frames.window == 1  # rows that read everything find it wherever it is
+    index = frames.layout.part(INDEX)
+    assert frames.layers_with(index) == (0, 2)
+    assert frames.page_bytes(16) == 5 * 16 * 6 * 4 and frames.staying_bytes(16) == 2 * 16 * 4 * 4
+    assert selectors(frames) == {0: 0, 1: 0, 2: 2, 3: 2, 4: 2}
+    pool = KVPool((ids, frames), [20, 5], 16, torch.device("cpu"), hot_pages=3)
+    assert len(pool.part(0, INDEX)) == 21 and len(pool.part(1, LATENT)) == 9
+    with pytest.raises(KeyError):
+        pool.part(1, INDEX)
+
+
+SHARED = GOLDENS / "hf_glm_moe_dsa_shared_index"  # selects 16 rows
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ({"device_buffer_size": 15}, {}, "a query reads 16 rows; it must be at least 16, better"),
+        ({"top_k": 64}, {}, "top_k is 64, and the index of .* selects 16 rows; leave top_k out"),
+        (
+            {"host_gib": 0.02},
+            {"kv_cache_gib": 0.001},
+            r"has 0\.001 GiB and one request needs 0\.00\d: 0\.00\d of index keys for \d+ pages in "
+            r"host memory, and .* of windows and tails, .* of hot cache; raise kv_cache_gib",
+        ),
+        ({}, {"attention_backend": "hsa"}, "reads the rows that its index selects"),
+        ({}, {"disable_dsa": True}, "disable_dsa makes every layer read all rows"),
+        ({}, {"speculative": "ngram"}, "use one of them"),
+    ],
+)
+def test_what_a_tier_of_rows_refuses(
+    config: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(SHARED, config, **options)
+
+
+def test_a_tier_of_rows_says_what_it_holds() -> None:
+    with load(SHARED, {"device_buffer_size": 33, "top_k": 16}, page_size=16) as llm:
+        notes = "\n".join(llm.engine.notes)
+        assert re.search(
+            r"\d+ resident and 66 hot rows on the device, beside .* of index keys", notes
+        )
+        pool = llm.engine.runner._pool
+        ids, frames = (allocator.num_pages for allocator in llm.engine.scheduler.cache.allocators)
+        assert len(pool.part(0, INDEX)) == ids + 1
+        assert len(pool.part(0, LATENT)) == frames + 1 + 5  # 66 rows in pages of 16
+
+
+def test_rows_are_read_in_on_a_cpu_so_far() -> None:
+    plan = AttentionPlan((), replace(sparse((0,)), by_row=True), 64, DSABackend)
+    with pytest.raises(ConfigError, match="plain torch, which runs on a CPU, and the device is cu"):
+        check_together(EngineConfig(), HiSparseOptions(), plan, torch.device("cuda"), refused=None)
+
+
 GIB = 2**30
 
 
@@ -249,7 +314,7 @@ def test_prompts_that_are_read_densely_have_two_stages() -> None:
     given["budget"] = 1500
     assert sizes(**given).max_running_requests >= 1
     with pytest.raises(
-        ConfigError, match=r"1\.953 stage prompts; raise kv_cache_gib.* or .*=sparse"
+        ConfigError, match=r"1\.953 of stages of prompts.*; raise kv_cache_gib.* or .*=sparse"
     ):
         sizes(**given, dense_prompt_below=ALL_ROWS)
 
@@ -276,7 +341,7 @@ def test_dense_layers_are_paid_for_every_host_page() -> None:
     ids, frames = with_dense.num_pages
     assert ids == 1000  # three layers each
     assert 3 * (frames + with_dense.hot_slots) <= 2000 - 1000 - 1
-    with pytest.raises(ConfigError, match="landmarks and dense layers of 1000 pages"):
+    with pytest.raises(ConfigError, match=r"0\.001 of landmarks, 0\.977 of dense layers for 1000 "):
         sizes(budget=900, host=3000, dense=(3,))
 
 

@@ -26,7 +26,9 @@ from tests.engine.tiered import (
 from tests.helpers import poison_free_memory, tokens_of, write_model
 
 
-@pytest.fixture(scope="module", params=["quest", "dense"])
+@pytest.fixture(
+    scope="module", params=["quest", "dense", pytest.param("rows", marks=pytest.mark.slow)]
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp(request.param), MODELS[request.param][0])
 
@@ -209,6 +211,8 @@ def test_copies_in_a_thread(folder: Path) -> None:
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     options = {"enable_hisparse": True, "kv_cache_gib": 0.002, "max_running_requests": 3}
     settings = '{"host_gib": 0.01, "async_backup": true}'
+    if "rows" in folder.name:
+        options["kv_cache_gib"] = 0.004  # the index keys of all pages
     with LLM(folder, **options_of(folder), **options, hisparse_config=settings) as llm:
         for _ in range(2):
             results = llm.generate(prompts, params)

@@ -30,7 +30,7 @@ from tests.engine.tiered import MODELS, check, check_clean, expected, tiered
 from tests.helpers import poison_free_memory, tokens_of, write_model
 
 
-@pytest.fixture(scope="module", params=["many", "dense"])
+@pytest.fixture(scope="module", params=["many", "dense", "rows"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp(request.param), MODELS[request.param][0])
 
@@ -134,9 +134,14 @@ def test_a_the_next_step_writes_over_a_page_that_is_being_copied(folder: Path, n
     outcome(naive, run)
 
 
+NO_FETCH = "single rows are read where they are, no page is fetched: this order loses nothing"
+
+
 @ORDERS
 def test_b_a_step_still_runs_for_a_request_that_has_ended(folder: Path, naive: bool) -> None:
     """Its last row is written while its frame is already another page's, that is fetched."""
+    if naive and "rows" in folder.name:
+        pytest.skip(NO_FETCH)
     device = Lagging(folder, frames=20)
     begin = tier_of(device.engine).begin_step
     if naive:  # pages are fetched when the plan is made, not at the head of the step
@@ -211,6 +216,8 @@ def test_c_abort_during_a_backup(folder: Path, naive: bool) -> None:
 @ORDERS
 def test_d_tables_change_under_a_step_that_reads_them(folder: Path, naive: bool) -> None:
     """Pages move while an earlier step, which knows them where they were, has yet to run."""
+    if naive and "rows" in folder.name:
+        pytest.skip(NO_FETCH)
     device = Lagging(folder, frames=20)
     tier = tier_of(device.engine)
     if naive:  # the table is edited when the plan is made

@@ -13,10 +13,17 @@ import pytest
 
 from cairn import LLM, SamplingParams
 from cairn.engine.engine import Engine
-from cairn.engine.memory_plan import TierSizes, size_tier
+from cairn.engine.memory_plan import TierSizes, size_tier, slots_per_page
 from cairn.engine.resolve import EngineChoices
 from tests.engine.lanes import tier_of
-from tests.helpers import TINY_HILS, TINY_LLAMA, TINY_OLMO3, poison_free_memory, stale_slices
+from tests.helpers import (
+    TINY_DSA,
+    TINY_HILS,
+    TINY_LLAMA,
+    TINY_OLMO3,
+    poison_free_memory,
+    stale_slices,
+)
 
 PAGE = 16
 DENSE = {"attention_backend": "hsa", "hsa_topk": 2, "hsa_window": 20, "hsa_sinks": 1}
@@ -30,6 +37,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "hils": (TINY_HILS, {}),
     "fp8": (TINY_LLAMA, {**SPARSE, "kv_cache_dtype": "fp8"}),
     "dense": (TINY_LLAMA, DENSE),  # prompts are read densely
+    "rows": (TINY_DSA, {}),  # single rows are read, by an index
     "pair": (TINY_OLMO3, {**DENSE, "attention_backend": "torch,hsa", "hsa_dense_below": 50}),
 }
 
@@ -54,7 +62,7 @@ def tiered(
     overlap: bool = False,
     **options: Any,
 ) -> LLM:
-    """An engine with so many frames, pages in host memory and hot slots, whatever they cost."""
+    """An engine with so many frames, pages in host memory and hot pages, whatever they cost."""
 
     def sized(choices: EngineChoices) -> TierSizes:
         sizes, ids = size_tier(choices), choices.groups[-1].copy_of
@@ -62,7 +70,8 @@ def tiered(
         num_pages = [*sizes.num_pages[:-1], frames]
         num_pages[ids] = pages
         running = options.get("max_running_requests", 4)
-        return sizes._replace(num_pages=num_pages, hot_slots=hot, max_running_requests=running)
+        slots = hot * slots_per_page(choices)
+        return sizes._replace(num_pages=num_pages, hot_slots=slots, max_running_requests=running)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cairn.engine.memory_plan.size_tier", sized)

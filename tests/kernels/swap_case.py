@@ -52,7 +52,7 @@ def check(
     groups = [LayerGroup("full", ()), LayerGroup("resident", (0,), 8, 0, layout)]
     cpu = torch.device("cpu")
     pools = [
-        KVPool(groups, [num_pages, frames], size, where, hot_slots=slots) for where in (cpu, device)
+        KVPool(groups, [num_pages, frames], size, where, hot_pages=slots) for where in (cpu, device)
     ]
     host = HostPool(groups[1], num_pages, size, device=device)
     host.part(0).copy_(torch.randn(host.part(0).shape))
@@ -79,7 +79,7 @@ def check(
         oracle.begin_step(CopyEdits(edits, edits))
         rows = torch.arange(seqs)[:, None, None]
         pages = torch.where(selected < 0, -1, table[rows, selected.clamp(min=0)]).long()
-        found = oracle.swap_in_selected_pages(0, pages, lives[pages.clamp(min=0)])
+        found = oracle.swap_in(0, pages, lives[pages.clamp(min=0)]).places
         generations = lives[table.long()]
         plan_swap(
             hot,
@@ -138,7 +138,7 @@ def check_stage(
     num_pages, frames, size, dim = 60, 20, 4, 6
     layout = CacheLayout.of_heads(kv_heads, dim, dtype)
     groups = [LayerGroup("full", ()), LayerGroup("resident", (0, 1), 8, 0, layout)]
-    pool = KVPool(groups, [num_pages, frames], size, device, hot_slots=4)
+    pool = KVPool(groups, [num_pages, frames], size, device, hot_pages=4)
     host = HostPool(groups[1], num_pages, size, device=device)
     for tensor in host.tensors():
         tensor.copy_(torch.randn(tensor.shape))

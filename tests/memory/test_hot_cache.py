@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,7 +17,7 @@ from cairn.memory.groups import LayerGroup
 from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.memory.hot_cache import HotCache
 from cairn.memory.kv_pool import HostPool, KVPool
-from cairn.memory.layout import CacheLayout
+from cairn.memory.layout import LATENT, CacheLayout
 from tests.helpers import held_slices, stale_slices
 
 CPU = torch.device("cpu")
@@ -110,22 +111,37 @@ def test_more_than_fits_is_refused_and_rows_are_cut_so_that_it_does_not_happen()
 HEADS, SIZE, DIM = 2, 4, 3
 
 
-def make(pages: int, frames: int, hot: int) -> tuple[HiSparseCoordinator, HostPool, KVPool]:
+def make(
+    pages: int, frames: int, hot: int, *, rows: bool = False
+) -> tuple[HiSparseCoordinator, HostPool, KVPool]:
+    """Slots hold pages of keys and values, or latent rows. Layer 6 reads what layer 5 selects."""
     layout = CacheLayout.of_heads(HEADS, DIM, torch.float32)
-    groups = [LayerGroup("full", ()), LayerGroup("resident", (0, 5), 8, 0, layout)]
-    pool = KVPool(groups, [pages, frames], SIZE, CPU, hot_slots=hot)
+    if rows:
+        layout = CacheLayout.of_latents(DIM).of_type(torch.float32)
+    groups = [LayerGroup("full", ()), LayerGroup("resident", (0, 5, 6), 8, 0, layout)]
+    pool = KVPool(groups, [pages, frames], SIZE, CPU, hot_pages=-(-hot // SIZE) if rows else hot)
     host = HostPool(groups[1], pages, SIZE, device=CPU)
     for tensor in (*pool.tensors(), *host.tensors()):
         tensor.fill_(float("nan"))
-    tier = HiSparseCoordinator(pool, host, num_frames=frames, hot_slots=hot, asynchronous=False)
+    tier = HiSparseCoordinator(
+        pool,
+        host,
+        num_frames=frames,
+        hot_slots=hot,
+        asynchronous=False,
+        rows=rows,
+        selectors={6: 5},
+    )
     return tier, host, pool
 
 
-@given(data=st.data())
-def test_what_is_read_is_what_the_host_has(data: st.DataObject) -> None:
-    tier, host, pool = make(pages=12, frames=3, hot=4)
+@given(data=st.data(), by_row=st.booleans())
+def test_what_is_read_is_what_the_host_has(data: st.DataObject, by_row: bool) -> None:
+    tier, host, pool = make(pages=12, frames=3, hot=5 if by_row else 4, rows=by_row)
+    (kept,) = host.layout.parts
+    heads, per_page = kept.heads, SIZE if by_row else 1
     for layer in host.layers:
-        tensor = host.part(layer)
+        tensor = host.part(layer, kept.name)
         tensor[1:] = torch.randn(tensor[1:].shape) + layer
     frames = {
         page: i + 1 for i, page in enumerate(data.draw(st.sets(st.integers(1, 12), max_size=3)))
@@ -133,51 +149,91 @@ def test_what_is_read_is_what_the_host_has(data: st.DataObject) -> None:
     moves = tuple(Transfer(page, frame) for page, frame in frames.items())
     tier.begin_step(CopyEdits(moves, moves))
     for _ in range(data.draw(st.integers(1, 5))):
-        layer = data.draw(st.sampled_from([0, 5]))
+        layers = data.draw(st.sampled_from([(0,), (5, 6)]))
         rows, k = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 4))
-        count = rows * HEADS * k
-        numbers = data.draw(st.lists(st.integers(-1, 12), min_size=count, max_size=count))
-        pages = torch.tensor(numbers).view(rows, HEADS, k)
-        pages[pages == 0] = -1
-        lives = torch.ones_like(pages)
+        count = rows * heads * k
+        number = st.integers(per_page - 1, 13 * per_page - 1)
+        slices = torch.tensor(data.draw(st.lists(number, min_size=count, max_size=count)))
+        slices = slices.view(rows, heads, k)
+        slices[slices == per_page - 1] = -1
+        lives = torch.ones_like(slices)
         covered = 0
-        for part in tier.parts(layer, pages, lives, most_rows=4):
+        swaps = []
+        for part in tier.parts(layers[0], slices, lives, most_rows=4):
             assert part.start == covered and part.stop - part.start <= 4
             covered = part.stop
-            found = tier.swap_in_selected_pages(layer, pages[part], lives[part])
-            for row, head, i in torch.cartesian_prod(
-                torch.arange(len(found)), torch.arange(HEADS), torch.arange(k)
-            ).tolist():
-                page, at = int(pages[part][row, head, i]), int(found[row, head, i])
-                if page < 0:
-                    assert at == 0
-                    continue
-                for place in (head, head + HEADS):
-                    assert torch.equal(pool.part(layer)[at, place], host.part(layer)[page, place])
+            swaps.append((part, tier.swap_in(layers[0], slices[part], lives[part])))
+            check_read(tier, host, pool, layers[0], slices[part], swaps[-1][1].places)
         assert covered == rows
-    assert stale_slices(tier, [1] * 13) == []
+        for layer in layers[1:]:  # the same plans, in the same order
+            for part, swapped in swaps:
+                tier.swap_in_again(layer, swapped)
+                check_read(tier, host, pool, layer, slices[part], swapped.places)
+        assert stale_slices(tier, [1] * 13) == []
+
+
+def check_read(
+    tier: HiSparseCoordinator,
+    host: HostPool,
+    pool: KVPool,
+    layer: int,
+    slices: torch.Tensor,
+    found: torch.Tensor,
+) -> None:
+    (kept,) = host.layout.parts
+    there, here = (
+        kept.by_head(tensors.part(layer, kept.name), tier._per_page) for tensors in (host, pool)
+    )
+    for (row, head, i), at in np.ndenumerate(found.numpy()):
+        number = int(slices[row, head, i])
+        assert at == 0 if number < 0 else torch.equal(here[at, :, head], there[number, :, head])
 
 
 def test_backups_go_out_and_counters_tell() -> None:
     tier, host, pool = make(pages=4, frames=2, hot=2)
-    pool.part(0)[1], pool.part(5)[1] = 1.0, 5.0
+    pool.part(0)[1], pool.part(5)[1], pool.part(6)[1] = 1.0, 5.0, 6.0
     tier.begin_step(CopyEdits((Transfer(3, 1),)))
     tier.back_up([Transfer(3, 1)])
     assert tier.poll() == [Transfer(3, 1)] and tier.wait() == []
     assert (host.part(0)[3] == 1).all() and (host.part(5)[3] == 5).all()
     size = 2 * HEADS * SIZE * DIM * 4
-    assert tier.stats.bytes_out == 2 * size
+    assert tier.stats.bytes_out == 3 * size
     pages = torch.tensor([[[3], [-1]]])
-    tier.swap_in_selected_pages(0, pages, torch.ones_like(pages))
+    tier.swap_in(0, pages, torch.ones_like(pages))
     assert (tier.stats.resident, tier.stats.hits, tier.stats.misses) == (1, 0, 0)
     tier.begin_step(CopyEdits((Transfer(3, 0),)))
     for _ in range(2):
-        tier.swap_in_selected_pages(0, pages, torch.ones_like(pages))
+        tier.swap_in(0, pages, torch.ones_like(pages))
     assert (tier.stats.resident, tier.stats.hits, tier.stats.misses) == (1, 1, 1)
     assert tier.stats.bytes_in == size // HEADS
     tier.begin_step(CopyEdits((Transfer(3, 2),), (Transfer(3, 2),)))
     assert (pool.part(5)[2] == 5).all()
-    assert tier.stats.bytes_in == size // HEADS + 2 * size
+    assert tier.stats.bytes_in == size // HEADS + 3 * size
+
+
+def test_a_slot_is_known_by_page_offset_and_generation() -> None:
+    """Whoever asks; and each row counts, not its page."""
+    tier, host, _ = make(pages=4, frames=2, hot=4, rows=True)
+    for layer in host.layers:
+        host.part(layer, LATENT).fill_(layer)
+
+    def misses(layer: int, *asked: tuple[int, int, int]) -> int:
+        before = tier.stats.misses
+        rows = torch.tensor([[page * SIZE + offset for page, offset, _ in asked]])[:, None]
+        lives = torch.tensor([[life for *_, life in asked]])[:, None]
+        swapped = tier.swap_in(layer, rows, lives)
+        if layer == 5:
+            tier.swap_in_again(6, swapped)
+        return tier.stats.misses - before
+
+    assert misses(0, (1, 0, 7), (1, 3, 7)) == 2
+    assert misses(0, (1, 3, 7), (1, 0, 7)) == 0  # another request on the same page
+    assert misses(0, (1, 2, 7)) == 1  # another row of it
+    assert misses(0, (1, 0, 8)) == 1  # the id is another page's now
+    assert misses(5, (1, 0, 7)) == 2  # each layer that reads a row copies it
+    assert tier.stats.bytes_in == 6 * DIM * 4
+    tier.forget()
+    assert misses(5, (1, 0, 7)) == 2
 
 
 def test_copies_beside_the_engine_are_waited_for_and_failures_tried_again(

@@ -104,7 +104,7 @@ def test_pools_take_what_page_bytes_promise(
 def test_copies_on_the_device_take_what_their_sizes_promise(layout: CacheLayout) -> None:
     """What may leave has frames and hot slots; what stays is kept for every page of the host."""
     frames = LayerGroup("resident", (0, 1), 8, 0, layout)
-    pool = KVPool([LayerGroup("full", ()), frames], [20, 5], PAGE, CPU, hot_slots=3)
+    pool = KVPool([LayerGroup("full", ()), frames], [20, 5], PAGE, CPU, hot_pages=3)
     host = HostPool(frames, 20, PAGE, device=CPU)
     on_device = (5 + 1 + 3) * frames.page_bytes(PAGE) + 21 * frames.staying_bytes(PAGE)
     assert sum(tensor.nbytes for tensor in pool.tensors()) == on_device
@@ -175,7 +175,7 @@ def test_prefixes_are_shared_whatever_a_layer_keeps() -> None:
 
 def test_clearing_a_page_clears_all_its_parts_and_no_other_page() -> None:
     groups = [LayerGroup("full", (0,)), LayerGroup("resident", (1,), 8, 0, TOY)]
-    pool = KVPool(groups, [6, 2], PAGE, CPU, hot_slots=1)
+    pool = KVPool(groups, [6, 2], PAGE, CPU, hot_pages=1)
     for tensor in pool.tensors():
         tensor.fill_(1)
     pool.clear(1, torch.tensor([2]))  # a frame
@@ -193,7 +193,7 @@ def test_pages_go_to_the_host_and_come_back(seed: int, layout: CacheLayout) -> N
     numbers = np.random.default_rng(seed)
     num_pages, num_frames, hot = 8, 3, 4
     groups = (LayerGroup("full", ()), LayerGroup("resident", (0, 1), 8, 0, layout))
-    pool = KVPool(groups, [num_pages, num_frames], PAGE, CPU, hot_slots=hot)
+    pool = KVPool(groups, [num_pages, num_frames], PAGE, CPU, hot_pages=hot)
     host = HostPool(groups[1], num_pages, PAGE, device=CPU)
     for tensor in (*pool.tensors(), *host.tensors()):
         tensor.fill_(float("nan"))
@@ -224,7 +224,7 @@ def test_pages_go_to_the_host_and_come_back(seed: int, layout: CacheLayout) -> N
         drawn = [numbers.permutation(num_pages)[:2] + 1 for _ in range(2 * heads)]
         pages = torch.from_numpy(np.array(drawn)).view(2, heads, 2)
         for layer in (0, 1):
-            found = tier.swap_in_selected_pages(layer, pages, torch.ones_like(pages))
+            found = tier.swap_in(layer, pages, torch.ones_like(pages)).places
             assert (found[pages == kept] == 2).all()
             for (row, head, k), at in np.ndenumerate(found.numpy()):
                 page = int(pages[row, head, k])

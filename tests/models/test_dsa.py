@@ -275,7 +275,6 @@ def test_the_dense_twin_reads_every_row(tmp_path: Path) -> None:
         (SHARED, {"attention_backend": "hsa"}, "reads the rows that its index selects"),
         (SHARED, {"attention_backend": "torch,dsa"}, "reads the rows that its index selects"),
         (SHARED, {"hsa_topk": 4}, "hsa_topk is given"),
-        (SHARED, {"enable_hisparse": True}, "enable_hisparse moves whole pages"),
         (SHARED, {"disable_dsa": True, "attention_backend": "dsa"}, "disable_dsa is given"),
         ("hf_llama_gqa", {"attention_backend": "dsa"}, "has no index"),
         ("hf_deepseek_v3_no_q_lora", {"disable_dsa": True}, "has no index"),

@@ -103,7 +103,9 @@ class Attend:
         if self._indexed is None:
             return self._backend.forward_latent(layer, query, heads, self._metadata)
         if index is not None:
-            self._pool.write(layer, *self._places(layer), index.keys, INDEX)
+            # Index keys stay on the device, under the ids of pages that may have left it.
+            pages = self._batch.groups[self._pool.ids_of[layer]].row_pages
+            self._pool.write(layer, pages, self._batch.row_offsets, index.keys, INDEX)
         return self._indexed.forward_indexed(layer, query, heads, self._metadata, index)
 
     @property

@@ -2,23 +2,26 @@
 
 Which rows a query reads is exact: the k rows of highest score, the earlier one of equal scores. A
 query that sees at most k rows reads all of them, densely. Only selected latent rows are copied, so
-the work of a query does not grow with its past, but for the scan of index keys.
+the work of a query does not grow with its past, but for the scan of index keys. With a host tier,
+`dsa_tiered` says where rows are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
-from typing import Any
+from contextlib import nullcontext
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from cairn.attention.backend import AttentionShape, Graph, SparseBackend, SparseParts
-from cairn.attention.batch import AttentionBatch, IndexQuery, to_device
+from cairn.attention.batch import AttentionBatch, IndexQuery
 from cairn.attention.dsa_kernels import RowKernels, RowStep
+from cairn.attention.dsa_step import Decoding, Piece, Run, Step, split_rows
+from cairn.attention.dsa_tiered import TieredRows
 from cairn.attention.latent import LatentHeads
+from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import INDEX, LATENT
 from cairn.sparsity.config import SparseConfig
 from cairn.sparsity.selection import Selection, top_rows
@@ -27,41 +30,15 @@ _SCORED = 2**24  # products of index heads and rows at once
 _COPIED = 2**23  # numbers of selected latent rows at once
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Consecutive new rows of a sequence that each see more than k rows."""
-
-    seq: int
-    rows: slice  # of the step
-    first: int  # position of the first one
-
-    @property
-    def end(self) -> int:
-        """Rows that the last one sees."""
-        return self.first + int(self.rows.stop - self.rows.start)
-
-
-@dataclass(slots=True)
-class _Step:
-    batch: AttentionBatch
-    dense: Any  # metadata of the dense backend, for rows that see at most k rows
-    dense_rows: torch.Tensor | None  # those rows of the step; None for all
-    pieces: tuple[_Piece, ...]
-    selected: list[torch.Tensor] = field(default_factory=list)
-    """Positions [rows, k] of each piece, from the last layer with an index."""
-    traced: dict[int, dict[int, Selection]] = field(default_factory=dict)
-    """By row of the step, then by layer."""
-    kernels: RowStep | None = None
-    """The rows of `pieces`, or all rows of a decode step, where kernels compute them."""
-
-
 class DSABackend(SparseBackend):
     name = "dsa"
     options = frozenset()
     reads_index = True
+    serves_tier = True
 
     def __init__(self, parts: SparseParts) -> None:
         super().__init__(parts)
+        self._tiered = None if parts.tier is None else TieredRows(parts, parts.tier)
         self._kernels: RowKernels | None = None
         refused = RowKernels.refusal(parts.shape)
         if refused is None:
@@ -85,86 +62,129 @@ class DSABackend(SparseBackend):
                 return None
         return graph if graph in self.graphs else None
 
-    def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> _Step:
-        dense = self._parts.dense
+    def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> Step:
+        dense, topk = self._parts.dense, self._parts.config.topk
+        if self._tiered is not None:
+            return self._tiered.prepare(batch)
         if batch.recorded == "dense":
-            return _Step(batch, dense.prepare(batch, groups), None, ())
-        if batch.recorded is not None:
+            return Step(batch, (Run(dense, dense.prepare(batch, groups), None, ()),))
+        by_kernels = self._kernels is not None
+        if batch.recorded is not None or (
+            by_kernels and batch.decodes and (batch.kv_lens > topk).any()
+        ):
             return self._decode_step(batch)
-        past = batch.kv_lens - batch.query_lens
-        counts = np.clip(self._parts.config.topk - past, 0, batch.query_lens)  # of dense rows
-        if (counts == batch.query_lens).all():
-            return _Step(batch, dense.prepare(batch, groups), None, ())
-        if batch.decodes and self._kernels is not None:
-            return self._decode_step(batch)
-        starts = batch.cu_query[:-1] + counts
-        ends = batch.cu_query[1:].tolist()
-        pieces = tuple(
-            _Piece(s, slice(int(starts[s]), ends[s]), int(past[s] + counts[s]))
-            for s in np.flatnonzero(counts < batch.query_lens).tolist()
-        )
-        metadata, rows = None, []
-        seqs = np.flatnonzero(counts)
-        if len(seqs):
-            metadata = dense.prepare(_part_of(batch, seqs, counts[seqs]), groups)
-            rows = [np.arange(batch.cu_query[s], starts[s]) for s in seqs]
-        dense_rows = np.concatenate([*rows, np.empty(0, dtype=np.int64)])
-        step = _Step(batch, metadata, to_device(dense_rows, batch.device), pieces)
-        if self._kernels is not None:
-            owners, own = zip(*((piece.seq, piece.rows) for piece in pieces), strict=True)
+        run = split_rows(batch, np.arange(batch.num_seqs), topk, dense, groups)
+        step = Step(batch, (run,))
+        if self._kernels is not None and run.pieces:
+            owners, own = zip(*((piece.seq, piece.rows) for piece in run.pieces), strict=True)
             step.kernels = self._kernels.chunks(batch, owners, own)
         return step
 
-    def _decode_step(self, batch: AttentionBatch) -> _Step:
+    def _decode_step(self, batch: AttentionBatch) -> Step:
         """By kernels, all rows alike, so that a step gives the same recorded and not recorded."""
         assert self._kernels is not None
-        return _Step(batch, None, None, (), kernels=self._kernels.decode(batch))
+        return Step(batch, kernels=self._kernels.decode(batch))
 
-    def begin(self, metadata: _Step) -> None:
-        if metadata.dense is not None:
-            self._parts.dense.begin(metadata.dense)
+    def begin(self, metadata: Step) -> None:
+        for run in metadata.runs:
+            if run.metadata is not None:
+                run.dense.begin(run.metadata)
         if metadata.kernels is not None and self._kernels is not None:
             self._kernels.begin(metadata.kernels)
+
+    def abandon(self, batch: AttentionBatch) -> None:
+        if self._tiered is not None:
+            self._tiered.abandon()
 
     def forward_indexed(
         self,
         layer: int,
         query: torch.Tensor,
         heads: LatentHeads,
-        metadata: _Step,
+        metadata: Step,
         index: IndexQuery | None,
     ) -> torch.Tensor:
-        dense, step = self._parts.dense, metadata
-        if step.dense is not None and step.dense_rows is None:
-            return dense.forward_latent(layer, query, heads, step.dense)
+        step = metadata
         if step.kernels is not None:
             return self._by_kernels(layer, query, heads, step, step.kernels, index)
         if index is not None:
-            step.selected = [self.select(layer, piece, index, step) for piece in step.pieces]
+            step.selected = {
+                piece.rows.start: self.select(layer, piece, index, step) for piece in step.pieces
+            }
         out = query.new_empty(*query.shape[:2], heads.value.shape[2])
-        if step.dense is not None:
-            own = query[step.dense_rows]
-            out[step.dense_rows] = dense.forward_latent(layer, own, heads, step.dense)
-        for piece, positions in zip(step.pieces, step.selected, strict=True):
+        for run in step.runs:
+            with nullcontext() if self._tiered is None else self._tiered.filled(run, step):
+                if run.metadata is not None and run.dense_rows is None:
+                    return run.dense.forward_latent(layer, query, heads, run.metadata)
+                self._run(layer, query, heads, run, step, out)
+        if step.decoding is not None:
+            absorbed = heads.absorb(query[step.decoding.rows])
+            read = self._decode(layer, absorbed, step.decoding, step, again=index is None)
+            out[step.decoding.rows] = heads.values(read)
+        return out
+
+    def _run(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        heads: LatentHeads,
+        run: Run,
+        step: Step,
+        out: torch.Tensor,
+    ) -> None:
+        """Write the output of a run's rows."""
+        if run.metadata is not None:
+            own = query[run.dense_rows]
+            out[run.dense_rows] = run.dense.forward_latent(layer, own, heads, run.metadata)
+        for piece in run.pieces:
+            positions = step.selected[piece.rows.start]
             absorbed = heads.absorb(query[piece.rows])
             out[piece.rows] = heads.values(self.attend(layer, absorbed, piece, positions, step))
-        return out
+
+    def _decode(
+        self, layer: int, query: torch.Tensor, decoding: Decoding, step: Step, *, again: bool
+    ) -> torch.Tensor:
+        """Absorbed query [seqs, heads, width] of decoding sequences -> [seqs, heads, latent].
+        `again` means that the layer reads what the last one read."""
+        if not again:
+            decoding.hot.select(
+                [
+                    step.selected[decoding.pieces[i].rows.start][0]
+                    if i in decoding.pieces
+                    else torch.arange(count, device=query.device)
+                    for i, count in enumerate(decoding.kv_lens)
+                ]
+            )
+        out = []
+        pool = self._parts.pool.part(layer, LATENT).flatten(0, 1)
+        for first, places in decoding.hot.swap_in(layer):
+            for i, own in enumerate(places, first):
+                piece, row = decoding.pieces.get(i), query[i : i + 1]
+                if piece is None:  # it reads all rows that it sees
+                    own = own[: decoding.kv_lens[i]]
+                    out.append(self._attend(row, _rows(pool, own[None])))
+                else:
+                    step.found[piece.rows.start] = own[None]
+                    positions = step.selected[piece.rows.start]
+                    out.append(self.attend(layer, row, piece, positions, step))
+        return torch.cat(out)
 
     def _by_kernels(
         self,
         layer: int,
         query: torch.Tensor,
         heads: LatentHeads,
-        step: _Step,
+        step: Step,
         rows: RowStep,
         index: IndexQuery | None,
     ) -> torch.Tensor:
         assert self._kernels is not None
         out = None
-        if step.dense is not None:
-            own = query[step.dense_rows]
+        if step.runs and step.runs[0].metadata is not None:
+            run = step.runs[0]
+            own = query[run.dense_rows]
             out = query.new_empty(*query.shape[:2], heads.value.shape[2])
-            out[step.dense_rows] = self._parts.dense.forward_latent(layer, own, heads, step.dense)
+            out[run.dense_rows] = run.dense.forward_latent(layer, own, heads, run.metadata)
         out = self._kernels.forward(layer, query, heads, rows, index, out)
         shape, batch = self._parts.shape, step.batch
         pool = self._parts.pool.part(layer, LATENT).flatten(0, 1)
@@ -181,10 +201,10 @@ class DSABackend(SparseBackend):
             step.traced.setdefault(row, {})[layer] = _by_page(scores, pages, table)
         return out
 
-    def select(self, layer: int, piece: _Piece, index: IndexQuery, step: _Step) -> torch.Tensor:
+    def select(self, layer: int, piece: Piece, index: IndexQuery, step: Step) -> torch.Tensor:
         """The positions that each row of a piece reads, [rows, k] ascending."""
         size = step.batch.page_size
-        pages = self._table(layer, piece, step)[: -(-piece.end // size)]
+        pages = self._ids(layer, piece, step)[: -(-piece.end // size)]
         keys = self._parts.pool.part(layer, INDEX).index_select(0, pages).flatten(0, 1)
         keys = keys[: piece.end].to(index.query.dtype).t()  # [width, rows]
         query, weights = index.query[piece.rows], index.weights[piece.rows]
@@ -204,69 +224,61 @@ class DSABackend(SparseBackend):
         self,
         layer: int,
         query: torch.Tensor,
-        piece: _Piece,
+        piece: Piece,
         positions: torch.Tensor,
-        step: _Step,
+        step: Step,
     ) -> torch.Tensor:
         """Absorbed query [rows, heads, width] over the rows at `positions` -> [rows, heads,
         latent]"""
-        size, shape = step.batch.page_size, self._parts.shape
-        pool = self._parts.pool.part(layer, LATENT)
-        rows_of_pool, width = pool.view(-1, pool.shape[-1]), pool.shape[-1]
-        slots = self._table(layer, piece, step)[positions // size] * size + positions % size
-        at_once = max(1, _COPIED // (positions.shape[1] * width))
+        size, places = step.batch.page_size, step.found.get(piece.rows.start)
+        if places is None:
+            table = self._table(layer, piece, step) if piece.table is None else piece.table
+            places = table[positions // size] * size + positions % size
+        pool: KVPool = self._parts.pool
+        if piece.staged and self._tiered is not None:
+            pool = self._tiered.stage
+        rows = pool.part(layer, LATENT).flatten(0, 1)
+        at_once = max(1, _COPIED // (positions.shape[1] * rows.shape[1]))
         out = []
         for begin in range(0, len(query), at_once):
-            own, places = query[begin : begin + at_once], slots[begin : begin + at_once]
-            kept = rows_of_pool.index_select(0, places.flatten()).view(len(own), 1, -1, width)
-            read = F.scaled_dot_product_attention(own[:, None], kept, kept, scale=shape.scale)
-            out.append(read[:, 0, :, : shape.value_dim])
+            own = query[begin : begin + at_once]
+            kept = _rows(rows, places[begin : begin + at_once])
+            out.append(self._attend(own, kept))
             for row in step.batch.traced_rows.tolist():
                 place = row - piece.rows.start - begin
                 if 0 <= place < len(own):
-                    scores = (own[place] @ kept[place, 0].t()) * shape.scale
+                    scores = (own[place] @ kept[place].t()) * self._parts.shape.scale
                     pages = positions[begin + place] // size
-                    table = self._table(layer, piece, step)
-                    step.traced.setdefault(row, {})[layer] = _by_page(scores, pages, table)
+                    ids = self._ids(layer, piece, step)
+                    step.traced.setdefault(row, {})[layer] = _by_page(scores, pages, ids)
         return torch.cat(out)
 
-    def _table(self, layer: int, piece: _Piece, step: _Step) -> torch.Tensor:
+    def _attend(self, query: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Absorbed query [n, heads, width] over latent rows [n, k, width] -> [n, heads, latent]"""
+        shape, kept = self._parts.shape, rows[:, None]
+        read = F.scaled_dot_product_attention(query[:, None], kept, kept, scale=shape.scale)
+        return read[:, 0, :, : shape.value_dim]
+
+    def _table(self, layer: int, piece: Piece, step: Step) -> torch.Tensor:
+        """Where the pages of a sequence are."""
         group = self._parts.pool.group_of[layer]
         return step.batch.groups[group].page_table[piece.seq].long()
 
-    def selections(self, metadata: _Step, row: int) -> dict[int, Selection]:
+    def _ids(self, layer: int, piece: Piece, step: Step) -> torch.Tensor:
+        """The ids of these pages, by which index keys are found."""
+        group = self._parts.pool.ids_of[layer]
+        return step.batch.groups[group].page_table[piece.seq].long()
+
+    def selections(self, metadata: Step, row: int) -> dict[int, Selection]:
         if row in metadata.traced:
             return metadata.traced[row]
         alone = Selection.window_only(self._parts.shape.num_heads, 1)
         return dict.fromkeys(self._parts.config.layers, alone)
 
 
-def _part_of(batch: AttentionBatch, seqs: np.ndarray, counts: np.ndarray) -> AttentionBatch:
-    """The first `counts` new rows of some sequences, as a batch of their own."""
-    index = to_device(seqs, batch.device)
-    kv_lens = (batch.kv_lens - batch.query_lens)[seqs] + counts
-    cu_query = np.concatenate(([0], np.cumsum(counts)))
-    groups = tuple(
-        replace(
-            group,
-            host_pages=group.host_pages[seqs],
-            host_generations=group.host_generations[seqs],
-            page_table=group.page_table[index],
-        )
-        for group in batch.groups
-    )
-    return replace(
-        batch,
-        query_lens=counts,
-        kv_lens=kv_lens,
-        cu_query=cu_query,
-        groups=groups,
-        prompt_rows=batch.prompt_rows[seqs],
-        traced_rows=np.empty(0, dtype=np.int64),
-        device_kv_lens=to_device(kv_lens.astype(np.int32), batch.device),
-        device_cu_query=to_device(cu_query.astype(np.int32), batch.device),
-        device_prompt_rows=batch.device_prompt_rows[index],
-    )
+def _rows(pool: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """A copy of the rows of a pool [rows, width] at places [n, k], [n, k, width]."""
+    return pool.index_select(0, places.flatten()).view(*places.shape, -1)
 
 
 def _by_page(scores: torch.Tensor, pages: torch.Tensor, table: torch.Tensor) -> Selection:

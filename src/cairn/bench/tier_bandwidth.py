@@ -34,7 +34,7 @@ def bandwidth(bench: TierBench) -> Iterator[dict[str, Any]]:
     slots = most * bench.topk
     frames = min(_WHOLE_PAGES, num_pages)
     groups = [LayerGroup("full", ()), LayerGroup("resident", (0,), 1, 0, layout)]
-    pool = KVPool(groups, [num_pages, frames], bench.page_size, device, hot_slots=slots)
+    pool = KVPool(groups, [num_pages, frames], bench.page_size, device, hot_pages=slots)
     host = HostPool(groups[1], num_pages, bench.page_size, device=device)
     tier = HiSparseCoordinator(
         pool,
@@ -94,7 +94,7 @@ def _bursts(
             tier.swap.locate(0, selected, table, lives)
             return
         pages = table[:, None].expand(-1, _KV_HEADS, -1).long()
-        tier.swap_in_selected_pages(0, pages, lives[:, None].expand_as(pages))
+        tier.swap_in(0, pages, lives[:, None].expand_as(pages))
 
     def bursts_in_turn() -> None:
         for table in tables[1:]:

@@ -276,11 +276,6 @@ def _indexed(
     given: type[SparseBackend] | None,
 ) -> AttentionPlan:
     """Every layer reads the rows that an index selects."""
-    if config.enable_hisparse:
-        raise ConfigError(
-            f"enable_hisparse moves whole pages, and {spec.architecture} reads single rows; leave "
-            "enable_hisparse out"
-        )
     backend = given or sparse_class([AUTO_INDEXED])
     assert backend is not None
     if len(names) > 1 or not (names == ["auto"] or (backend.reads_index and given is not None)):
@@ -299,6 +294,7 @@ def _indexed(
         strategy=Policy.strategy,
         fusion=Policy.fusion,
         dense_below=topk,  # rows that see no more than they select
+        by_row=True,
     )
     note = f"{backend.name}: queries read the {topk} rows that score highest in each layer's index"
     return AttentionPlan(("auto",), sparse, page_size, backend, (note,))

@@ -14,7 +14,7 @@ from cairn.attention.pair_backend import PairBackend
 from cairn.config import EngineConfig
 from cairn.engine.engine import Engine
 from cairn.engine.graphs import most_decode_rows
-from cairn.engine.hisparse_options import prompt_stages
+from cairn.engine.hisparse_options import prompt_stages, selectors
 from cairn.engine.locate import sampling_defaults
 from cairn.engine.memory_plan import MemoryPlan, plan_memory
 from cairn.engine.quantization import resolve_quantization
@@ -214,7 +214,7 @@ def build_runner(
     most_rows = 1 + choices.draft_tokens
     shape = replace(choices.shape, max_seqs=max_seqs, most_rows=most_rows, cpu=model.cpu)
     page_size = choices.geometry.page_size
-    pool = KVPool(groups, memory.num_pages, page_size, device, hot_slots=memory.hot_slots)
+    pool = KVPool(groups, memory.num_pages, page_size, device, hot_pages=memory.hot_pages)
     notes = [choices.dense_reason] if device.type == "cuda" else []
     # The window of the frame group only says which frames may be freed. Dense attention must not
     # apply it: dense attention reads the missing pages from the stage.
@@ -279,5 +279,7 @@ def _build_tier(
         asynchronous=asynchronous,
         kernels=swap,
         page_group=choices.page_group,
-        longest=memory.max_pages if sparse.dense_prompt_below else None,
+        longest=memory.max_pages if sparse.stages_prompts else None,
+        rows=sparse.by_row,
+        selectors=selectors(choices.groups[-1]) if sparse.by_row else None,
     )

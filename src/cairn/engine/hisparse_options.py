@@ -13,6 +13,7 @@ from cairn.config import EngineConfig, check_options, from_names, option
 from cairn.engine.attention_options import DEFAULT_PAGE_SIZE, AttentionPlan
 from cairn.errors import ConfigError
 from cairn.memory.groups import LayerGroup
+from cairn.memory.layout import INDEX, CacheLayout
 from cairn.models.spec import ModelSpec
 from cairn.sparsity.config import SparseConfig
 
@@ -22,7 +23,8 @@ _THREADS = tuple(32 << i for i in range(6))  # per block: a power of two of whol
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiSparseOptions:
     top_k: int | None = option(None, low=1)
-    """Tokens that a query reads outside its window: hsa_topk * page_size."""
+    """Tokens that a query reads outside its window: hsa_topk * page_size. Models with an index have
+    their own number."""
     device_buffer_size: int | None = option(None, low=1)
     """Tokens of the hot cache for each running request; twice the selection by default."""
     host_to_device_ratio: float | None = option(None, low=0, high=1e6)
@@ -66,6 +68,18 @@ def hisparse_options(config: EngineConfig) -> HiSparseOptions | None:
 def imply(config: EngineConfig, options: HiSparseOptions, spec: ModelSpec) -> EngineConfig:
     """The config with the attention options that the tier implies: `top_k` sets hsa_topk."""
     names = (config.attention_backend or "").split(",")
+    if spec.index_topk is not None:
+        if config.disable_dsa:
+            raise ConfigError(
+                "enable_hisparse needs sparse attention, and disable_dsa makes every layer read "
+                "all rows; leave one of them out"
+            )
+        if options.top_k not in (None, spec.index_topk):
+            raise ConfigError(
+                f"hisparse_config: top_k is {options.top_k}, and the index of {spec.architecture} "
+                f"selects {spec.index_topk} rows; leave top_k out"
+            )
+        return config
     if options.top_k is None or sparse_class(name.strip() for name in names) is None:
         return config
     native = None if spec.sparsity is None else spec.sparsity.chunk_size
@@ -111,6 +125,12 @@ def check_together(
             f"enable_hisparse runs on CUDA and on a CPU and the device is {device.type}; use one "
             "of these, or leave enable_hisparse out"
         )
+    if device.type == "cuda" and attention.sparse.by_row:
+        raise ConfigError(
+            f"enable_hisparse with attention_backend {attention.backend.name} reads single rows "
+            "from host memory in plain torch, which runs on a CPU, and the device is cuda; use "
+            "device=cpu, or leave enable_hisparse out"
+        )
     if device.type == "cuda" and refused is not None:
         raise ConfigError(
             f"enable_hisparse on CUDA is for the kernels of {attention.backend.name}, and they "
@@ -124,16 +144,42 @@ def check_together(
 
 
 def split_group(groups: Sequence[LayerGroup], sparse: SparseConfig) -> tuple[LayerGroup, ...]:
-    """Move the sparse layers from their group into a new last group, whose pages are frames.
+    """Move the sparse layers from their groups into a new last group, whose pages are frames.
 
-    The old group keeps the page ids.
+    The first of their groups keeps the page ids. Layers may differ in parts that never leave the
+    device: some layers have an index, and others read what it selected.
     """
-    (old,) = (g for g, group in enumerate(groups) if sparse.layers[0] in group.layers)
-    dense = tuple(layer for layer in groups[old].layers if layer not in sparse.layers)
-    kept = [replace(group, layers=dense) if g == old else group for g, group in enumerate(groups)]
-    # Rows below `dense_below` read everything before them, so that must be on the device.
-    window = max(sparse.window, sparse.dense_below)
-    return (*kept, LayerGroup("resident", sparse.layers, window, old, groups[old].layout))
+    old = [group for group in groups if set(group.layers) & set(sparse.layers)]
+    kept = []
+    for group in groups:
+        dense = tuple(layer for layer in group.layers if layer not in sparse.layers)
+        if dense or group not in old[1:]:
+            kept.append(replace(group, layers=dense))
+    parts = tuple(dict.fromkeys(part for group in old for part in group.layout.parts))
+    lacking = frozenset(
+        (layer, part.name)
+        for group in old
+        for layer in set(group.layers) & set(sparse.layers)
+        for part in parts
+        if part not in group.layout.parts
+    )
+    # Rows below `dense_below` read everything before them, so that must be on the device. Rows that
+    # are selected one by one are found wherever they are.
+    window = sparse.window if sparse.by_row else max(sparse.window, sparse.dense_below)
+    ids = [group.name for group in kept].index(old[0].name)
+    frames = LayerGroup("resident", sparse.layers, window, ids, CacheLayout(parts), lacking)
+    return (*kept, frames)
+
+
+def selectors(frames: LayerGroup) -> dict[int, int]:
+    """The layer whose selection each layer reads: its own, or that of the last layer with an index
+    before it."""
+    (index,) = (part for part in frames.layout.parts if part.name == INDEX)
+    found: dict[int, int] = {}
+    for layer in frames.layers:
+        own = layer in frames.layers_with(index)
+        found[layer] = layer if own else found[layer - 1]
+    return found
 
 
 def prompt_stages(sparse: SparseConfig) -> int:

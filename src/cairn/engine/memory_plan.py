@@ -4,7 +4,7 @@ Rank 0 decides for all ranks, so that they agree.
 
 With a host tier, the device budget is spent in this order:
 
-1. for every host page: landmarks, dense layers and tables;
+1. for every host page: landmarks or index keys, dense layers and tables;
 2. the stage for prompts (two stages if prompts are read densely);
 3. window layers;
 4. what running requests need: frames for their windows and tails, a share of the hot cache, and
@@ -30,6 +30,8 @@ from cairn.kernels.interface import MOST_HOT_SLOTS
 from cairn.memory.device_swap import SwapBytes
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.groups import LayerGroup, max_tokens, split_budget
+from cairn.memory.hot_cache import MOST_SLICES
+from cairn.memory.layout import INDEX
 from cairn.sparsity.config import SparseConfig
 
 _DEFAULT_MEM_FRACTION = 0.85
@@ -51,7 +53,10 @@ class MemoryPlan:
     max_pages: int
     """Length of a request's page table."""
     hot_slots: int = 0
-    """With a host tier: slots of the hot cache, per layer and kv head."""
+    """With a host tier: slots of the hot cache, per layer and kv head. A slot holds a page, or a
+    row if queries select rows."""
+    hot_pages: int = 0
+    """Pages of the pool that hold these slots."""
     notes: tuple[str, ...] = ()
 
 
@@ -63,16 +68,23 @@ class TierSizes(NamedTuple):
 
 
 def plan_memory(choices: EngineChoices) -> MemoryPlan:
-    limits, hot_slots, notes = choices.limits, 0, []
+    limits, hot_slots, hot_pages, notes = choices.limits, 0, 0, []
     if choices.hisparse is None:
         num_pages = size_pools(choices)
     else:
         num_pages, hot_slots, running, note = size_tier(choices)
         limits = replace(limits, max_running_requests=running)
+        hot_pages = -(-hot_slots // slots_per_page(choices))
         notes.append(note)
     longest = min(choices.context, max_tokens(choices.groups, num_pages, choices.geometry))
     max_pages = choices.geometry.pages(longest)
-    return MemoryPlan(limits, tuple(num_pages), max_pages, hot_slots, tuple(notes))
+    return MemoryPlan(limits, tuple(num_pages), max_pages, hot_slots, hot_pages, tuple(notes))
+
+
+def slots_per_page(choices: EngineChoices) -> int:
+    """Hot slots that a page of the pool has room for."""
+    by_row = choices.sparse is not None and choices.sparse.by_row
+    return choices.geometry.page_size if by_row else 1
 
 
 def size_pools(choices: EngineChoices) -> list[int]:
@@ -170,7 +182,8 @@ def size_tier(choices: EngineChoices) -> TierSizes:
     budget = kv_budget(config, device)
     if budget is None:
         budget = default_budget(config, device)
-    hot = min(_hot_pages(options, sparse, geometry.page_size), geometry.pages(context))
+    per_page = slots_per_page(choices)
+    hot = min(_hot_slots(options, sparse, geometry.page_size), geometry.pages(context) * per_page)
     by_kernels = choices.kernel_refusal is None
     most_running, swap = max_running, SwapBytes(0, 0)
     if by_kernels:
@@ -179,33 +192,48 @@ def size_tier(choices: EngineChoices) -> TierSizes:
     # Ranks share the machine's memory. On a CPU the KV cache is taken from the same memory.
     free = free_memory(device) // config.tp - (budget if device.type == "cpu" else 0)
     host_bytes = _host_bytes(options, config.tp, budget, free)
-    host_pages = min(host_bytes // frame_bytes, 2**31 - 1)
-    kept_bytes = page_bytes[page_group] + swap.per_page
-    kept_bytes += groups[frames].staying_bytes(geometry.page_size)
-    if choices.landmarks is not None:
-        kept_bytes += choices.landmarks.page_bytes
-    fixed = host_pages * kept_bytes
+    host_pages = min(host_bytes // frame_bytes, 2**31 - 1, MOST_SLICES // per_page - 1)
+    own, size = groups[frames], geometry.page_size
+    for_each_page = {  # of the host
+        "landmarks": 0 if choices.landmarks is None else choices.landmarks.page_bytes,
+        **{
+            f"{part.name} keys": len(own.layers_with(part)) * part.page_bytes(size)
+            for part in own.layout.staying.parts
+        },
+        "dense layers": page_bytes[page_group],
+        "tables": swap.per_page,
+    }
+    kept = {name: host_pages * taken for name, taken in for_each_page.items()}
     staged, stages = 0, prompt_stages(sparse)
     if by_kernels:  # a stage holds one layer of the longest request
         layer_bytes = frame_bytes // num_layers
         staged = stages * min(geometry.pages(context), host_pages) * layer_bytes
 
-    def spent(running: int, chunk_tokens: int) -> tuple[int, list[int]]:
-        needed = [needed_pages(group, running, context, chunk_tokens, geometry) for group in groups]
-        needed[frames] = min(needed[frames], host_pages)
-        needed[page_group] = 0  # paid for every page of the host
-        paid = sum(count * size for count, size in zip(needed, page_bytes, strict=True))
-        needed[page_group] = host_pages
-        return fixed + staged + paid + running * hot * (frame_bytes + swap.per_slot), needed
+    def needed(running: int, chunk_tokens: int) -> list[int]:
+        """Pages of each group."""
+        counts = [needed_pages(group, running, context, chunk_tokens, geometry) for group in groups]
+        counts[frames], counts[page_group] = min(counts[frames], host_pages), host_pages
+        return counts
 
+    def spent(running: int, chunk_tokens: int) -> dict[str, int]:
+        """Bytes of each kind of memory, beside those that are kept for every page of the host."""
+        counts, slots = needed(running, chunk_tokens), running * hot
+        sizes = [count * taken for count, taken in zip(counts, page_bytes, strict=True)]
+        return {
+            "stages of prompts": staged,
+            "window layers": sum(sizes) - sizes[frames] - sizes[page_group],
+            "windows and tails": sizes[frames],
+            "hot cache": -(-slots // per_page) * frame_bytes + slots * swap.per_slot,
+        }
+
+    left = budget - sum(kept.values())
     # If a whole chunk does not fit, plan with the smallest one: prefill then takes smaller steps.
     for chunk_tokens in (min(choices.limits.chunked_prefill_size, context), 1):
         running = most_running
-        while running and spent(running, chunk_tokens)[0] > budget:
+        while running and sum(spent(running, chunk_tokens).values()) > left:
             running -= 1
         if running:
             break
-    least, _ = spent(1, 1)
     if not host_pages:
         raise ConfigError(
             f"enable_hisparse: {host_bytes / _GIB:.6f} GiB of host memory hold no page, which "
@@ -219,19 +247,24 @@ def size_tier(choices: EngineChoices) -> TierSizes:
             one_stage = (
                 f", or use hsa_prefill=sparse, whose stage takes {one:.3f} GiB, not {both:.3f}"
             )
+        least = spent(1, 1)
+        needs = sum(kept.values()) + sum(least.values())
         raise ConfigError(
             f"enable_hisparse: the KV cache has {budget / _GIB:.3f} GiB and one request needs "
-            f"{least / _GIB:.3f}, of which {fixed / _GIB:.3f} are landmarks and dense layers of "
-            f"{host_pages} pages in host memory and what finds them, and {staged / _GIB:.3f} stage "
-            "prompts; raise kv_cache_gib, or lower host_gib or host_to_device_ratio, "
+            f"{needs / _GIB:.3f}: {_told(kept)} for {host_pages} pages in host memory, and "
+            f"{_told(least)}; raise kv_cache_gib, or lower host_gib or host_to_device_ratio, "
             f"device_buffer_size, or context_length{one_stage}"
         )
-    cost, pages = spent(running, chunk_tokens)
-    pages[frames] = min(host_pages, pages[frames] + (budget - cost) // frame_bytes)
+    left -= sum(spent(running, chunk_tokens).values())
+    pages = needed(running, chunk_tokens)
+    pages[frames] = min(host_pages, pages[frames] + left // frame_bytes)
     note = (
         f"hisparse: {host_pages} pages in host memory ({host_pages * frame_bytes / _GIB:.2f} GiB), "
-        f"{pages[frames]} resident and {running * hot} hot on the device"
+        f"{pages[frames]} resident and {running * hot} hot{' rows' if sparse.by_row else ''} on "
+        "the device"
     )
+    if by_row := kept.get(f"{INDEX} keys"):
+        note += f", beside {by_row / _GIB:.2f} GiB of index keys"
     if running < max_running:
         why = "the device has no room for more of them"
         if running == most_running:
@@ -240,10 +273,23 @@ def size_tier(choices: EngineChoices) -> TierSizes:
     return TierSizes(pages, running * hot, running, note)
 
 
-def _hot_pages(options: HiSparseOptions, sparse: SparseConfig, page_size: int) -> int:
-    """Hot-cache pages for each running request."""
+def _told(sizes: dict[str, int]) -> str:
+    told = [f"{size / _GIB:.3f} of {name}" for name, size in sizes.items() if size]
+    return ", ".join(told) or "nothing"
+
+
+def _hot_slots(options: HiSparseOptions, sparse: SparseConfig, page_size: int) -> int:
+    """Slots of the hot cache for each running request."""
     if options.device_buffer_size is None:
         return 2 * sparse.topk
+    if sparse.by_row:
+        if options.device_buffer_size < sparse.topk:
+            raise ConfigError(
+                f"hisparse_config: device_buffer_size is {options.device_buffer_size} tokens, a "
+                f"query reads {sparse.topk} rows; it must be at least {sparse.topk}, better twice "
+                "that"
+            )
+        return options.device_buffer_size
     pages = options.device_buffer_size // page_size
     # A token and the landmark row after it are computed in one step, and each selects pages.
     least = 2 * sparse.topk if sparse.landmark_rows else sparse.topk

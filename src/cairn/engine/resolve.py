@@ -37,7 +37,7 @@ from cairn.kernels.fp8_rows import FP8
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.groups import LayerGroup
 from cairn.memory.landmarks import LandmarkShape
-from cairn.memory.layout import KV
+from cairn.memory.layout import KV, LATENT
 from cairn.models.config_reader import ConfigReader
 from cairn.models.spec import ModelSpec
 from cairn.sparsity.config import SparseConfig
@@ -107,7 +107,9 @@ def resolve(
     drafter = _drafter(config)
     if config.attention_backend is None:
         # The host tier works only with sparse attention, so enabling it selects a sparse backend.
-        default = "auto" if hisparse is None else AUTO_SPARSE
+        # `auto` does so for models with an index.
+        indexed = spec.index_topk is not None
+        default = "auto" if hisparse is None or indexed else AUTO_SPARSE
         named = os.environ.get("ATTN_BACKEND") or default
         config = replace(config, attention_backend=named)
     if hisparse is not None:
@@ -127,10 +129,11 @@ def resolve(
         sparse = check_together(config, hisparse, attention, device, refused)
         shape = replace(shape, groups=split_group(groups, sparse))
         moved = [part.name for part in shape.groups[-1].layout.leaving.parts]
-        if moved != [KV]:
+        if moved != [LATENT if sparse.by_row else KV]:
             raise ConfigError(
-                f"enable_hisparse moves keys and values of heads; layers of {spec.architecture} "
-                f"keep {', '.join(moved)}, which may leave the device: leave enable_hisparse out"
+                "enable_hisparse moves keys and values of heads, or the latent rows that an index "
+                f"selects; layers of {spec.architecture} keep {', '.join(moved)}, which may leave "
+                "the device: leave enable_hisparse out"
             )
         limits = replace(
             limits,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cairn.errors import ConfigError
 from cairn.memory.geometry import PageGeometry
-from cairn.memory.layout import NO_CACHE, CacheLayout
+from cairn.memory.layout import NO_CACHE, CacheLayout, CachePart
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +25,25 @@ class LayerGroup:
     at least the pages in the window; pages that it released can be fetched again."""
     layout: CacheLayout = NO_CACHE
     """What each layer keeps."""
+    lacking: frozenset[tuple[int, str]] = frozenset()
+    """Layers and the names of parts that they do not keep, all of which never leave the device."""
+
+    def layers_with(self, part: CachePart) -> tuple[int, ...]:
+        return tuple(layer for layer in self.layers if (layer, part.name) not in self.lacking)
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page in all layers. A group of copies counts only parts that may leave."""
         layout = self.layout if self.copy_of is None else self.layout.leaving
-        return len(self.layers) * layout.page_bytes(page_size)
+        return self._bytes(layout, page_size)
 
     def staying_bytes(self, page_size: int) -> int:
         """Bytes of the parts of a page that never leave the device, in all layers."""
-        return len(self.layers) * self.layout.staying.page_bytes(page_size)
+        return self._bytes(self.layout.staying, page_size)
+
+    def _bytes(self, layout: CacheLayout, page_size: int) -> int:
+        return sum(
+            len(self.layers_with(part)) * part.page_bytes(page_size) for part in layout.parts
+        )
 
     def first_reachable_page(self, row: int, page_size: int) -> int:
         """The earliest page that a query at `row` or later can read."""

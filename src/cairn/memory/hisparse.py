@@ -1,14 +1,18 @@
-"""Makes selected pages readable on the device, between selection and attention.
+"""Makes selected pages, or selected rows, readable on the device, between selection and attention.
 
 A selected slice is in one of three places: in a frame, if the page is resident; in the layer's hot
 cache; or only in host memory, from where it is copied into the hot cache. Hot slots follow the
-frames in the same tensor, so that one page number names either.
+frames in the same tensor, so that one number names either. Whole pages are owned, backed up and
+freed whatever a slice is (see `hot_cache`).
+
+Layers that read what another layer selected have that layer's slots: one plan serves all of them,
+and each copies the same slices of its own.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +20,7 @@ import torch
 
 from cairn.memory.copies import CopyEdits, Transfer
 from cairn.memory.device_swap import DeviceSwap, SwapShape
-from cairn.memory.hot_cache import HotCache
+from cairn.memory.hot_cache import HotCache, SwapPlan
 from cairn.memory.kv_pool import HostPool, KVPool
 from cairn.memory.layout import CachePart
 from cairn.memory.movers import HostMover, StreamMover
@@ -25,14 +29,26 @@ from cairn.memory.prompt_stage import PromptStage
 
 @dataclass(slots=True)
 class TierStats:
-    """Totals since the engine started. Reads count slices, one per (layer, kv head, page)."""
+    """Totals since the engine started. Reads count slices: one per (layer, kv head, page), or per
+    (layer, row) if queries select rows."""
 
-    resident: int = 0  # reads of pages that were in a frame
+    resident: int = 0  # reads of slices whose page was in a frame
     hits: int = 0  # reads of slices that were in the hot cache
     misses: int = 0  # slices that had to be copied in
     bytes_in: int = 0  # host to device: misses, pages of prompts and fetched pages
     bytes_out: int = 0  # device to host: backups
     stall_seconds: float = 0.0  # time that the engine waited for copies
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedIn:
+    """Where slices are that a layer selected."""
+
+    places: torch.Tensor
+    """[rows, kv_heads, k] slice of the pool, valid until the next slices are swapped in for this
+    layer; the first slice of the null page where none was selected."""
+    plan: SwapPlan | None  # of the slices that were not in frames; None if all were
+    resident: int  # slices that were
 
 
 class HiSparseCoordinator:
@@ -47,27 +63,36 @@ class HiSparseCoordinator:
         kernels: SwapShape | None = None,
         page_group: int = 0,
         longest: int | None = None,
+        rows: bool = False,
+        selectors: Mapping[int, int] | None = None,
     ) -> None:
         """`pool` has a null page, then `num_frames` frames, then `hot_slots` hot slots.
 
         Tables of layer group `page_group` name pages of `host`. `longest` is the number of pages of
-        the longest request if prompts are read densely, else None.
+        the longest request if prompts are read from a stage, else None. Slots hold `rows`, or
+        pages. `selectors` names, for layers that do not select for themselves, the layer whose
+        selection they read.
         """
         self._pool = pool
         self.page_group = page_group
         self._host = host
-        self._first_hot = num_frames + 1
+        self._per_page = pool.page_size if rows else 1  # slices of a page, by one kv head
+        self._first_hot = (num_frames + 1) * self._per_page
         self._device = device = pool.device
         self.num_pages = host.num_pages
         heads = host.layout.heads
-        self._slice_bytes = host.page_bytes // (len(host.layers) * heads)
+        self._slice_bytes = host.page_bytes // (len(host.layers) * heads * self._per_page)
         self._frame_of = torch.zeros(self.num_pages + 1, dtype=torch.int32, device=device)
         self.frames = np.zeros(self.num_pages + 1, dtype=np.int32)
         """Frame of each page [pages] on the host, for the step that is being launched; 0 for none.
         """
-        self._hot = {layer: HotCache(heads, hot_slots, device) for layer in host.layers}
+        self._hot: dict[int, HotCache] = {}  # by layer; one for all that share a selection
+        for layer in host.layers:
+            selector = (selectors or {}).get(layer, layer)
+            own = HotCache(heads, hot_slots, device) if selector == layer else self._hot[selector]
+            self._hot[layer] = own
         self.swap: DeviceSwap | None = None
-        """Replaces `swap_in_selected_pages` if attention runs by kernels."""
+        """Replaces `swap_in` if attention runs by kernels."""
         if kernels is not None:
             self.swap = DeviceSwap(
                 pool,
@@ -78,7 +103,7 @@ class HiSparseCoordinator:
                 shape=kernels,
             )
         self.stage: PromptStage | None = None
-        """The stage for prompts that are read densely; None if there are none."""
+        """The stage for prompts; None if no prompt is read from one."""
         if longest is not None:
             buffers = () if self.swap is None else self.swap.stages
             self.stage = PromptStage(pool, host, self.frames, longest, buffers)
@@ -127,67 +152,86 @@ class HiSparseCoordinator:
     # -- between selection and attention ------------------------------------------------------
 
     def parts(
-        self, layer: int, pages: torch.Tensor, generations: torch.Tensor, most_rows: int
+        self, layer: int, slices: torch.Tensor, generations: torch.Tensor, most_rows: int
     ) -> Iterator[slice]:
-        """Split rows into runs whose selected pages [rows, kv_heads, k] fit into the hot cache."""
-        wanted = self._wanted(pages)
+        """Split rows into runs whose selected slices [rows, kv_heads, k] fit into the hot cache."""
+        wanted = self._frames(slices) < 0
         hot = self._hot[layer]
         begin = 0
-        while begin < len(pages):
-            count = min(most_rows, len(pages) - begin)
+        while begin < len(slices):
+            count = min(most_rows, len(slices) - begin)
             part = slice(begin, begin + count)
             while (
-                count * pages.shape[2] > hot.slots
+                count * slices.shape[2] > hot.slots
                 and count > 1
-                and hot.distinct(pages[part], generations[part], wanted[part]) > hot.slots
+                and hot.distinct(slices[part], generations[part], wanted[part]) > hot.slots
             ):
                 count = (count + 1) // 2
                 part = slice(begin, begin + count)
             yield part
             begin += count
 
-    def swap_in_selected_pages(
-        self, layer: int, pages: torch.Tensor, generations: torch.Tensor
-    ) -> torch.Tensor:
-        """The page of the pool that holds each selected page, [rows, kv_heads, k].
+    def swap_in(self, layer: int, slices: torch.Tensor, generations: torch.Tensor) -> SwappedIn:
+        """Make selected slices [rows, kv_heads, k] readable; -1 where none was selected.
 
-        The result is valid until the next call. It is the null page where `pages` is -1.
+        The number of a slice is the page id, or page id * page_size + offset for rows.
         """
-        frames = self._frame_of[pages.clamp(min=0)].long()
-        wanted = self._wanted(pages)
-        if not wanted.any():
-            self._stats.resident += int((pages >= 0).sum())
-            return frames.masked_fill(pages < 0, 0)
+        places = self._frames(slices)
+        wanted = places < 0
+        resident = int(((slices >= 0) & ~wanted).sum())
+        swapped = SwappedIn(places, None, resident)
         try:
-            plan = self._hot[layer].plan(pages, generations, wanted)
-            begin = time.perf_counter()
-            if len(plan.pages):
-                self._copy_in(layer, plan.heads, plan.pages, plan.into)
-            self._stats.stall_seconds += time.perf_counter() - begin
-        except BaseException:  # Ctrl-C too: tags must not name pages that were not copied
+            if wanted.any():
+                plan = self._hot[layer].plan(slices, generations, wanted)
+                places = torch.where(wanted, plan.slots + self._first_hot, places)
+                swapped = SwappedIn(places, plan, resident)
+            self.swap_in_again(layer, swapped)
+        except BaseException:  # Ctrl-C too: tags must not name slices that were not copied
             self._hot[layer].forget()
             raise
+        return swapped
+
+    def swap_in_again(self, layer: int, swapped: SwappedIn) -> None:
+        """Make the same slices readable in a layer that shares the selection.
+
+        All layers that share it must do so before the step ends; if one fails, call `forget`.
+        """
+        plan = swapped.plan
+        self._stats.resident += swapped.resident
+        if plan is None:
+            return
+        begin = time.perf_counter()
+        try:
+            if len(plan.slices):
+                self._copy_in(layer, plan.heads, plan.slices, plan.into)
         finally:
             if self.swap is not None:  # a traced row in torch overwrote the kernels' slots
                 self._hot[layer].forget()
                 self.swap.forget(layer)
-        self._stats.resident += int(((pages >= 0) & ~wanted).sum())
+        self._stats.stall_seconds += time.perf_counter() - begin
         self._stats.hits += plan.hits
-        self._stats.misses += len(plan.pages)
-        found = torch.where(wanted, plan.slots + self._first_hot, frames)
-        return found.masked_fill(pages < 0, 0)
+        self._stats.misses += len(plan.slices)
 
-    def _wanted(self, pages: torch.Tensor) -> torch.Tensor:
-        """Which of the pages are not in a frame, as a mask."""
-        return (pages >= 0) & (self._frame_of[pages.clamp(min=0)] == 0)
+    def forget(self) -> None:
+        """Empty the hot caches, because a step failed before all its layers had swapped in."""
+        for hot in self._hot.values():
+            hot.forget()
+
+    def _frames(self, slices: torch.Tensor) -> torch.Tensor:
+        """The place of each slice in a frame; -1 if its page has none, 0 if no slice is named."""
+        pages = slices.clamp(min=0) // self._per_page
+        frames = self._frame_of[pages].long()
+        places = frames * self._per_page + slices % self._per_page
+        return places.masked_fill(frames == 0, -1).masked_fill(slices < 0, 0)
 
     def _copy_in(
-        self, layer: int, heads: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
+        self, layer: int, heads: torch.Tensor, slices: torch.Tensor, slots: torch.Tensor
     ) -> None:
         for part, host, device in self._tensors(layer):
-            slices = part.by_head(host)[pages.cpu(), :, heads.cpu()]
-            part.by_head(device)[slots + self._first_hot, :, heads] = slices.to(device.device)
-        self._stats.bytes_in += len(pages) * self._slice_bytes
+            read = part.by_head(host, self._per_page)[slices.cpu(), :, heads.cpu()]
+            into = part.by_head(device, self._per_page)
+            into[slots + self._first_hot, :, heads] = read.to(device.device)
+        self._stats.bytes_in += len(slices) * self._slice_bytes
 
     def _tensors(self, layer: int) -> Iterator[tuple[CachePart, torch.Tensor, torch.Tensor]]:
         """The parts of a layer that may leave the device, with their host and device tensors."""

@@ -1,8 +1,10 @@
 """The hot cache of a layer: slices, kept on the device, of pages that are only in host memory.
 
-A slice is what one kv head reads of a page. Each kv head has its own slots, since each selects its
-own pages. Slots are tagged with page and generation, so that a recycled page id does not match an
-old slice. Nothing has to be purged when pages are freed.
+A slice is what one kv head reads of a page, or of one row if queries select rows. Each kv head has
+its own slots, since each selects for itself. The number of a slice is its page id, or
+page id * page_size + offset for a row. Slots are tagged with this number and the page's generation,
+so that requests with a common prefix share them and a recycled page id does not match an old slice.
+Nothing has to be purged when pages are freed.
 
 This is the planner in plain torch: exact, on any device, the reference for every kernel.
 """
@@ -16,14 +18,16 @@ import torch
 from cairn.errors import PageError
 
 _EMPTY = -1
-_PAGE_BITS = 32
+_NUMBER_BITS = 32
+MOST_SLICES = 2**_NUMBER_BITS
+"""Slices that numbers can tell apart."""
 
 
 @dataclass(frozen=True, slots=True)
 class SwapPlan:
     slots: torch.Tensor  # [rows, kv_heads, k] slot of each wanted slice, -1 for the others
     heads: torch.Tensor  # [misses] kv head
-    pages: torch.Tensor  # [misses] page to copy
+    slices: torch.Tensor  # [misses] slice to copy
     into: torch.Tensor  # [misses] slot to copy it to
     hits: int  # reads of slices that were there or that another row copies in
 
@@ -37,29 +41,31 @@ class HotCache:
         self._used = torch.zeros(kv_heads, slots, dtype=torch.int64, device=device)
         self._clock = 0
 
-    def distinct(self, pages: torch.Tensor, generations: torch.Tensor, wanted: torch.Tensor) -> int:
-        """Slots that these pages take for the kv head that needs the most. All arguments are
+    def distinct(
+        self, slices: torch.Tensor, generations: torch.Tensor, wanted: torch.Tensor
+    ) -> int:
+        """Slots that these slices take for the kv head that needs the most. All arguments are
         [rows, kv_heads, k]."""
-        tags = _tags(pages, generations)
+        tags = _tags(slices, generations)
         return max(
             int(torch.unique(tags[:, head][wanted[:, head]]).numel())
-            for head in range(pages.shape[1])
+            for head in range(slices.shape[1])
         )
 
     def plan(
-        self, pages: torch.Tensor, generations: torch.Tensor, wanted: torch.Tensor
+        self, slices: torch.Tensor, generations: torch.Tensor, wanted: torch.Tensor
     ) -> SwapPlan:
         """Find slices in the cache, or make room for them. Tags change immediately.
 
-        All arguments are [rows, kv_heads, k]; pages and generations are int32 or int64. `wanted` is
-        False if there is no page or it is read from elsewhere.
+        All arguments are [rows, kv_heads, k]; slices and generations are int32 or int64. `wanted`
+        is False if there is no slice or it is read from elsewhere.
         """
         self._clock += 2
-        tags = _tags(pages, generations)
+        tags = _tags(slices, generations)
         slots = torch.full_like(tags, -1)
         heads, missed, into = [], [], []
         hits = 0
-        for head in range(pages.shape[1]):
+        for head in range(slices.shape[1]):
             own, mask = self._tags[head], wanted[:, head]
             asked, place = torch.unique(tags[:, head][mask], return_inverse=True)  # ascending
             if not len(asked):
@@ -87,7 +93,7 @@ class HotCache:
             slots[:, head][mask] = found[place]
             hits += len(place) - len(missing)
             heads.append(torch.full_like(missing, head))
-            missed.append(asked[missing] & (2**_PAGE_BITS - 1))
+            missed.append(asked[missing] & (2**_NUMBER_BITS - 1))
             into.append(victims)
         none = tags.new_empty(0)
         return SwapPlan(
@@ -103,5 +109,5 @@ class HotCache:
         self._tags.fill_(_EMPTY)
 
 
-def _tags(pages: torch.Tensor, generations: torch.Tensor) -> torch.Tensor:
-    return (generations.long() << _PAGE_BITS) | pages.long()
+def _tags(slices: torch.Tensor, generations: torch.Tensor) -> torch.Tensor:
+    return (generations.long() << _NUMBER_BITS) | slices.long()

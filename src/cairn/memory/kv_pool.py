@@ -42,17 +42,21 @@ class KVPool(PagePool):
         page_size: int,
         device: torch.device,
         *,
-        hot_slots: int = 0,
+        hot_pages: int = 0,
     ) -> None:
         """Each group g has a null page and `num_pages[g]` more pages.
 
-        A group of device copies has another `hot_slots` pages at the end, which no page table
-        names. Its parts that never leave the device use the page ids of the group it copies.
+        A group of device copies has another `hot_pages` pages at the end, for the hot slots, which
+        no page table names. Its parts that never leave the device use the page ids of the group it
+        copies.
         """
         self.page_size = page_size
         self.device = torch.empty(0, device=device).device  # with the device index
         self.group_of: dict[int, int] = {}
         """The group of each layer, whose page tables locate the layer's rows."""
+        self.ids_of: dict[int, int] = {}
+        """The group whose page ids name each layer's pages. With a host tier it differs from
+        `group_of`, and locates the parts that never leave the device."""
         self._parts = {}
         self._by_group: list[list[torch.Tensor]] = [[] for _ in groups]
         # Third-party kernels multiply masked rows by zero, so those must not hold NaN.
@@ -60,13 +64,14 @@ class KVPool(PagePool):
         for g, group in enumerate(groups):
             for layer in group.layers:
                 self.group_of[layer] = g
+                self.ids_of[layer] = g if group.copy_of is None else group.copy_of
                 self._parts[layer] = {}
             for part in group.layout.parts:
                 home, extra = g, 0
                 if group.copy_of is not None:
-                    home, extra = (g, hot_slots) if part.may_leave else (group.copy_of, 0)
+                    home, extra = (g, hot_pages) if part.may_leave else (group.copy_of, 0)
                 shape = (num_pages[home] + 1 + extra, *part.page_shape(page_size))
-                for layer in group.layers:
+                for layer in group.layers_with(part):
                     tensor = make(shape, dtype=part.known_dtype, device=device)
                     self._parts[layer][part.name] = tensor
                     self._by_group[home].append(tensor)

@@ -51,10 +51,15 @@ class CachePart:
     def page_bytes(self, page_size: int) -> int:
         return math.prod(self.page_shape(page_size)) * self.known_dtype.itemsize
 
-    def by_head(self, pages: torch.Tensor) -> torch.Tensor:
-        """A view of pages as [pages, n, heads, elements]; head h reads [:, :, h]."""
+    def by_head(self, pages: torch.Tensor, pieces: int = 1) -> torch.Tensor:
+        """A view of pages as [pages * pieces, n, heads, elements]; head h reads [:, :, h].
+
+        Each page is cut into `pieces` runs of rows. Only parts whose rows follow one another in a
+        page, such as latent rows, can be cut.
+        """
+        assert pieces == 1 or (len(self.shape) == 1 and self.per == "row")
         entries = self.shape[0] // self.heads if self.heads > 1 else 1
-        return pages.view(len(pages), entries, self.heads, -1)
+        return pages.view(len(pages) * pieces, entries, self.heads, -1)
 
     @property
     def known_dtype(self) -> torch.dtype:

@@ -1,8 +1,8 @@
-"""The stage for prompts that are read densely with a host tier: holds all pages of one layer.
+"""The stage for prompts with a host tier: holds all pages of one layer.
 
 A prompt chunk reads every page of its sequence, and most of them may be only in host memory. Layer
-by layer they are gathered in a stage with room for the longest request, and a dense backend attends
-to the stage as if it were the pool. CUDA has two stages: while attention reads one, a separate
+by layer they are gathered in a stage with room for the longest request, and a backend attends to
+the stage as if it were the pool. CUDA has two stages: while attention reads one, a separate
 stream copies pages of the next layer into the other. Pages that are on the device are copied just
 before attention, since the step writes to some of them.
 """
@@ -80,13 +80,16 @@ class PromptStage(KVPool):
         self.room = room
         self.bytes_in = 0
         """Bytes copied from host memory so far."""
+        (kept,) = host.layout.parts
+        self._name = kept.name
         self._pool = pool
         self._host = host
         self._frames = frames
         self._buffers = buffers
         if buffers:  # kernels copy into them
             self._sources = {
-                layer: LayerMemory.of([host.part(layer)], device) for layer in host.layers
+                layer: LayerMemory.of([host.part(layer, self._name)], device)
+                for layer in host.layers
             }
             self._targets = [LayerMemory.of([own], device) for own in buffers]
         self._stream: torch.cuda.Stream | None = None
@@ -94,7 +97,7 @@ class PromptStage(KVPool):
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def part(self, layer: int, name: str = KV) -> torch.Tensor:
-        assert name == KV, "keys and values are staged, and nothing else"
+        assert name == self._name, f"{self._name} is staged, and nothing else"
         return self._staged[layer]
 
     def clear(self, group: int, pages: torch.Tensor) -> None:
@@ -146,7 +149,9 @@ class PromptStage(KVPool):
         else:
             self._copy_in(step, step.read, buffer)
         rest = buffer[len(staged.away) : len(staged)]
-        torch.index_select(_wide(self._pool.part(layer)), 0, staged.frames, out=_wide(rest))
+        torch.index_select(
+            _wide(self._pool.part(layer, self._name)), 0, staged.frames, out=_wide(rest)
+        )
         self._staged[layer] = buffer
 
     def release(self, step: StagedStep) -> None:
@@ -171,7 +176,7 @@ class PromptStage(KVPool):
     def _copy_in(self, step: StagedStep, index: int, buffer: torch.Tensor) -> None:
         """Copy the pages that are only in host memory."""
         layer, staged = step.fills[index]
-        host = self._host.part(layer)
+        host = self._host.part(layer, self._name)
         self.bytes_in += len(staged.away) * host[0].nbytes
         if staged.listed is not None:
             self._copy_listed(layer, index, *staged.listed)
@@ -191,7 +196,7 @@ class PromptStage(KVPool):
     def _buffer(self, index: int, staged: StagedPages) -> torch.Tensor:
         if self._buffers:
             return self._buffers[index % len(self._buffers)]
-        like = self._pool.part(self._host.layers[0])
+        like = self._pool.part(self._host.layers[0], self._name)
         size = (len(staged), *like.shape[1:])
         return torch.empty(size, dtype=like.dtype, device=like.device)
 

@@ -38,6 +38,8 @@ class SparseConfig:
     """Rows below this position are dense: they see everything before them."""
     dense_prompt_below: int = 0
     """Prompt rows below this position are dense too."""
+    by_row: bool = False
+    """Queries select single rows, by an index: `topk` counts rows, not pages."""
 
     def topk_of(self, layer: int) -> int:
         return self.topk if self.budgets is None else self.budgets[self.layers.index(layer)]
@@ -46,6 +48,11 @@ class SparseConfig:
     def reads_densely(self) -> bool:
         """Whether some rows are dense."""
         return self.dense_below > 0 or self.dense_prompt_below > 0
+
+    @property
+    def stages_prompts(self) -> bool:
+        """With a host tier: prompts read the pages of a layer from a stage."""
+        return self.by_row or self.dense_prompt_below > 0
 
     def window_start(self, row: int, page_size: int) -> int:
         """First page of the window of a query at `row`. Earlier pages are candidates."""

@@ -156,7 +156,13 @@ def top_positions(ranks: torch.Tensor, k: int) -> torch.Tensor:
 
 def top_rows(scores: torch.Tensor, k: int) -> torch.Tensor:
     """Positions of the k largest of scores [rows, n], ascending, [rows, k]. At least k of each row
-    are above -inf. Of equal scores the earlier position wins."""
+    are above -inf. Of equal scores the earlier position wins.
+
+    NaN is the lowest score. A step that was launched behind one that failed may read rows that were
+    never written; its result is dropped.
+    """
+    lowest = torch.finfo(scores.dtype).min
+    scores = scores.nan_to_num(lowest, posinf=float("inf"), neginf=float("-inf"))
     if scores.device.type != "cpu":
         return top_positions(scores, k)  # `nonzero` would wait for the device
     return _largest(scores, k).nonzero()[:, 1].view(len(scores), k)

@@ -15,7 +15,8 @@ import torch
 
 from cairn.attention.backend import AttentionShape, missing_module
 from cairn.attention.batch import AttentionBatch, Scoring, to_device
-from cairn.attention.hsa.metadata import CompletedPages, SparseGroups, fitting_runs
+from cairn.attention.hsa.metadata import CompletedPages, SparseGroups
+from cairn.attention.placing import fitting_runs
 from cairn.kernels.fp8_rows import FP8
 from cairn.kernels.interface import Located, Pooling
 from cairn.kernels.workspace import Workspace

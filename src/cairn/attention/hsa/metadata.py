@@ -93,20 +93,6 @@ def completed_pages(batch: AttentionBatch) -> tuple[np.ndarray, np.ndarray, np.n
     return seq, place, rows
 
 
-def fitting_runs(seqs: np.ndarray, pages: np.ndarray, room: int) -> list[np.ndarray]:
-    """Split sequences into runs of at most `room` pages each. `pages` [seqs] is the number of pages
-    of each sequence, at most `room`."""
-    runs: list[list[int]] = [[]]
-    left = room
-    for seq, count in zip(seqs, pages, strict=True):
-        if count > left and runs[-1]:
-            runs.append([])
-            left = room
-        runs[-1].append(int(seq))
-        left -= int(count)
-    return [np.array(run, dtype=np.int64) for run in runs]
-
-
 def make_tiles(
     batch: AttentionBatch,
     groups: SparseGroups,

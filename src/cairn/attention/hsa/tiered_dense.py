@@ -1,8 +1,4 @@
-"""Dense rows of sparse layers, with a host tier.
-
-Sequences whose pages are all in frames are read from the frames. The pages of other sequences are
-gathered in the stage (`memory/prompt_stage.py`), in runs of sequences that fit into it together.
-"""
+"""Dense rows of sparse layers, with a host tier: read in frames or in the stage (`placing`)."""
 
 from __future__ import annotations
 
@@ -14,9 +10,10 @@ import torch
 
 from cairn.attention.backend import AttentionBackend
 from cairn.attention.batch import AttentionBatch, to_device
-from cairn.attention.hsa.metadata import SparseGroups, fitting_runs
+from cairn.attention.hsa.metadata import SparseGroups
+from cairn.attention.placing import place
 from cairn.memory.hisparse import HiSparseCoordinator
-from cairn.memory.prompt_stage import StagedPages, StagedStep
+from cairn.memory.prompt_stage import StagedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +48,7 @@ class TieredDense:
         assert tier.stage is not None
         self._in_frames = in_frames
         self._in_stage = in_stage
-        self._frames = tier.frames
+        self._tier = tier
         self._stage = tier.stage
         self._layers = layers
         self._groups = groups
@@ -59,33 +56,17 @@ class TieredDense:
     def prepare(self, batch: AttentionBatch, dense: np.ndarray, *, ahead: bool) -> TieredRows:
         """Plan a step. `dense` [seqs] are the sequences with dense rows only. `ahead` means that
         nothing else uses the stage in this step, so that it can be filled ahead."""
-        groups = self._groups
-        ids = batch.groups[groups.selected].host_pages
-        counts = -(-batch.kv_lens // batch.page_size)
-        held = np.arange(ids.shape[1]) < counts[:, None]
-        frames = np.where(held, self._frames[ids], 0)
-        away = dense & (held & (frames == 0)).any(1)
-        resident = np.flatnonzero(dense & ~away)
+        group = self._groups.kv
+        placed = place(batch, dense, self._tier)
+        staged = [own.staged for own in placed if own.staged is not None]
         runs: list[_Run] = []
-        if len(resident):
-            own = _batch_of(batch, resident, groups.kv, frames)
-            metadata = self._in_frames.prepare(own, {groups.kv})
-            runs.append(_Run(self._in_frames, own, metadata, None, staged=False))
-        together: list[np.ndarray] = []
-        if away.any():
-            together = fitting_runs(np.flatnonzero(away), counts[away], self._stage.room)
-        staged: list[StagedPages] = []
-        for seqs in together:
-            which = held & np.isin(np.arange(batch.num_seqs), seqs)[:, None]
-            pages, places = self._stage.arrange(ids[which])
-            table = np.zeros_like(ids)
-            table[which] = places
-            own = _batch_of(batch, seqs, groups.kv, table)
-            alone = len(together) == 1
-            metadata = self._in_stage.prepare(own, {groups.kv}) if alone else None
+        for seqs, table, pages in placed:
+            own = _batch_of(batch, seqs, group, table)
+            backend = self._in_frames if pages is None else self._in_stage
+            alone = pages is None or len(staged) == 1
+            metadata = backend.prepare(own, {group}) if alone else None
             rows = _rows_of(batch, seqs) if runs else None
-            runs.append(_Run(self._in_stage, own, metadata, rows, staged=True))
-            staged.append(pages)
+            runs.append(_Run(backend, own, metadata, rows, staged=pages is not None))
         fills = [(layer, pages) for layer in self._layers for pages in staged]
         return TieredRows(tuple(runs), self._stage.step(fills, ahead=ahead))
 

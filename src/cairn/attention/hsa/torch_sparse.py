@@ -120,7 +120,7 @@ class TorchSparse:
         """Pages of the pool that hold the selected pages, [rows, kv_heads, k]."""
         if self._tier is None:
             return page_ids
-        return self._tier.swap_in_selected_pages(layer, page_ids, lives)
+        return self._tier.swap_in(layer, page_ids, lives).places
 
     def _window(
         self, layer: int, tile: Tile, query: torch.Tensor
