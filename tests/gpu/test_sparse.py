@@ -94,7 +94,7 @@ def test_large_shapes_stay_close(name: str, dtype: torch.dtype, cache: torch.dty
     case = Case(**{**vars(case), "dtype": dtype, "cache": cache, "traced": last})
     found, expected = (run(case, CUDA, kernels=kernels) for kernels in (True, False))
     error = (found.out - expected.out).float().norm() / expected.out.float().norm()
-    assert error < (1e-4 if dtype == torch.float32 else 2e-2)
+    assert error < (1e-4 if dtype == torch.float32 else 2e-2 if cache is None else 3e-2)
     for row, selection in expected.selections.items():
         k = selection.page_index.shape[-1]
         if k == 0:

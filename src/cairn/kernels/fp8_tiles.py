@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton import knobs
+
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 
 @triton.constexpr_function
@@ -40,21 +43,47 @@ def load_scales(rows, offset, there, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr)
 
 
 @triton.jit
-def load_pairs(rows, column, there, DIM: tl.constexpr):
-    """-> columns 2 * column and 2 * column + 1 of rows [n] of 8 bits, as two tiles of float16
+def unpack_pairs(pairs):
+    """-> two tiles of float16: the first and the second number of pairs of 8 bits in int16
 
-    In a tile of 16-bit pairs, a product finds the rows of one column by wide loads from shared
-    memory. Of single bytes it would load each one by itself.
+    A product needs neighbouring numbers along the rows that it sums over. In tiles of pairs, it
+    finds them by wide loads from shared memory, whichever axis that is. Of single bytes it would
+    load each one by itself.
     """
-    pairs = rows.to(tl.pointer_type(tl.int16), bitcast=True)
-    both = tl.load(
-        pairs[:, None] + column[None, :],
-        mask=there[:, None] & (column < DIM // 2)[None, :],
-        other=0,
+    if INTERPRETED:
+        first = pairs.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        second = (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        return first.to(tl.float16), second.to(tl.float16)
+    # Two pairs per register: bring the first bytes of both together, and the second ones.
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 sorted;
+            .reg .b16 first, second;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {first, second}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, first;
+            cvt.rn.f16x2.e4m3x2 $1, second;
+        }
+        """,
+        "=r,=r,r",
+        [pairs],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
     )
-    first = both.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-    second = (both >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-    return first.to(tl.float16), second.to(tl.float16)
+
+
+@triton.jit
+def log2_of(scale):
+    """-> log2 of scales, which are powers of two"""
+    return ((scale.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32)
+
+
+@triton.jit
+def inverse_of(scale):
+    """-> 1 / scale, of scales that are powers of two"""
+    return float_of(254 - (scale.to(tl.int32, bitcast=True) >> 23))
 
 
 @triton.jit

@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cairn.kernels.fp8_rows import page_rows
-from cairn.kernels.fp8_tiles import fit_query, is_fp8, load_pairs, load_scales, slice_size
+from cairn.kernels.fp8_rows import FP8, page_rows
+from cairn.kernels.fp8_tiles import fit_query, is_fp8, load_scales, slice_size, unpack_pairs
 from cairn.kernels.launch import direct
 from cairn.kernels.pdl import pdl_options
 from cairn.kernels.sizes import power_of_two
@@ -294,24 +294,29 @@ def _decode_kernel(
     in_dim = offs_d < DIM
     head = kv_head * GROUP + offs_g % GROUP
     sees = length - count + own_row  # [BLOCK_G] the last key that each row sees
-    q = tl.load(
-        query + (row + own_row)[:, None] * query_stride + head[:, None] * DIM + offs_d[None, :],
-        mask=in_group[:, None] & in_dim[None, :],
-        other=0.0,
-    )  # [BLOCK_G, BLOCK_D]
+    # Rows of 8 bits are read as pairs: columns 0, 2, 4... here, and 1, 3, 5... in `odd` tiles.
+    PAIRS: tl.constexpr = is_fp8(pool) and query.dtype.element_ty.primitive_bitwidth == 16
+    EACH: tl.constexpr = 2 if PAIRS else 1
+    offs_p = tl.arange(0, BLOCK_D // EACH)
+    in_pairs = offs_p < DIM // EACH
+    query += (row + own_row)[:, None] * query_stride + head[:, None] * DIM
+    q_mask = in_group[:, None] & in_pairs[None, :]
+    q = tl.load(query + EACH * offs_p[None, :], mask=q_mask, other=0.0)  # [BLOCK_G, BLOCK_D / EACH]
     q = fit_query((q * (scale * LOG2E)).to(q.dtype), pool)  # scores in base 2
+    if PAIRS:
+        odd_q = tl.load(query + (2 * offs_p + 1)[None, :], mask=q_mask, other=0.0)
+        odd_q = fit_query((odd_q * (scale * LOG2E)).to(odd_q.dtype), pool)
 
     most = tl.full((BLOCK_G,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_G,), tl.float32)
-    # Pairs of columns of 8 bits: the even ones in acc, the odd ones in more.
-    PAIRS: tl.constexpr = is_fp8(pool) and q.dtype == tl.float16
-    BLOCK_V: tl.constexpr = BLOCK_D // 2 if PAIRS else BLOCK_D
-    offs_v = tl.arange(0, BLOCK_V)
-    acc = tl.zeros((BLOCK_G, BLOCK_V), tl.float32)
-    more = acc
+    acc = tl.zeros((BLOCK_G, BLOCK_D // EACH), tl.float32)
+    odd_acc = acc
     SLICE: tl.constexpr = slice_size(pool, PAGE_SIZE, DIM)
     keys = pool + kv_head * SLICE
     values = keys + KV_HEADS * SLICE
+    ELEMENT: tl.constexpr = tl.int16 if PAIRS else pool.dtype.element_ty
+    key_tile = keys.to(tl.pointer_type(ELEMENT), bitcast=True)
+    value_tile = values.to(tl.pointer_type(ELEMENT), bitcast=True)
     table = page_table + seq * table_stride
     for start in range(begin, end, BLOCK_N):
         n = start + offs_n
@@ -325,19 +330,23 @@ def _decode_kernel(
             page = tl.load(table + n // PAGE_SIZE, mask=seen, other=0).to(tl.int64)
             inside = n % PAGE_SIZE
         at = page * (2 * KV_HEADS * SLICE)
-        slot = at + inside * DIM
+        slot = at // EACH + inside * (DIM // EACH)
         k = tl.load(
-            keys + slot[None, :] + offs_d[:, None], mask=seen[None, :] & in_dim[:, None], other=0.0
-        )  # [BLOCK_D, BLOCK_N]
+            key_tile + slot[None, :] + offs_p[:, None],
+            mask=seen[None, :] & in_pairs[:, None],
+            other=0,
+        )  # [BLOCK_D / EACH, BLOCK_N]
+        v = tl.load(
+            value_tile + slot[:, None] + offs_p[None, :],
+            mask=seen[:, None] & in_pairs[None, :],
+            other=0,
+        )  # [BLOCK_N, BLOCK_D / EACH]
         if PAIRS:
-            v, odd = load_pairs(values + slot, offs_v, seen, DIM)
-        else:
-            v = tl.load(
-                values + slot[:, None] + offs_d[None, :],
-                mask=seen[:, None] & in_dim[None, :],
-                other=0.0,
-            ).to(q.dtype)  # [BLOCK_N, BLOCK_D]
+            k, odd_k = unpack_pairs(k)
+            v, odd_v = unpack_pairs(v)
         scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")  # [BLOCK_G, BLOCK_N]
+        if PAIRS:
+            scores = tl.dot(odd_q, odd_k, scores)
         value_scale = None
         if is_fp8(pool):
             scores *= load_scales(keys + at, inside, seen, PAGE_SIZE, DIM)[None, :]
@@ -352,11 +361,12 @@ def _decode_kernel(
             if WINDOW > 0:
                 scores = tl.where(n[None, :] > sees[:, None] - WINDOW, scores, float("-inf"))
         weights, fade, most, total = softmax_weights(scores, most, total, False, value_scale)
+        weights = weights.to(q.dtype)
+        acc = tl.dot(weights, v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
         if PAIRS:
-            more = tl.dot(weights.to(q.dtype), odd, more * fade[:, None])
-        acc = tl.dot(weights.to(q.dtype), v, acc * fade[:, None], input_precision="ieee")
+            odd_acc = tl.dot(weights, odd_v, odd_acc * fade[:, None])
     if PAIRS:
-        acc = tl.interleave(acc, more)
+        acc = tl.interleave(acc, odd_acc)
 
     result, lse = softmax_result(most, total, acc)
     mask = in_group[:, None] & in_dim[None, :]
@@ -438,6 +448,13 @@ def paged_decode(
     block_n = min(64, max(16, power_of_two(page_size)))
     if page_size % block_n:
         block_n = 64
+    stages, registers = 2, {}
+    if query.dtype.itemsize == 2 and dim <= 128:
+        stages = _depth(seqs).stages
+        if pool.dtype == FP8:
+            # Tiles of half the bytes: two of them in flight in each of four programs.
+            stages = 6
+            registers = {"maxnreg": 128} if heads // kv_heads * rows_per_seq <= 16 else {}
     _decode_kernel[(kv_heads, items)](
         query,
         pool,
@@ -465,6 +482,7 @@ def paged_decode(
         ROWS=rows_per_seq,
         BLOCK_N=block_n,
         num_warps=4,
-        num_stages=_depth(seqs).stages if query.dtype.itemsize == 2 and dim <= 128 else 2,
+        num_stages=stages,
+        **registers,
         **pdl_options(query),
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from cairn.kernels.fp8_tiles import inverse_of, log2_of
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -22,7 +24,7 @@ def softmax_weights(scores, most, total, SOME_SEEN: tl.constexpr, value_scale=No
     and so does `most`. They are at most 1 whatever the scales are.
     """
     if value_scale is not None:
-        scores += tl.log2(value_scale)[None, :]
+        scores += log2_of(value_scale)[None, :]
     new_most = tl.maximum(most, tl.max(scores, 1))
     safe = new_most
     if not SOME_SEEN:
@@ -32,7 +34,7 @@ def softmax_weights(scores, most, total, SOME_SEEN: tl.constexpr, value_scale=No
     if value_scale is None:
         total = total * fade + tl.sum(shares, 1)
     else:
-        total = total * fade + tl.sum(shares * (1.0 / value_scale)[None, :], 1)
+        total = total * fade + tl.sum(shares * inverse_of(value_scale)[None, :], 1)
     return shares, fade, new_most, total
 
 

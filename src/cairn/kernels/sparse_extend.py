@@ -15,7 +15,14 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cairn.kernels.fp8_tiles import fit_query, is_fp8, load_scales, slice_size
+from cairn.kernels.fp8_tiles import (
+    fit_query,
+    inverse_of,
+    is_fp8,
+    load_scales,
+    log2_of,
+    slice_size,
+)
 from cairn.kernels.launch import direct
 from cairn.kernels.paged_extend import ExtendBlocks, can_describe
 from cairn.kernels.sizes import power_of_two
@@ -238,10 +245,10 @@ def _attend_kernel(
         if HIDE_LAST:
             logits = tl.where((offs_n < PAGE_SIZE - 1)[None, :], logits, float("-inf"))
         if is_fp8(pool):  # as in `softmax_weights`: shares include the scales of values
-            logits = logits * scale_2 + tl.log2(value_scale)[None, :]
+            logits = logits * scale_2 + log2_of(value_scale)[None, :]
             inside_most = tl.max(logits, 1)
             shares = tl.exp2(logits - inside_most[:, None])
-            inside_total = tl.sum(shares * (1.0 / value_scale)[None, :], 1)
+            inside_total = tl.sum(shares * inverse_of(value_scale)[None, :], 1)
         else:
             inside_most = tl.max(logits, 1) * scale_2
             shares = tl.exp2(logits * scale_2 - inside_most[:, None])

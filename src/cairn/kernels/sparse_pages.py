@@ -6,9 +6,17 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cairn.kernels.fp8_tiles import fit_query, is_fp8, load_scales, slice_size
+from cairn.kernels.fp8_tiles import (
+    fit_query,
+    inverse_of,
+    is_fp8,
+    load_scales,
+    log2_of,
+    slice_size,
+)
 from cairn.kernels.launch import direct
 from cairn.kernels.paged_decode import merge_splits
+from cairn.kernels.softmax import LN2
 from cairn.kernels.sparse_shape import SOFTMAX_HEAD, SUM_GROUP, candidate_limit
 from cairn.kernels.top_pages import keep_best
 
@@ -192,11 +200,11 @@ def _read_page(
     # As in `softmax_weights`: shares include the scales of values.
     if is_fp8(pool):
         value_scale = load_scales(values, offs_n, read, PAGE_SIZE, DIM)
-        logits += tl.log(value_scale)[None, :]
+        logits += log2_of(value_scale)[None, :] * LN2
     inside_most = tl.max(logits, 1)
     shares = tl.exp(logits - inside_most[:, None])
     if is_fp8(pool):
-        inside_total = tl.sum(shares * (1.0 / value_scale)[None, :], 1)
+        inside_total = tl.sum(shares * inverse_of(value_scale)[None, :], 1)
     else:
         inside_total = tl.sum(shares, 1)
     if BY_LSE:
