@@ -388,6 +388,8 @@ def test_an_index_beside_its_dense_twin(capsys: pytest.CaptureFixture[str]) -> N
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["sequences"] for row in record["results"]] == [1, 2]
     assert all(row["dsa_ms"] > 0 and row["dense_ms"] > 0 for row in record["results"])
+    assert main(["bench", "dsa", "--model", "qwen3-0.6b"]) == 2
+    assert "bench dsa has dsv32-slice, glm5-slice" in capsys.readouterr().err
 
 
 def test_experts_beside_transformers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from cairn.attention.backend import AttentionShape
+from cairn.attention.flash_mla_rows import FlashRows
 from cairn.kernels.index_scan import index_scan, plan_scan
 from cairn.kernels.references import index_scan_reference
 from cairn.kernels.top_rows import top_rows
+from cairn.memory.groups import group_layers
+from cairn.memory.layout import CacheLayout
 from tests.kernels import latent_case, row_case
 from tests.kernels.row_case import Sizes
 
@@ -53,6 +59,26 @@ LATENT = [
 @pytest.mark.parametrize("counts", [[2048], [1, 2048, 700, 0, 1999], [2048] * 150], ids=len)
 def test_row_attention(counts: list[int], sizes: latent_case.Sizes, dtype: torch.dtype) -> None:
     row_case.check_attention(counts, 2048, sizes, CUDA, dtype, tolerance=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("counts", [[2048], [1, 2048, 700, 3, 1999], [2048] * 150], ids=len)
+def test_flash_mla_in_parts(counts: list[int], heads: int) -> None:
+    sizes = latent_case.Sizes(heads, 512, 64, 64)
+    groups = group_layers([None], [CacheLayout.of_latents(576).of_type(torch.bfloat16)])
+    dims = (heads, 1, 576, 0.1, 64, torch.bfloat16, CUDA, groups)
+    if (reason := FlashRows.refusal(AttentionShape(*dims, value_dim=512), 2048)) is not None:
+        pytest.skip(reason)
+    flash = FlashRows(heads, CUDA)
+    parts = flash.parts(len(counts), 2048)
+    assert (parts > 1) == (len(counts) < 100)
+
+    def attend(query: torch.Tensor, *given: Any) -> torch.Tensor:
+        return flash.attend(query.repeat_interleave(parts, 0), *given)
+
+    row_case.check_attention(
+        counts, 2048, sizes, CUDA, torch.bfloat16, tolerance=1e-2, attend=attend
+    )
 
 
 def test_what_is_chosen_in_half_precision_is_as_good_as_the_best() -> None:

@@ -244,9 +244,9 @@ def chosen_rows() -> None:
         assert 2 * scan.metadata.shared <= SHARED_MEMORY
     constants = {"K": 2048, "SAMPLE": 8192, "SLACK": 16}
     compile_kernel(top_rows._sample_kernel, types, constants, num_warps=16)
-    constants = {"K": 2048, "BLOCK": 4096}
+    constants = {"K": 2048, "BLOCK": 2048}
     compile_kernel(top_rows._collect_kernel, types, constants, num_warps=8)
-    constants |= {"MOST_SPLITS": 64, "PAGE_SIZE": 64, "FEW": 4096, "MANY": 16384, "BLOCK_K": 2048}
+    constants |= {"MOST_SPLITS": 64, "PAGE_SIZE": 64, "FEW": 4096, "MANY": 8192, "BLOCK_K": 2048}
     compile_kernel(top_rows._choose_kernel, types, constants, num_warps=16)
     constants = {"K": 2048, "PAGE_SIZE": 64, "BLOCK_K": 2048}
     compile_kernel(top_rows._slots_kernel, types, constants)
@@ -254,7 +254,8 @@ def chosen_rows() -> None:
     attend = compile_kernel(row_attention._rows_kernel, types, constants, num_warps=8, num_stages=2)
     assert attend.metadata.shared <= SHARED_MEMORY
     constants = {"HEADS": 128, "LATENT": 512}
-    compile_kernel(row_attention._merge_kernel, types, constants)
+    for base_2 in (False, True):
+        compile_kernel(row_attention._merge_kernel, types, {**constants, "BASE_2": base_2})
 
 
 def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int, pool: str = BF16) -> None:

@@ -490,7 +490,7 @@ class _Rerun:
             kept.copy_(new)
 
 
-def _rerun_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def rerun_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let steps that were recorded run again where CUDA would replay them."""
 
     def capture(own: StepGraphs, call: Callable[[], Any], pool: Any) -> tuple[_Rerun, Any]:
@@ -515,7 +515,7 @@ def test_a_whole_engine_on_recorded_steps(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(graphs, "_MIXED_ROWS", (32, 48))
     config = {**TINY_LLAMA, "hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
     folder = write_model(tmp_path, config)
-    _rerun_steps(monkeypatch)
+    rerun_steps(monkeypatch)
     prompts = [tokens_of(n, seed=n, vocab=64) for n in (45, 23)]
     options: dict[str, Any] = {"attention_backend": "triton,hsa", "page_size": 16, "hsa_topk": 2}
     options |= {"hsa_window": 16, "hsa_dense_below": 26}
@@ -557,7 +557,7 @@ def test_drafts_are_checked_in_recorded_steps(
     config = {**TINY_OLMO3, "hidden_size": 64, "vocab_size": 64, "sliding_window": 20}
     config |= {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
     folder = write_model(tmp_path, config)
-    _rerun_steps(monkeypatch)
+    rerun_steps(monkeypatch)
     prompts = [tokens_of(n, seed=n, vocab=64) for n in (45, 23)]
     options: dict[str, Any] = {"attention_backend": "triton", "page_size": 16}
     options |= {"device": "cpu", "dtype": "float32", "kv_cache_gib": 0.05}

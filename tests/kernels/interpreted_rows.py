@@ -3,21 +3,24 @@ test_kernels.py."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from cairn import LLM
 from cairn.attention import dsa_kernels
+from cairn.attention.backend import Graph
 from cairn.attention.dsa_backend import DSABackend
 from cairn.attention.dsa_kernels import RowKernels
 from cairn.attention.triton_backend import TritonBackend
+from cairn.engine import graphs
 from cairn.kernels import index_scan as scan_module
 from cairn.kernels import top_rows as top_module
-from tests.helpers import GOLDENS, poison_free_memory
+from tests.helpers import TINY_LATENT, poison_free_memory, tokens_of, write_model
 from tests.kernels import latent_case, row_case
+from tests.kernels.interpreted import rerun_steps
 from tests.kernels.row_case import Sizes
 
 CPU = torch.device("cpu")
@@ -66,21 +69,27 @@ def test_row_attention(counts: list[int], k: int, sizes: tuple[int, int, int, in
     row_case.check_attention(counts, k, own, CPU, torch.float32, tolerance=1e-5)
 
 
-def test_a_whole_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def indexed_model(folder: Path) -> Path:
+    """Two layers that share a selection of 12 rows."""
+    config = {**TINY_LATENT, "architectures": ["GlmMoeDsaForCausalLM"], "vocab_size": 64}
+    config |= {"indexer_types": ["full", "shared"], "index_n_heads": 3, "index_head_dim": 24}
+    return write_model(folder, {**config, "index_topk": 12})
+
+
+def test_a_whole_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of prompts in several tiles, mixed steps and decode over shared selections: every row
     reads what it reads in torch, and says the same."""
     monkeypatch.setattr(dsa_kernels, "_SCORES", 1)
     monkeypatch.setattr(TritonBackend, "unavailable_reason", staticmethod(lambda _: None))
-    case = "hf_glm_moe_dsa_shared_index"
-    golden = load_file(GOLDENS / case / "golden.safetensors")
-    prompts = [golden["input_ids_a"].tolist()[:n] for n in (36, 15)]
+    folder = indexed_model(tmp_path)
+    prompts = [tokens_of(n, seed=n, vocab=64) for n in (36, 11)]
     answers, traces = [], []
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_gib": 0.02}
     options |= {"page_size": 16, "chunked_prefill_size": 36, "max_running_requests": 2}
     for kernels in (False, True):
         if kernels:
             monkeypatch.setattr(RowKernels, "refusal", staticmethod(lambda _: None))
-        with LLM(GOLDENS / case, **options) as llm:
+        with LLM(folder, **options) as llm:
             poison_free_memory(llm.engine)
             results = llm.generate(prompts, max_tokens=2, ignore_eos=True, trace=True)
             assert isinstance(llm.engine.runner.backend, DSABackend)
@@ -90,3 +99,31 @@ def test_a_whole_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         traces.append([[[own.pages for own in t.layers] for t in tokens] for tokens in read])
     assert answers[0] == answers[1]
     assert traces[0] == traces[1]
+
+
+def test_a_whole_engine_on_recorded_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that are dense and steps that select, padded to recorded sizes, against the same steps
+    as they are. A request goes from one kind to the other."""
+    monkeypatch.setattr(TritonBackend, "unavailable_reason", staticmethod(lambda _: None))
+    monkeypatch.setattr(RowKernels, "refusal", staticmethod(lambda _: None))
+    monkeypatch.setattr(graphs, "_MIXED_ROWS", (16,))
+    rerun_steps(monkeypatch)
+    folder = indexed_model(tmp_path)
+    prompts = [tokens_of(n, seed=n, vocab=64) for n in (9, 4, 6)]
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_gib": 0.02}
+    options |= {"page_size": 16, "chunked_prefill_size": 16, "max_running_requests": 3}
+    answers, used = [], set()
+    for records in (False, True):
+        with LLM(folder, **options) as llm:
+            runner = llm.engine.runner
+            if records:
+                runner.record_graphs(16)
+            poison_free_memory(llm.engine)
+            results = llm.generate(prompts, max_tokens=6, ignore_eos=True)
+            answers.append([result.token_ids for result in results])
+            if records:
+                assert runner.graphs is not None
+                steps: Any = runner.graphs._graphs
+                used = {key for (key, _), step in steps.items() if step.graph.replays}
+    assert answers[0] == answers[1]
+    assert used == {Graph("dense", True), Graph("dense", False), Graph("sparse", False)}

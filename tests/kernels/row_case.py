@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -138,8 +139,10 @@ def check_attention(
     dtype: torch.dtype,
     *,
     tolerance: float,
+    attend: Callable[..., torch.Tensor] | None = None,
 ) -> None:
-    """Each query has `counts` rows of the pool in its list; a list may have holes."""
+    """Each query has `counts` rows of the pool in its list; a list may have holes. `attend`
+    (query, pool, slots, scale) is another kernel to check."""
     torch.manual_seed(0)
     heads, latent, rope, page_size = sizes
     pages = -(-2 * k // page_size) + 1
@@ -154,7 +157,10 @@ def check_attention(
     query = torch.randn(len(counts), heads, latent + rope, device=device).to(dtype)
     scale = 0.7 * (latent + rope) ** -0.5
     out = torch.full((len(counts), heads, latent), float("nan"), device=device, dtype=dtype)
-    row_attention(query, pool, slots, out, scale=scale)
+    if attend is None:
+        row_attention(query, pool, slots, out, scale=scale)
+    else:
+        out = attend(query, torch.nan_to_num(pool), slots, scale)
     for row, count in enumerate(counts):
         own = slots[row][slots[row] >= 0].long()
         assert len(own) == count

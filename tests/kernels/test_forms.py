@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from cairn import LLM
+from cairn.attention.dsa_kernels import RowKernels
 from cairn.attention.hsa.kernel_sparse import KernelSparse
 from cairn.attention.torch_backend import TorchBackend
 from cairn.attention.triton_backend import TritonBackend
@@ -49,6 +50,13 @@ DENSE_BELOW = 100
 SPARSE = {"attention_backend": "triton,hsa", "page_size": PAGE, "hsa_topk": 3, "hsa_window": 32}
 SPARSE |= {"hsa_dense_below": DENSE_BELOW}
 SELECTING = {**SPARSE, "attention_backend": "hsa", "hsa_prefill": "sparse"}
+INDEX = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "indexer_types": ["full", "shared"],
+    "index_n_heads": 4,
+    "index_head_dim": 32,
+    "index_topk": DENSE_BELOW,
+}
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "hils": ({**TINY_HILS, **LARGE, "full_attn_interleave": 2, "lmk_q_lora_dim": 16}, {}),
     "quest": ({**TINY_LLAMA, **LARGE}, {**SPARSE, "hsa_layers": "1"}),
@@ -61,11 +69,13 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "torch": ({**TINY_LLAMA, **LARGE}, {"attention_backend": "torch", "page_size": PAGE}),
     "experts": ({**TINY_EXPERTS, **LARGE}, {"attention_backend": "triton", "page_size": PAGE}),
     "latents": ({**TINY_LATENT, **LARGE}, {"attention_backend": "triton", "page_size": PAGE}),
+    "index": ({**TINY_LATENT, **LARGE, **INDEX}, {"page_size": PAGE}),
     "windows": ({**TINY_OLMO3, **LARGE}, {"attention_backend": "triton", "page_size": PAGE}),
 }
 OWN_KERNELS = {
     "experts": "experts:_product_kernel",
     "latents": "latent:_latent_decode_kernel",
+    "index": "row_attention:_rows_kernel",
 }
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -84,7 +94,8 @@ Forms = dict[tuple[str, str], set[str]]
 def kernels_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine does all that it does on a GPU, in memory of the host."""
     use_absent_gpu(monkeypatch, number=90)
-    monkeypatch.setattr(KernelSparse, "refusal", staticmethod(lambda *_: None))
+    for kernels in (KernelSparse, RowKernels):
+        monkeypatch.setattr(kernels, "refusal", staticmethod(lambda *_: None))
     monkeypatch.setattr(TritonBackend, "unavailable_reason", staticmethod(lambda _: None))
     monkeypatch.setattr(
         loader,

@@ -55,11 +55,9 @@ class DSABackend(SparseBackend):
     def graph_for(self, batch: AttentionBatch, *, mixed: bool) -> Graph | None:
         if len(batch.traced_rows):
             return None
-        graph = Graph("sparse", mixed)
+        graph: Graph | None = Graph("sparse", mixed, few=not mixed and not batch.decodes)
         if (batch.kv_lens <= self._parts.config.topk).all():
-            graph = Graph("dense", mixed)
-            if self._parts.dense.graph_for(batch, mixed=mixed) is None:
-                return None
+            graph = self._parts.dense.graph_for(batch, mixed=mixed)
         return graph if graph in self.graphs else None
 
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> Step:

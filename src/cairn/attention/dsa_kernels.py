@@ -15,6 +15,7 @@ import torch
 
 from cairn.attention.backend import AttentionShape, SparseParts, missing_module
 from cairn.attention.batch import AttentionBatch, IndexQuery, to_device
+from cairn.attention.flash_mla_rows import FlashRows
 from cairn.attention.latent import LatentHeads
 from cairn.kernels.packing import pack, unpack
 from cairn.memory.layout import INDEX, LATENT
@@ -30,7 +31,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_LATENT, _MOST_ROPE = 512, 64  # columns of a latent row that fit into a program's memory
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
     own: slice  # of the step's chosen rows
     rows: torch.Tensor | None  # [n] rows of the step, int64; None for all rows of a decode step
     listed: RowList
@@ -43,7 +44,7 @@ class RowStep:
 
     batch: AttentionBatch
     rows: np.ndarray  # [n] of the step
-    tiles: tuple[_Tile, ...]
+    tiles: tuple[Tile, ...]
     positions: torch.Tensor  # [n, k] int32, chosen by the last layer with an index
     slots: dict[int, torch.Tensor] = field(default_factory=dict)
     """By layer group, [n, k] int32: where these rows are in the pool."""
@@ -58,6 +59,11 @@ class RowKernels:
         size = min(most, self._longest * max(_ROWS, shape.max_seqs))
         self._scores = torch.empty(size, dtype=torch.float32, device=shape.device)
         self._listed = torch.empty(size, dtype=torch.int32, device=shape.device)
+        assert shape.value_dim is not None
+        self._latent = shape.value_dim
+        self._flash: FlashRows | None = None
+        if FlashRows.refusal(shape, self._topk) is None:
+            self._flash = FlashRows(shape.num_heads, shape.device)
         self._count = torch.arange(shape.max_seqs + 1, dtype=torch.int32, device=shape.device)
 
     @staticmethod
@@ -93,7 +99,7 @@ class RowKernels:
                 per_item=1,
             )
             whole = None if count == rows else self._count[own].long()
-            tiles.append(_Tile(own, whole, listed, longest))
+            tiles.append(Tile(own, whole, listed, longest))
         return RowStep(batch, np.arange(rows), tuple(tiles), self._positions(rows))
 
     def chunks(self, batch: AttentionBatch, seqs: Sequence[int], rows: Sequence[slice]) -> RowStep:
@@ -113,7 +119,7 @@ class RowKernels:
             sent = unpack(packed, [len(array) for array in arrays])
             plan = torch.empty(len(items) + 1, dtype=torch.int32, device=batch.device)
             listed = RowList(sent[0], sent[1], sent[2], sent[3], plan, per_item)
-            tiles.append(_Tile(own, sent[0].long(), listed, longest))
+            tiles.append(Tile(own, sent[0].long(), listed, longest))
         return RowStep(batch, every, tuple(tiles), self._positions(len(every)))
 
     def _positions(self, rows: int) -> torch.Tensor:
@@ -134,15 +140,11 @@ class RowKernels:
         index: IndexQuery | None,
         out: torch.Tensor | None,  # [rows of the step, heads, value]; None if all are `step`'s
     ) -> torch.Tensor:
-        from cairn.kernels.row_attention import row_attention
-
-        pool = self._pool.part(layer, LATENT)
         slots = self._chosen(layer, step, index)
         for tile in step.tiles:
-            absorbed = heads.absorb(query if tile.rows is None else query[tile.rows])
-            attended = absorbed.new_empty(*absorbed.shape[:2], heads.latent)
-            row_attention(absorbed, pool, slots[tile.own], attended, scale=self._shape.scale)
-            values = heads.values(attended)
+            own = query if tile.rows is None else query[tile.rows]
+            absorbed = heads.absorb(own, self.copies(len(own)))
+            values = heads.values(self.attend(layer, absorbed, slots[tile.own]))
             if tile.rows is None:
                 return values
             if out is None:
@@ -153,41 +155,68 @@ class RowKernels:
 
     def _chosen(self, layer: int, step: RowStep, index: IndexQuery | None) -> torch.Tensor:
         """Slots [n, k] of the rows that a layer reads. With `index`, it chooses them."""
-        from cairn.kernels.index_scan import index_scan
-        from cairn.kernels.top_rows import slots_of, top_rows
+        from cairn.kernels.top_rows import slots_of
 
-        group, size = self._pool.group_of[layer], self._shape.page_size
-        table = step.batch.groups[group].page_table
+        group = self._pool.group_of[layer]
         if index is None and group in step.slots:
             return step.slots[group]
         slots = torch.empty_like(step.positions)
         if index is None:
+            table = step.batch.groups[group].page_table
             for tile in step.tiles:
                 chosen, seqs = step.positions[tile.own], tile.listed.seqs
+                size = self._shape.page_size
                 slots_of(chosen, seqs, table, slots[tile.own], page_size=size)
         else:
             step.slots.clear()
-            keys = self._pool.part(layer, INDEX)
             for tile in step.tiles:
-                own, listed, length = tile.own, tile.listed, tile.length
-                count = own.stop - own.start
-                scores, scratch = (
-                    room[: count * length].view(count, length)
-                    for room in (self._scores, self._listed)
-                )
-                index_scan(index.query, index.weights, keys, table, listed, scores)
-                top_rows(
-                    scores,
-                    listed.limits,
-                    listed.seqs,
-                    table,
-                    step.positions[own],
-                    slots[own],
-                    scratch,
-                    page_size=size,
-                )
+                self.choose(layer, step, tile, self.scan(layer, step, tile, index), slots)
         step.slots[group] = slots
         return slots
+
+    def scan(self, layer: int, step: RowStep, tile: Tile, index: IndexQuery) -> torch.Tensor:
+        """Scores [rows of the tile, length] of all rows that each query sees."""
+        from cairn.kernels.index_scan import index_scan
+
+        count = tile.own.stop - tile.own.start
+        scores = self._scores[: count * tile.length].view(count, tile.length)
+        table = step.batch.groups[self._pool.group_of[layer]].page_table
+        keys = self._pool.part(layer, INDEX)
+        index_scan(index.query, index.weights, keys, table, tile.listed, scores)
+        return scores
+
+    def choose(
+        self, layer: int, step: RowStep, tile: Tile, scores: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Write a tile's positions of the step, and its part of `slots` [n, k]."""
+        from cairn.kernels.top_rows import top_rows
+
+        top_rows(
+            scores,
+            tile.listed.limits,
+            tile.listed.seqs,
+            step.batch.groups[self._pool.group_of[layer]].page_table,
+            step.positions[tile.own],
+            slots[tile.own],
+            self._listed[: scores.numel()].view(scores.shape),
+            page_size=self._shape.page_size,
+        )
+
+    def copies(self, rows: int) -> int:
+        """How often `attend` needs each of so many queries."""
+        return 1 if self._flash is None else self._flash.parts(rows, self._topk)
+
+    def attend(self, layer: int, query: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """What heads read, [rows, heads, latent], from the rows at `slots` [rows, k]; the query
+        [rows * copies, heads, latent + rope] is absorbed."""
+        pool, scale = self._pool.part(layer, LATENT), self._shape.scale
+        if self._flash is not None:
+            return self._flash.attend(query, pool, slots, scale)
+        from cairn.kernels.row_attention import row_attention
+
+        out = query.new_empty(*query.shape[:2], self._latent)
+        row_attention(query, pool, slots, out, scale=scale)
+        return out
 
 
 def _blocks(rows: int) -> int:

@@ -24,11 +24,14 @@ class LatentHeads(NamedTuple):
     def latent(self) -> int:
         return self.key.shape[2]
 
-    def absorb(self, query: torch.Tensor) -> torch.Tensor:
-        """query [rows, heads, nope + rope] -> [rows, heads, latent + rope]"""
+    def absorb(self, query: torch.Tensor, copies: int = 1) -> torch.Tensor:
+        """query [rows, heads, nope + rope] -> [rows * copies, heads, latent + rope]"""
         nope, rope = query.tensor_split((self.key.shape[1],), -1)
         absorbed = torch.bmm(nope.transpose(0, 1), self.key).transpose(0, 1)
-        return torch.cat((absorbed, rope), -1)
+        if copies == 1:
+            return torch.cat((absorbed, rope), -1)
+        parts = (part[:, None].expand(-1, copies, -1, -1) for part in (absorbed, rope))
+        return torch.cat(tuple(parts), -1).flatten(0, 1)
 
     def values(self, attended: torch.Tensor) -> torch.Tensor:
         """What heads read, [rows, heads, latent] -> [rows, heads, value]"""

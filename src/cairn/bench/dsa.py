@@ -1,110 +1,279 @@
-"""`cairn bench dsa`: attention of one layer with an index, beside its dense twin, at the sizes of
-DeepSeek-V3.2."""
+"""`cairn bench dsa`: attention of one layer with an index, and whole decode steps, beside the dense
+twin. On CUDA also the parts of a decode layer, beside other kernels and beside their floors."""
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 
-from cairn.attention.backend import AttentionShape, SparseParts, resolve_backends
-from cairn.attention.batch import IndexQuery
+from cairn.attention.backend import AttentionShape, DenseBackend, SparseParts, resolve_backends
+from cairn.attention.batch import AttentionBatch, IndexQuery
 from cairn.attention.dsa_backend import DSABackend
+from cairn.attention.flash_mla_rows import FlashRows
 from cairn.attention.latent import LatentHeads
-from cairn.bench.attention import time_cuda
+from cairn.bench.attention import read_bandwidth, time_cuda
+from cairn.bench.engines import measured, need_cuda
 from cairn.bench.report import show_rows, tell
 from cairn.cli_flags import check_at_least
 from cairn.engine.inputs import StepInputs
 from cairn.engine.resolve import resolve_device
+from cairn.errors import ConfigError
+from cairn.kernels.packing import table_width
 from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
-from cairn.memory.layout import CacheLayout
+from cairn.memory.layout import LATENT, CacheLayout
+from cairn.models.presets import PRESETS
 from cairn.sparsity.config import SparseConfig
 from cairn.sparsity.policy import Policy
 
+Rows = Iterator[dict[str, Any]]
+Call = Callable[[], Any]
 _PAGE = 64
-_HEADS, _NOPE, _ROPE, _VALUE, _LATENT = 128, 128, 64, 128, 512
-_INDEX_HEADS, _INDEX_WIDTH = 64, 128
+_PRODUCTS = 790e12  # products and sums of 16 bits that an H200 computes in a second, at best
+_SETS = 4  # calls of one timed run: each reads other rows, not what the cache still has
 
 
 def command(arguments: argparse.Namespace) -> int:
-    check_at_least(arguments, 1, "new_rows", "topk")
-    device, sizes = resolve_device(arguments.device), (arguments.lengths, arguments.batches)
+    names = [name for name in PRESETS if "index_topk" in PRESETS[name]]
+    if arguments.model not in names:
+        raise ConfigError(f"model is {arguments.model!r}; bench dsa has {', '.join(names)}")
+    check_at_least(arguments, 1, "new_rows")
+    if "step" in arguments.parts:
+        need_cuda("dsa --parts step", arguments.device)
     with torch.inference_mode():
-        rows = tell(_run(device, *sizes, arguments.new_rows, arguments.topk))
-    show_rows("dsa", rows, arguments.output)
+        show_rows("dsa", tell(_run(arguments)), arguments.output)
     return 0
 
 
-def _run(
-    device: torch.device, lengths: Sequence[int], batches: Sequence[int], new: int, topk: int
-) -> Iterator[dict[str, Any]]:
-    for length in lengths:
-        for seqs in batches:
-            calls = _calls(device, length, seqs, new, topk)
-            seconds = _medians(list(calls.values()), device, 3 if new == 1 else 1)
-            row: dict[str, Any] = {"length": length, "sequences": seqs, "new_rows": new}
-            row |= {f"{name}_ms": round(s * 1e3, 2) for name, s in zip(calls, seconds, strict=True)}
-            yield {**row, "dense / dsa": round(seconds[1] / seconds[0], 2)}
+def _run(arguments: argparse.Namespace) -> Rows:
+    device, new = resolve_device(arguments.device), arguments.new_rows
+    preset = dict(PRESETS[arguments.model])
+    if arguments.topk is not None:
+        preset["index_topk"] = arguments.topk
+    sizes = [(length, seqs) for length in arguments.lengths for seqs in arguments.batches]
+    bandwidth = read_bandwidth(device) if device.type == "cuda" else 0.0
+    for length, seqs in sizes if "layer" in arguments.parts else ():
+        layer = Layer(preset, device, length, seqs, new)
+        row: dict[str, Any] = {"length": length, "sequences": seqs, "new_rows": new}
+        yield {**row, **layer.whole()}
+        if device.type == "cuda" and new == 1:
+            yield {**row, **layer.parts(bandwidth)}
+        del layer
+    if "step" in arguments.parts:
+        yield from _steps(arguments.model, sizes)
 
 
-def _calls(
-    device: torch.device, length: int, seqs: int, new: int, topk: int
-) -> dict[str, Callable[[], Any]]:
-    """Attention of `seqs` sequences with `new` new rows each, by index and densely."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    layout = CacheLayout.of_latents(_LATENT + _ROPE, _INDEX_WIDTH).of_type(dtype)
-    groups = group_layers([None], [layout])
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    heads: int
+    nope: int
+    rope: int
+    value: int
+    latent: int
+    index_heads: int
+    index_width: int
+    topk: int
+
+    @classmethod
+    def of(cls, preset: Mapping[str, Any]) -> _Sizes:
+        heads = ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        index = ("index_n_heads", "index_head_dim", "index_topk")
+        return cls(*(preset[name] for name in (*heads, "kv_lora_rank", *index)))
+
+
+class Layer:
+    """One layer whose sequences have `new` new rows each, and its dense twin."""
+
+    def __init__(
+        self, preset: Mapping[str, Any], device: torch.device, length: int, seqs: int, new: int
+    ) -> None:
+        self._sizes = own = _Sizes.of(preset)
+        self._device, self._length, self._rows = device, length, seqs * new
+        self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        width = own.latent + own.rope
+        layout = CacheLayout.of_latents(width, own.index_width).of_type(self._dtype)
+        groups = group_layers([None], [layout])
+        per_seq = -(-length // _PAGE)
+        self._pool = KVPool(groups, [seqs * per_seq], _PAGE, device)
+        for tensor in self._pool.tensors():
+            tensor.normal_()
+        batch = _batch(device, seqs, new, length)
+        shape = AttentionShape(
+            *(own.heads, 1, width, (own.nope + own.rope) ** -0.5, _PAGE),
+            *(self._dtype, device, groups, seqs),
+            value_dim=own.latent,
+        )
+        kinds, _ = resolve_backends(("auto",), shape)
+        self._dense: DenseBackend = kinds[0 if new > 1 else -1](shape, self._pool)
+        config = SparseConfig(
+            None, (0,), own.topk, 1, Policy.strategy, Policy.fusion, dense_below=own.topk
+        )
+        parts = SparseParts(
+            shape=shape, pool=self._pool, config=config, max_pages=per_seq, dense=self._dense
+        )
+        self._sparse = DSABackend(parts)
+        self._by_index, self._whole = self._sparse.prepare(batch), self._dense.prepare(batch)
+        self._sparse.begin(self._by_index)
+        self._dense.begin(self._whole)
+        self._heads = LatentHeads(
+            self._draw(own.heads, own.nope, own.latent),
+            self._draw(own.heads, own.latent, own.value),
+        )
+        self._query = self._draw(self._rows, own.heads, own.nope + own.rope)
+
+    def _draw(self, *sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, dtype=self._dtype, device=self._device)
+
+    def _index(self) -> IndexQuery:
+        own, rows = self._sizes, self._rows
+        return IndexQuery(
+            self._draw(rows, own.index_heads, own.index_width),
+            self._draw(rows, own.index_heads).float(),
+            self._draw(rows, own.index_width),
+        )
+
+    def whole(self) -> dict[str, Any]:
+        """With the products before and after attention, by index and densely."""
+        query, heads, index = self._query, self._heads, self._index()
+        calls: dict[str, Call] = {
+            "dsa": lambda: self._sparse.forward_indexed(0, query, heads, self._by_index, index),
+            "dense": lambda: self._dense.forward_latent(0, query, heads, self._whole),
+        }
+        if self._sparse._kernels is None:
+            select, pieces = self._sparse.select, list(self._by_index.pieces)
+            calls["selection"] = lambda: [select(0, p, index, self._by_index) for p in pieces]
+        seconds = _medians(list(calls.values()), self._device)
+        row = {f"{name}_ms": round(s * 1e3, 3) for name, s in zip(calls, seconds, strict=True)}
+        ratio = round(seconds[1] / seconds[0], 2)
+        return {**row, "dense_backend": self._dense.name, "dense / dsa": ratio}
+
+    def parts(self, bandwidth: float) -> dict[str, Any]:
+        """Scan, selection and attention of a decode layer, apart and together."""
+        from cairn.kernels.row_attention import row_attention
+
+        kernels, step = self._sparse._kernels, self._by_index.kernels
+        if kernels is None or step is None:
+            return {"parts": "none: all rows are read densely"}
+        own, (tile, *more) = self._sizes, step.tiles
+        assert not more, "fewer sequences fit into one tile of scores"
+        sets = [self._index() for _ in range(_SETS)]
+        slots = [torch.empty_like(step.positions) for _ in sets]
+        scores = []
+        for index, chosen in zip(sets, slots, strict=True):
+            scores.append(kernels.scan(0, step, tile, index).clone())
+            kernels.choose(0, step, tile, scores[-1], chosen)
+        absorbed = self._heads.absorb(self._query)
+        copies = self._heads.absorb(self._query, kernels.copies(self._rows))
+        out = absorbed.new_empty(*absorbed.shape[:2], own.latent)
+        pool, shape = self._pool.part(0, LATENT), self._sparse._parts.shape
+        scale = shape.scale
+
+        def together(index: IndexQuery, chosen: torch.Tensor) -> None:
+            kernels.choose(0, step, tile, kernels.scan(0, step, tile, index), chosen)
+            kernels.attend(0, copies, chosen)
+
+        calls: dict[str, Callable[[int], Any]] = {
+            "scan": lambda i: kernels.scan(0, step, tile, sets[i]),
+            "select": lambda i: kernels.choose(0, step, tile, scores[i], slots[i]),
+            "attend": lambda i: kernels.attend(0, copies, slots[i]),
+            "together": lambda i: together(sets[i], slots[i]),
+            "triton attend": lambda i: row_attention(absorbed, pool, slots[i], out, scale=scale),
+            "torch.topk": lambda i: scores[i].topk(own.topk, sorted=False),
+            "dense attend": lambda i: self._dense.forward(0, absorbed, self._whole),
+        }
+        if FlashRows.refusal(shape, own.topk) is None:
+            flash = FlashRows(own.heads, self._device)
+            calls["FlashMLA sparse"] = lambda i: flash.unsplit(absorbed, pool, slots[i], scale)
+        seconds = {name: _per_set(call) for name, call in calls.items()}
+        row: dict[str, Any] = {f"{name}_us": round(s * 1e6, 1) for name, s in seconds.items()}
+        item, width = self._dtype.itemsize, own.latent + own.rope
+        scanned = self._rows * self._length * own.index_width * item / bandwidth
+        read = self._rows * own.topk * width * item / bandwidth
+        products = 2.0 * self._rows * own.topk * own.heads * (width + own.latent) / _PRODUCTS
+        floor = scanned + max(read, products)
+        row |= {"scan floor_us": round(scanned * 1e6, 1), "floor_us": round(floor * 1e6, 1)}
+        row["share of floor"] = round(floor / seconds["together"], 2)
+        row["dense / dsa"] = round(seconds["dense attend"] / seconds["together"], 2)
+        row["topk / select"] = round(seconds["torch.topk"] / seconds["select"], 2)
+        if "FlashMLA sparse" in seconds:
+            for name in ("attend", "triton attend"):
+                ratio = seconds["FlashMLA sparse"] / seconds[name]
+                row[f"FlashMLA / {name}"] = round(ratio, 2)
+        return row
+
+
+def _batch(device: torch.device, seqs: int, new: int, length: int) -> AttentionBatch:
+    """Sequences of one length, whose pages are scattered."""
+    return _inputs(device, seqs, new, length).batch
+
+
+def _inputs(device: torch.device, seqs: int, new: int, length: int, groups: int = 1) -> StepInputs:
     per_seq = -(-length // _PAGE)
-    pool = KVPool(groups, [seqs * per_seq], _PAGE, device)
-    for tensor in pool.tensors():
-        tensor.normal_()
     order = 1 + np.random.default_rng(0).permutation(seqs * per_seq)
-    table = order.reshape(seqs, per_seq).astype(np.int32)
-    made = StepInputs.made_up(_PAGE, np.full(seqs, new), np.full(seqs, length), [table])
-    batch = made.send(device, True).batch
-    scale, width = (_NOPE + _ROPE) ** -0.5, _LATENT + _ROPE
-    shape = AttentionShape(
-        _HEADS, 1, width, scale, _PAGE, dtype, device, groups, seqs, value_dim=_LATENT
-    )
-    (kind, *_), _ = resolve_backends(("auto",), shape)
-    dense = kind(shape, pool)
-    config = SparseConfig(None, (0,), topk, 1, Policy.strategy, Policy.fusion, dense_below=topk)
-    parts = SparseParts(shape=shape, pool=pool, config=config, max_pages=per_seq, dense=dense)
-    sparse = DSABackend(parts)
-
-    def random(*sizes: int) -> torch.Tensor:
-        return torch.randn(sizes, dtype=dtype, device=device)
-
-    rows = seqs * new
-    query = random(rows, _HEADS, _NOPE + _ROPE)
-    heads = LatentHeads(random(_HEADS, _NOPE, _LATENT), random(_HEADS, _LATENT, _VALUE))
-    index = IndexQuery(
-        random(rows, _INDEX_HEADS, _INDEX_WIDTH),
-        random(rows, _INDEX_HEADS).float(),
-        random(rows, _INDEX_WIDTH),
-    )
-    by_index, whole = sparse.prepare(batch), dense.prepare(batch)
-    sparse.begin(by_index)
-    dense.begin(whole)
-    return {
-        "dsa": lambda: sparse.forward_indexed(0, query, heads, by_index, index),
-        "dense": lambda: dense.forward_latent(0, query, heads, whole),
-        "selection": lambda: [sparse.select(0, p, index, by_index) for p in by_index.pieces],
-    }
+    table = np.zeros((seqs, table_width(per_seq)), dtype=np.int32)
+    table[:, :per_seq] = order.reshape(seqs, per_seq)
+    sizes = np.full(seqs, new), np.full(seqs, length)
+    return StepInputs.made_up(_PAGE, *sizes, [table] * groups).send(device, True)
 
 
-def _medians(calls: Sequence[Callable[[], Any]], device: torch.device, repeat: int) -> list[float]:
+def _steps(model: str, sizes: Sequence[tuple[int, int]]) -> Rows:
+    """Whole decode steps with random weights, over a cache of random rows, by index and densely."""
+    most = max(seqs for _, seqs in sizes)
+    pages = most + max(seqs * -(-length // _PAGE) for length, seqs in sizes)
+    own, layers = _Sizes.of(PRESETS[model]), PRESETS[model]["num_hidden_layers"]
+    row_bytes = 2 * layers * (own.latent + own.rope + own.index_width)
+    times: dict[tuple[int, int], list[float]] = {size: [] for size in sizes}
+    for dense in (False, True):
+        with measured(
+            model=model,
+            load_format="dummy",
+            dtype="bfloat16",
+            device="cuda",
+            page_size=_PAGE,
+            max_running_requests=most,
+            kv_cache_gib=pages * _PAGE * row_bytes / 2**30,
+            disable_dsa=dense,
+            disable_cuda_graph=True,  # each step is recorded below, at its own length
+        ) as llm:
+            runner = llm.engine.runner
+            for tensor in runner._pool.tensors():
+                assert len(tensor) > pages - most, "the cache holds the largest step"
+                tensor.normal_()
+            for length, seqs in sizes:
+                inputs = _inputs(runner._device, seqs, 1, length, len(runner._tables))
+                metadata = runner.backend.prepare(inputs.batch)
+                call = partial(runner._forward, inputs, metadata, None)
+                times[length, seqs].append(time_cuda(call))
+    for (length, seqs), (by_index, whole) in times.items():
+        yield {
+            "what": f"decode step of {model}",
+            "length": length,
+            "sequences": seqs,
+            "dsa_ms": round(by_index * 1e3, 3),
+            "dense_ms": round(whole * 1e3, 3),
+            "dense / dsa": round(whole / by_index, 2),
+        }
+
+
+def _per_set(call: Callable[[int], Any]) -> float:
+    """Median seconds of a call, on CUDA."""
+    return time_cuda(lambda: [call(i) for i in range(_SETS)]) / _SETS
+
+
+def _medians(calls: Sequence[Call], device: torch.device) -> list[float]:
     """Median seconds of each call; on a CPU in turn, so that all meet the same machine."""
     if device.type == "cuda":
         return [time_cuda(call) for call in calls]
     times: list[list[float]] = [[] for _ in calls]
-    for _ in range(repeat):
+    for _ in range(3):
         for own, call in zip(times, calls, strict=True):
             begin = time.perf_counter()
             call()

@@ -21,10 +21,12 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cairn.kernels.launch import direct
 from cairn.kernels.paged_extend import can_describe
+from cairn.kernels.pdl import pdl_options
 from cairn.kernels.sizes import power_of_two
 
 _TILE = 64  # keys at once; a product of tensor cores has 64 rows
@@ -161,7 +163,11 @@ def _scan_kernel(
     BLOCK_W: tl.constexpr,  # at least WIDTH
     TILE: tl.constexpr,
     TMA: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     BLOCK_Q: tl.constexpr = ROWS * BLOCK_H
     program = tl.program_id(0)
     total = tl.load(tiles + num_items)
@@ -252,4 +258,5 @@ def index_scan(
         HEADS=heads, WIDTH=width, PAGE_SIZE=page_size, ROWS=listed.per_item,
         BLOCK_H=_padded(heads), BLOCK_W=max(16, power_of_two(width)), TILE=tile, TMA=tma,
         num_warps=4, num_stages=_stages(listed.per_item, pool.dtype),
+        **pdl_options(pool),
     )  # fmt: skip

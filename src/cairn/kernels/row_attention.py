@@ -10,10 +10,12 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cairn.kernels.launch import direct
+from cairn.kernels.pdl import pdl_options
 from cairn.kernels.sizes import blocks_of
-from cairn.kernels.softmax import LOG2E, softmax_result
+from cairn.kernels.softmax import LN2, LOG2E, softmax_result
 
 _TILE = 64  # rows at once, of 16-bit types
 _TILE_FLOAT32 = 16
@@ -54,7 +56,11 @@ def _rows_kernel(
     ROPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     BLOCK_L: tl.constexpr = max(16, triton.next_power_of_2(LATENT))
     BLOCK_R: tl.constexpr = max(16, triton.next_power_of_2(ROPE))
     WIDTH: tl.constexpr = LATENT + ROPE
@@ -129,7 +135,12 @@ def _merge_kernel(
     parts: tl.int32,
     HEADS: tl.constexpr,
     LATENT: tl.constexpr,
+    BASE_2: tl.constexpr,  # logarithms are in base 2, and +inf for an empty part
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     offs_l = tl.arange(0, max(16, triton.next_power_of_2(LATENT)))
@@ -141,6 +152,8 @@ def _merge_kernel(
         part = start + tl.arange(0, _MERGED)
         at = (row * parts + part) * HEADS + head
         lse = tl.load(partial_lse + at, mask=part < parts, other=float("-inf"))
+        if BASE_2:
+            lse = tl.where(lse == float("inf"), float("-inf"), lse * LN2)
         there = lse > float("-inf")  # a part may have nothing to read
         own = tl.load(
             partial + at[:, None] * LATENT + offs_l[None, :],
@@ -151,7 +164,7 @@ def _merge_kernel(
         safe = tl.where(new_most == float("-inf"), 0.0, new_most)
         fade = tl.exp(most - safe)
         weight = tl.exp(lse - safe)
-        merged = merged * fade + tl.sum(own * weight[:, None], 0)
+        merged = merged * fade + tl.sum(own.to(tl.float32) * weight[:, None], 0)
         total = total * fade + tl.sum(weight, 0)
         most = new_most
     merged = merged / tl.where(total > 0, total, 1.0)
@@ -182,7 +195,30 @@ def row_attention(
     _rows_kernel[(blocks_of(heads, block_m), parts, rows)](
         query, pool, slots, out, partial, partial_lse, scale, parts, length,
         K=k, HEADS=heads, LATENT=latent, ROPE=width - latent, BLOCK_M=block_m, BLOCK_N=block_n,
-        num_warps=8 if half else 4, num_stages=2 if half else 1,
+        num_warps=8 if half else 4, num_stages=2 if half else 1, **pdl_options(query),
     )  # fmt: skip
     if parts > 1:
-        _merge_kernel[(heads, rows)](out, partial, partial_lse, parts, HEADS=heads, LATENT=latent)
+        merge_parts(out, partial, partial_lse, parts)
+
+
+def merge_parts(
+    out: torch.Tensor,  # [rows, heads, latent], contiguous
+    partial: torch.Tensor,  # [rows, parts, heads, latent], contiguous
+    partial_lse: torch.Tensor,  # [rows, parts, heads] float32, contiguous
+    parts: int,
+    *,
+    base_2: bool = False,
+) -> None:
+    """Merge what each query read in parts of its list. Log-sum-exps are in base e and -inf for an
+    empty part, or in base 2 and +inf."""
+    rows, heads, latent = out.shape
+    _merge_kernel[(heads, rows)](
+        out,
+        partial,
+        partial_lse,
+        parts,
+        HEADS=heads,
+        LATENT=latent,
+        BASE_2=base_2,
+        **pdl_options(out),
+    )

@@ -16,17 +16,20 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cairn.kernels.launch import direct
+from cairn.kernels.pdl import pdl_options
 from cairn.kernels.sizes import power_of_two
 from cairn.kernels.top_pages import cuts_of, narrow, order_key, pack_counts
 
 _SAMPLE = 8192
 _SLACK = 16  # how many more sampled scores than necessary may reach the bound
-_BLOCK = 4096  # scores at once
+_BLOCK = 2048  # scores at once
 _MOST_SPLITS = 64
-_PROGRAMS = 264  # that collect, about
-_FEW, _MANY = 4096, 16384  # listed positions that `choose` keeps in registers
+_PROGRAMS = 528  # most programs that collect
+_FEW, _MANY = 4096, 8192  # listed positions that `choose` keeps in registers
+_AT_ONCE = tl.constexpr(16)  # numbers of listed positions that are loaded at once
 _LEAST_KEY = tl.constexpr(-0x7F800001)  # of -inf
 
 
@@ -76,7 +79,11 @@ def _sample_kernel(
     K: tl.constexpr,
     SAMPLE: tl.constexpr,
     SLACK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0)
     count = tl.load(limits + row)
     if count <= K:
@@ -109,7 +116,11 @@ def _collect_kernel(
     splits: tl.int32,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     split = tl.program_id(0)
     row = tl.program_id(1)
     count = tl.load(limits + row)
@@ -164,9 +175,12 @@ def _choose_listed(
     entry = tl.arange(0, BLOCK)
     shift = tl.zeros((BLOCK,), tl.int32)
     before = 0
-    for split in range(splits):
-        shift = tl.where(entry >= before, split * share - before, shift)
-        before += tl.load(counts + split)
+    for first in range(0, splits, _AT_ONCE):
+        for i in tl.static_range(_AT_ONCE):  # loads that do not wait for each other
+            split = first + i
+            found = tl.load(counts + split, mask=split < splits, other=0)
+            shift = tl.where(entry >= before, split * share - before, shift)
+            before += found
     there = entry < total
     position = tl.load(listed + shift + entry, mask=there, other=0)
     key = _key(tl.load(scores + position, mask=there, other=0.0))
@@ -257,7 +271,11 @@ def _choose_kernel(
     FEW: tl.constexpr,
     MANY: tl.constexpr,
     BLOCK_K: tl.constexpr,  # at least K
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(limits + row)
     table = page_table + tl.load(seqs + row).to(tl.int64) * table_stride
@@ -304,7 +322,11 @@ def _slots_kernel(
     K: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     table = page_table + tl.load(seqs + row).to(tl.int64) * table_stride
     k = tl.arange(0, BLOCK_K)
@@ -316,7 +338,7 @@ def _slots_kernel(
 
 def _splits(rows: int) -> int:
     """Programs that share a row."""
-    return min(_MOST_SPLITS, power_of_two(max(1, _PROGRAMS // rows)))
+    return min(_MOST_SPLITS, power_of_two(max(1, _PROGRAMS // rows) + 1) // 2)
 
 
 def top_rows(
@@ -337,19 +359,20 @@ def top_rows(
     assert scores.shape[1] % 128 == 0 and scores.shape[1] < 2**21
     bounds = torch.empty(rows, dtype=torch.int32, device=scores.device)
     counts = torch.empty(rows, splits, dtype=torch.int32, device=scores.device)
+    options = pdl_options(scores)
     _sample_kernel[(rows,)](
-        scores, limits, bounds, blocks, K=k, SAMPLE=_SAMPLE, SLACK=_SLACK, num_warps=16
+        scores, limits, bounds, blocks, K=k, SAMPLE=_SAMPLE, SLACK=_SLACK, num_warps=16, **options
     )
     _collect_kernel[(splits, rows)](
         scores, limits, bounds, listed, counts, blocks, splits,
-        K=k, BLOCK=_BLOCK, num_warps=8,
+        K=k, BLOCK=_BLOCK, num_warps=8, **options,
     )  # fmt: skip
     _choose_kernel[(rows,)](
         scores, limits, seqs, listed, counts, page_table, positions, slots, blocks,
         page_table.stride(0), splits,
         K=k, MOST_SPLITS=_MOST_SPLITS, PAGE_SIZE=page_size, BLOCK=_BLOCK,
         FEW=max(_FEW, 2 * power_of_two(k)), MANY=max(_MANY, 4 * power_of_two(k)),
-        BLOCK_K=power_of_two(k), num_warps=16,
+        BLOCK_K=power_of_two(k), num_warps=16, **options,
     )  # fmt: skip
 
 
@@ -365,5 +388,5 @@ def slots_of(
     rows, k = positions.shape
     _slots_kernel[(rows,)](
         positions, seqs, page_table, slots, page_table.stride(0),
-        K=k, PAGE_SIZE=page_size, BLOCK_K=power_of_two(k),
+        K=k, PAGE_SIZE=page_size, BLOCK_K=power_of_two(k), **pdl_options(slots),
     )  # fmt: skip
