@@ -88,7 +88,7 @@ def test_a_whole_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     options |= {"page_size": 16, "chunked_prefill_size": 36, "max_running_requests": 2}
     for kernels in (False, True):
         if kernels:
-            monkeypatch.setattr(RowKernels, "refusal", staticmethod(lambda _: None))
+            monkeypatch.setattr(RowKernels, "refusal", staticmethod(lambda *_: None))
         with LLM(folder, **options) as llm:
             poison_free_memory(llm.engine)
             results = llm.generate(prompts, max_tokens=2, ignore_eos=True, trace=True)
@@ -105,7 +105,7 @@ def test_a_whole_engine_on_recorded_steps(tmp_path: Path, monkeypatch: pytest.Mo
     """Steps that are dense and steps that select, padded to recorded sizes, against the same steps
     as they are. A request goes from one kind to the other."""
     monkeypatch.setattr(TritonBackend, "unavailable_reason", staticmethod(lambda _: None))
-    monkeypatch.setattr(RowKernels, "refusal", staticmethod(lambda _: None))
+    monkeypatch.setattr(RowKernels, "refusal", staticmethod(lambda *_: None))
     monkeypatch.setattr(graphs, "_MIXED_ROWS", (16,))
     rerun_steps(monkeypatch)
     folder = indexed_model(tmp_path)

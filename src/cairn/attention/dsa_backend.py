@@ -40,7 +40,7 @@ class DSABackend(SparseBackend):
         super().__init__(parts)
         self._tiered = None if parts.tier is None else TieredRows(parts, parts.tier)
         self._kernels: RowKernels | None = None
-        refused = RowKernels.refusal(parts.shape)
+        refused = RowKernels.refusal(parts.config, parts.shape)
         if refused is None:
             self._kernels = RowKernels(parts)
             dense = [graph for graph in parts.dense.graphs if graph.kind == "dense"]
@@ -50,7 +50,7 @@ class DSABackend(SparseBackend):
 
     @classmethod
     def kernel_refusal(cls, config: SparseConfig, shape: AttentionShape) -> str | None:
-        return RowKernels.refusal(shape)
+        return RowKernels.refusal(config, shape)
 
     def graph_for(self, batch: AttentionBatch, *, mixed: bool) -> Graph | None:
         if len(batch.traced_rows):

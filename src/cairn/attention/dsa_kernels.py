@@ -19,6 +19,7 @@ from cairn.attention.flash_mla_rows import FlashRows
 from cairn.attention.latent import LatentHeads
 from cairn.kernels.packing import pack, unpack
 from cairn.memory.layout import INDEX, LATENT
+from cairn.sparsity.config import SparseConfig
 
 if TYPE_CHECKING:
     from cairn.kernels.index_scan import RowList
@@ -28,6 +29,7 @@ _ROWS = 1024  # absorbed queries at once
 _ALIGNED = 16  # tiles begin at multiples of this
 _BLOCK = 128  # scores of a row are a multiple of this
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MOST_CHOSEN = 4096  # rows of a query; a program holds twice as many in registers
 _MOST_LATENT, _MOST_ROPE = 512, 64  # columns of a latent row that fit into a program's memory
 
 
@@ -67,7 +69,7 @@ class RowKernels:
         self._count = torch.arange(shape.max_seqs + 1, dtype=torch.int32, device=shape.device)
 
     @staticmethod
-    def refusal(shape: AttentionShape) -> str | None:
+    def refusal(config: SparseConfig, shape: AttentionShape) -> str | None:
         """Why the kernels cannot serve this model here; None if they can."""
         if shape.device.type != "cuda":
             return f"they are for CUDA devices, this is {shape.device.type}"
@@ -78,6 +80,8 @@ class RowKernels:
         latent = shape.value_dim or 0
         if latent > _MOST_LATENT or shape.head_dim - latent > _MOST_ROPE:
             return f"latent rows have {latent} and {shape.head_dim - latent} columns"
+        if config.topk > _MOST_CHOSEN:
+            return f"queries read {config.topk} rows; they have up to {_MOST_CHOSEN}"
         return None
 
     def decode(self, batch: AttentionBatch) -> RowStep:
