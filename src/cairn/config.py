@@ -131,12 +131,14 @@ class EngineConfig:
     )
     quantization: str = option(
         "auto",
-        "CPU: keep matrices as they are in the file, widen them to float32 (none), or round "
-        "all to int8. auto keeps them where a C++ compiler makes that fast.",
+        "Keep matrices as they are in the file, convert them to the model's type (none), or round "
+        "them to fp8, int8 or int4. auto keeps them where kernels read them.",
         "auto",
         "keep",
         "none",
+        "fp8",
         "int8",
+        "int4",
     )
     tp: int = option(
         1,

@@ -13,12 +13,14 @@ from cairn.bench import drift
 from cairn.kernels import (
     activation,
     experts,
+    fp8,
     gemv,
     index_scan,
     landmark,
     latent,
     latent_prompt,
     norm,
+    packed,
     paged_decode,
     paged_extend,
     rope_angles,
@@ -93,6 +95,7 @@ def main() -> None:
         sparse(dim, page_size, landmark_heads, pooling)
     sparse(128, 64, 2, 2, FP8)
     mixture()
+    quantised()
     latents()
     chosen_rows()
     types = {"kv_lens": I32, "item_seq": I32, "item_indptr": I32}
@@ -172,27 +175,72 @@ def mixture() -> None:
         constants |= {"SIGMOID": sigmoid, "BIAS": sigmoid, "GROUPS": groups, "KEPT": groups // 2}
         compile_kernel(route._route_kernel, types, constants, num_warps=1)
     few = {"EXPERTS": 128, "TOP": 8}
-    constants = {**few, "IN": 2048, "OUT": 768, "NORM": True, "BLOCK_N": 2, "BLOCK_K": 2048}
-    compile_kernel(experts._few_gate_up_kernel, types, constants)
-    constants = {**few, "IN": 768, "OUT": 2048, "ADD": True, "BLOCK_N": 4, "BLOCK_K": 256}
-    compile_kernel(experts._few_down_kernel, types, constants)
+    for group in (None, 0, 128):  # None: not FP8
+        weight = BF16 if group is None else FP8
+        own = {**types, "weight": weight, "scale": BF16 if group is None else FP32}
+        scaled = {**few, "SCALED": group is not None, "GROUP": group or 0}
+        columns = group or 2048
+        tile = {"BLOCK_N": 4096 // columns, "BLOCK_K": columns}
+        constants = {**scaled, "IN": 2048, "OUT": 768, "NORM": True, **tile}
+        compile_kernel(experts._few_gate_up_kernel, own, constants)
+        columns = group or 256
+        tile = {"BLOCK_N": 1024 // columns, "BLOCK_K": columns}
+        constants = {**scaled, "IN": 768, "OUT": 2048, "ADD": True, **tile}
+        compile_kernel(experts._few_down_kernel, own, constants)
     constants = {**few, "WIDTH": 2048, "ADD": True, "BLOCK": 1024}
     compile_kernel(experts._combine_kernel, types, constants)
-    for step, gated, tma in (
-        (experts._LADDER[0], True, True),
-        (experts._LADDER[1], False, False),
-        (experts._LARGEST, True, True),
+    for step, gated, tma, group in (
+        (experts._LADDER[0], True, True, None),
+        (experts._LADDER[1], False, False, None),
+        (experts._LARGEST, True, True, None),
+        (experts._LADDER[0], True, True, 0),
+        (experts._LADDER[1], False, True, 128),
+        (experts._LARGEST, True, True, 128),
     ):
         constants = {"BLOCK_M": step.pairs, "BLOCK": step.sorted_at_once}
         compile_kernel(experts._sort_kernel, types, constants, num_warps=8)
         block_n = step.outputs if gated else 2 * step.outputs
-        types["tiles"] = f"tensordesc<bf16[{block_n},64]>" if tma else BF16
-        constants = {"IN": 2048, "OUT": 768} if gated else {"IN": 768, "OUT": 2048}
+        weight = BF16 if group is None else FP8
+        types |= {"weight": weight, "scale": BF16 if group is None else FP32}
+        types["tiles"] = f"tensordesc<{weight[1:]}[{block_n},64]>" if tma else BF16
+        constants = {"SCALED": group is not None, "GROUP": group or 0}
+        constants |= {"IN": 2048, "OUT": 768} if gated else {"IN": 768, "OUT": 2048}
         constants |= {"TOP": 8, "GATED": gated, "TMA": tma}
         constants |= {"BLOCK_M": step.pairs, "BLOCK_N": block_n, "BLOCK_K": 64}
-        compile_kernel(
+        compiled = compile_kernel(
             experts._product_kernel, types, constants, num_warps=step.warps, num_stages=4
         )
+        assert compiled.metadata.shared <= SHARED_MEMORY
+
+
+def quantised() -> None:
+    """Products with FP8 and with codes of 4 and 8 bits."""
+    types = {"x": BF16, "weight": FP8, "scale": FP32, "out": BF16, "norm_weight": BF16}
+    types |= {"eps": "fp32", "out_features": "i32", "rows": "i32", "x_scale": FP32, "rounded": FP8}
+    for group in (0, 128):
+        constants: dict[str, Any] = {"IN": 4096, "GROUP": group, "NORM": True, "ADD": True}
+        tile = {"RUN": 16, "BLOCK_N": 4, "BLOCK_K": 4096, "SILU": False}
+        compile_kernel(fp8._one_row_kernel, types, {**constants, **tile}, num_warps=8)
+        tile = {"BLOCK_M": 32, "BLOCK_N": 16, "PARTS": 8, "BLOCK_K": 128}
+        compile_kernel(fp8._few_rows_kernel, types, {**constants, **tile}, num_warps=8)
+        own = {"IN": 4096, "GROUP": group or 4096, "BLOCK_G": 1, "BLOCK_K": group or 4096}
+        compile_kernel(fp8._round_kernel, types, own)
+        own = {"IN": 4096, "GROUP": group, "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128}
+        compiled = compile_kernel(
+            fp8._many_rows_kernel, {**types, "x": FP8}, own, num_warps=8, num_stages=3
+        )
+        assert compiled.metadata.shared <= SHARED_MEMORY
+    types |= {"words": I32, "scale": "*fp16", "minimum": "*fp16", "ids": I64, "count": "i32"}
+    types |= {"sub_scale": "*i8", "sub_minimum": "*i8"}
+    for bits, subs, has_sub in ((4, 1, False), (4, 1, True), (8, 2, True)):
+        form: dict[str, Any] = {"IN": 4096, "BITS": bits, "OFFSET": 8, "SUPER": 4, "SUBS": subs}
+        form |= {"MINIMUM": has_sub, "SUB_SCALE": has_sub, "SUB_MINIMUM": has_sub}
+        tile = {"BLOCK_N": 4, "BLOCK_K": 4096, "GATED": False, "NORM": True, "ADD": True}
+        compile_kernel(packed._one_row_kernel, types, {**form, **tile}, num_warps=bits)
+        tile = {"BLOCK_M": 32, "BLOCK_N": 16, "PARTS": 8, "BLOCK_W": 32, "NORM": True, "ADD": True}
+        compile_kernel(packed._few_rows_kernel, types, {**form, **tile}, num_warps=8)
+        tile = {"BLOCK_N": 8, "BLOCK_W": 128, "CHOSEN": bits == 8}
+        compile_kernel(packed._widen_kernel, types, {**form, **tile})
 
 
 def latents() -> None:

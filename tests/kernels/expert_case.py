@@ -6,11 +6,13 @@ from typing import NamedTuple
 
 import torch
 
-from cairn.kernels.experts import experts
+from cairn.kernels.experts import ExpertScales, experts
 from cairn.kernels.interface import Routing
 from cairn.kernels.references import rms_norm_reference
 from cairn.kernels.route import route
 from cairn.models import experts as in_torch
+from cairn.models.fp8 import to_fp8
+from cairn.models.narrow import Narrow
 
 ROUTERS = {
     "softmax": Routing(128, 8, normalize=True),
@@ -51,15 +53,23 @@ def check_experts(
     *,
     fused: bool = False,
     skewed: bool = False,
+    fp8_group: int | None = None,
     tolerance: float = 1e-5,
 ) -> None:
     """`fused`: with the norm before and the sum after, on a rank that has only the later experts.
-    `skewed`: almost all rows choose the same expert."""
+    `skewed`: almost all rows choose the same expert. `fp8_group`: weights are FP8."""
     torch.manual_seed(0)
     count, per_token, hidden, inter = sizes
     x = torch.randn(rows, hidden, device=device).to(dtype)
     gate_up = (torch.randn(count, 2 * inter, hidden, device=device) * hidden**-0.5).to(dtype)
     down = (torch.randn(count, hidden, inter, device=device) * inter**-0.5).to(dtype)
+    scales, exact = None, [gate_up, down]
+    if fp8_group is not None:
+        given = [to_fp8(matrix, fp8_group) for matrix in (gate_up, down)]
+        gate_up, down = (matrix.values for matrix in given)
+        assert given[0].scale is not None and given[1].scale is not None
+        scales = ExpertScales(given[0].scale, fp8_group, given[1].scale, fp8_group)
+        exact = [torch.stack([one.dense() for one in _each(matrix)]) for matrix in given]
     scores = torch.rand(rows, count, device=device)
     if skewed:
         scores[:, count // 2] += 0.9
@@ -75,12 +85,19 @@ def check_experts(
     if norm is not None:
         normed = rms_norm_reference(normed, norm[0].to(wide), norm[1])
     here = torch.where((ids >= 0) & (ids < count), ids, -1)
-    matrices = [matrix.to(wide).cpu() for matrix in (gate_up, down)]
+    matrices = [matrix.to(wide).cpu() for matrix in exact]
     expected = in_torch.experts(normed.cpu(), here.cpu(), weights.to(wide).cpu(), *matrices)
     expected = expected.to(device)
     if added is not None:
         expected += added
-    found = experts(x, ids, weights, gate_up, down, norm=norm, add_to=added)
+    found = experts(x, ids, weights, gate_up, down, scales, norm=norm, add_to=added)
     error = (found.to(wide) - expected).norm() / expected.norm()
     assert error < tolerance, f"error ratio {error:.1e}"
     assert added is None or found is added
+
+
+def _each(stack: Narrow) -> list[Narrow]:
+    """The matrices of a stack [experts, outputs, columns]."""
+    assert stack.scale is not None
+    both = zip(stack.values, stack.scale, strict=True)
+    return [Narrow(values, scale, stack.span) for values, scale in both]

@@ -270,7 +270,12 @@ def test_fp8_blocks_stay_so_or_are_dequantised_exactly(tmp_path: Path) -> None:
     ("change", "config", "message"),
     [
         (lambda t: None, {"quantization_config": {"quant_method": "hqq"}}, "quant_method is 'hqq'"),
-        (lambda t: None, {"quantization_config": FP8}, "weight_block_size"),
+        (lambda t: None, {"quantization_config": FP8}, "says that weights are FP8, but none has"),
+        (
+            lambda t: None,
+            {"quantization_config": {**FP8, "weight_block_size": 128}},
+            "block size is",
+        ),
         (fp8_blocks, {}, "_scale_inv.* are not part of"),
         (lambda t: t.update(fp8("lm_head.weight", t)), {}, "float8_e4m3fn; only float"),
         (

@@ -354,7 +354,10 @@ def test_matrices_of_16_bits_stay_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_other_types_and_ranks_dequantise(quantized: Path) -> None:
     with LLM(quantized, device="cpu", dtype="float64") as llm:
-        assert "Q4_1, Q5_0, Q8_0 is dequantised; only a CPU in float32" in llm.engine.notes[0]
+        assert (
+            "Q4_1, Q5_0, Q8_0 is dequantised; only CUDA, and a CPU in float32"
+            in llm.engine.notes[0]
+        )
 
 
 def test_rope_freqs_divide_the_frequencies_as_llama3_does(tmp_path: Path) -> None:

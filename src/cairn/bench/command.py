@@ -65,6 +65,13 @@ _MOE = (
     list_flag("parts", ("layer",), "Of the model; all but layer on CUDA.", str, choices=_MOE_PARTS),
     list_flag("rows", (1, 8, 64, 512), "Rows of the layer."),
     flag("baseline", True, "Run transformers too.", action=argparse.BooleanOptionalAction),
+    flag("quantization", "none", "Of step and serve.", choices=("none", "fp8")),
+)
+_FORMS = ("fp8", "fp8-blocks", "AWQ", "GPTQ", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q8_0", "Q2_K")
+_PRODUCTS = (
+    list_flag("shapes", (16384, 4096, 6144, 11008), "Outputs and inputs of each matrix."),
+    list_flag("rows", (1, 8, 32, 1024), "Rows of a product."),
+    list_flag("forms", _FORMS, "Forms of matrices, beside bf16.", str, choices=_FORMS),
 )
 _SPEC_PARTS = ("quote", "wrong", "prose")
 _SPEC = (
@@ -85,6 +92,7 @@ _OTHERS: dict[str, tuple[str, Sequence[Flag], Sequence[Flag]]] = {
     "hsa": ("sparse against dense attention at long contexts, on CUDA", _HSA, ()),
     "mix": ("a long prompt beside streams that are being answered", _MIX, _ENGINE),
     "moe": ("the experts of one layer, beside transformers, and whole models", _MOE, ()),
+    "products": ("products with quantised matrices, on CUDA", _PRODUCTS, ()),
     "profile": ("where the time of a decode step goes, on CUDA", _PROFILE, _ENGINE),
     "replay": ("requests of a recorded trace, at their times", _REPLAY, _ENGINE),
     "spec": ("what drafted tokens save, and cost where they are wrong", _SPEC, _ENGINE),

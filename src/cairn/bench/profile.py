@@ -32,7 +32,10 @@ _KINDS = {
         *("flash", "_decode_kernel", "_extend_kernel", "_plan_kernel"),
         *("_latent_merge_kernel", "_share_kernel"),
     ),
-    "matrix products": ("nvjet", "gemm", "gemv", "cutlass", "splitk", "cublas"),
+    "matrix products": (
+        *("nvjet", "gemm", "gemv", "cutlass", "splitk", "cublas"),
+        *("_one_row_kernel", "_rows_kernel", "_round_kernel", "_widen_kernel"),
+    ),
     "sampling": ("_blocks_kernel", "_pick_kernel", "argmax", "softmax", "sort"),
     "copies": ("memcpy", "memset"),
 }

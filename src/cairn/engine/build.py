@@ -32,7 +32,7 @@ from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.memory.kv_pool import HostPool, KVPool
 from cairn.memory.landmarks import LandmarkPool
 from cairn.models.checkpoint import Checkpoint
-from cairn.models.fp8_blocks import BlockScaled
+from cairn.models.fp8_checkpoint import Fp8Weights
 from cairn.models.interface import LanguageModel
 from cairn.models.loader import (
     Progress,
@@ -45,6 +45,7 @@ from cairn.models.loader import (
 )
 from cairn.models.packed_int4 import Packed, Packing, read_quantization
 from cairn.models.parallel import Alone, Parallel
+from cairn.models.quantize import ROUNDINGS
 from cairn.models.registry import read_spec
 from cairn.models.source import ModelSource
 
@@ -136,10 +137,10 @@ def check_tp(config: EngineConfig, source: ModelSource, device: torch.device) ->
             "each rank needs one; lower tp, show more devices with CUDA_VISIBLE_DEVICES, or use "
             "device=cpu"
         )
+    choices = ("keep", *ROUNDINGS) if device.type == "cpu" else ()
     for name, impossible, possible in (
         ("model_impl", "transformers", "cairn"),
-        ("quantization", "int8", "none"),
-        ("quantization", "keep", "none"),
+        *(("quantization", choice, "none") for choice in choices),
         ("threads", "auto", "N"),
     ):
         if getattr(config, name) == impossible:
@@ -179,8 +180,8 @@ def load_model(
         fill_dummy(model, config.seed)
     else:
         fill(model, weights, progress)
-    if config.quantization == "int8":
-        notes.append(str(quantize(model)))
+    if config.quantization in ROUNDINGS:
+        notes.append(str(quantize(model, ROUNDINGS[config.quantization])))
     return model, notes
 
 
@@ -195,7 +196,7 @@ def _weights(config: EngineConfig, source: ModelSource) -> WeightSource:
     form = read_quantization(source.config)
     if form is None:
         return weights
-    return Packed(weights, form) if isinstance(form, Packing) else BlockScaled(weights, form)
+    return Packed(weights, form) if isinstance(form, Packing) else Fp8Weights(weights, form)
 
 
 def build_runner(

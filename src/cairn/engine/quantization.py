@@ -9,8 +9,11 @@ import torch
 from cairn.config import EngineConfig
 from cairn.errors import ConfigError
 from cairn.kernels.cpu import CpuKernels, CpuKernelsUnavailableError
+from cairn.models.loader import use_kernels
+from cairn.models.quantize import ROUNDINGS
 
 _FLOATS = ("F32", "F16", "BF16")
+_FP8_CAPABILITY = (8, 9)  # of GPUs that have FP8 numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +21,7 @@ class Quantization:
     keep: bool = False
     """Matrices stay as the file has them."""
     kernels: CpuKernels | None = None
-    """What multiplies them; None for torch, and where there are none."""
+    """What multiplies them on a CPU; None for torch, and where there are none."""
     notes: tuple[str, ...] = ()
 
 
@@ -26,27 +29,56 @@ def resolve_quantization(
     config: EngineConfig, types: tuple[str, ...], dtype: torch.dtype, device: torch.device
 ) -> Quantization:
     """`types` are those of the file's matrices."""
-    choice, refusal = config.quantization, None
-    if device.type != "cpu" or dtype != torch.float32 or config.tp > 1:
-        refusal = f"only a CPU in float32 on one rank keeps it; this is {device.type}, {dtype}"
-        refusal += f", tp {config.tp}"
+    choice = config.quantization
+    refusal = _refusal(config, types, dtype, device)
+    if choice not in ("auto", "none") and refusal is not None:
+        raise ConfigError(f"quantization={choice} is not possible here: {refusal}; use none")
+    if device.type != "cpu" or refusal is not None:
         types = tuple(name for name in types if name not in _FLOATS)  # those are just converted
-    if choice in ("keep", "int8") and (refusal or config.model_impl == "transformers"):
+    if choice == "keep" and not types:
         raise ConfigError(
-            f"quantization={choice} is for Cairn's own models on a CPU in float32; the device is "
-            f"{device.type}, dtype {dtype}, model_impl {config.model_impl}"
+            "quantization=keep has nothing to keep: the file has float weights; use auto, or round "
+            f"them: {', '.join(ROUNDINGS)}"
         )
     if choice == "none" or (choice == "auto" and not types):
         return Quantization()
     named = ", ".join(types)
     if refusal is not None:
         return Quantization(notes=(f"weights: {named} is dequantised; {refusal}",))
+    keep = choice not in ROUNDINGS
+    notes = (f"weights: {named} as in the file",) if keep and named != "F32" else ()
+    if device.type == "cuda":
+        return Quantization(keep, notes=notes)
     try:
-        kernels = CpuKernels.load()
+        return Quantization(keep, CpuKernels.load(), notes)
     except CpuKernelsUnavailableError as error:
         if choice == "auto":
             note = f"weights: {named} in float32, multiplied by torch, because {error}"
             return Quantization(notes=(note,))
-        return Quantization(choice == "keep", None, (f"products run in torch, slowly: {error}",))
-    notes = () if choice == "int8" or named == "F32" else (f"weights: {named} as in the file",)
-    return Quantization(choice != "int8", kernels, notes)
+        return Quantization(keep, None, (f"products run in torch, slowly: {error}",))
+
+
+def _refusal(
+    config: EngineConfig, types: tuple[str, ...], dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Why no matrix can be quantised here, whether in the file or at load; or None."""
+    short = str(dtype).removeprefix("torch.")
+    if config.model_impl == "transformers":
+        return "model_impl is transformers"
+    if device.type == "cuda":
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"kernels on CUDA take bfloat16 and float16; this is {short}"
+        if not use_kernels(dtype, device):
+            return "triton is not installed"
+        capability = torch.cuda.get_device_capability(device)
+        is_fp8 = "FP8" in types if config.quantization in ("auto", "keep") else None
+        if (is_fp8 or config.quantization == "fp8") and capability < _FP8_CAPABILITY:
+            major, minor = capability
+            return f"FP8 needs compute capability 8.9; this GPU has {major}.{minor}"
+        return None
+    if device.type != "cpu" or dtype != torch.float32 or config.tp > 1:
+        return (
+            "only CUDA, and a CPU in float32 on one rank, have kernels for it; this is "
+            f"{device.type}, {short}, tp {config.tp}"
+        )
+    return None

@@ -35,6 +35,15 @@ FEW = 4
 """Up to this many rows, hardly two pairs share an expert, and pairs are computed one by one."""
 
 
+class ExpertScales(NamedTuple):
+    """Scales of FP8 weights, for each output and group of columns; see `models/fp8.py`."""
+
+    gate_up: torch.Tensor  # [experts, 2 * inter, groups] float32
+    gate_up_group: int  # columns with one scale; 0 for all
+    down: torch.Tensor  # [experts, hidden, groups] float32
+    down_group: int
+
+
 class _Blocks(NamedTuple):
     """Block sizes of the grouped products up to a number of rows."""
 
@@ -60,6 +69,7 @@ def row_rungs() -> tuple[int, ...]:
 def _few_gate_up_kernel(
     x,  # [rows, IN]
     weight,  # [EXPERTS, 2 * OUT, IN]
+    scale,  # [EXPERTS, 2 * OUT, groups], if SCALED
     ids,  # [rows, TOP]
     out,  # [rows * TOP, OUT]
     norm_weight,  # [IN], if NORM
@@ -68,6 +78,8 @@ def _few_gate_up_kernel(
     IN: tl.constexpr,
     OUT: tl.constexpr,
     TOP: tl.constexpr,
+    SCALED: tl.constexpr,  # weights are FP8
+    GROUP: tl.constexpr,  # columns with one scale, a multiple of BLOCK_K; 0 for all
     NORM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -85,6 +97,8 @@ def _few_gate_up_kernel(
         return
     gates = weight + (expert.to(tl.int64) * (2 * OUT) + n[:, None]) * IN
     ups = gates + OUT * IN
+    GROUPS: tl.constexpr = (IN + GROUP - 1) // GROUP if GROUP > 0 else 1
+    gate_scales = scale + (expert.to(tl.int64) * (2 * OUT) + n[:, None]) * GROUPS
     gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
@@ -97,9 +111,19 @@ def _few_gate_up_kernel(
         if NORM:
             squares += value * value
             value *= tl.load(norm_weight + at, mask=at < IN, other=0.0).to(tl.float32)
-        gate += g.to(tl.float32) * value[None, :]
-        up += u.to(tl.float32) * value[None, :]
+        if GROUP > 0:
+            own = gate_scales + start // GROUP
+            gate += g.to(tl.float32) * value[None, :] * tl.load(own, mask=inside, other=0.0)
+            own += OUT * GROUPS
+            up += u.to(tl.float32) * value[None, :] * tl.load(own, mask=inside, other=0.0)
+        else:
+            gate += g.to(tl.float32) * value[None, :]
+            up += u.to(tl.float32) * value[None, :]
     own_gate, own_up = tl.sum(gate, 1), tl.sum(up, 1)
+    if SCALED and GROUP == 0:
+        owns = scale + expert.to(tl.int64) * (2 * OUT) + n
+        own_gate *= tl.load(owns, mask=n < OUT, other=0.0)
+        own_up *= tl.load(owns + OUT, mask=n < OUT, other=0.0)
     if NORM:
         scale = tl.rsqrt(tl.sum(squares) / IN + eps)
         own_gate *= scale
@@ -113,6 +137,7 @@ def _few_gate_up_kernel(
 def _few_down_kernel(
     x,  # [rows * TOP, IN]
     weight,  # [EXPERTS, OUT, IN]
+    scale,  # [EXPERTS, OUT, groups], if SCALED
     ids,  # [rows, TOP]
     weights,  # [rows, TOP]
     out,  # [rows, OUT], added to if ADD
@@ -120,6 +145,8 @@ def _few_down_kernel(
     IN: tl.constexpr,
     OUT: tl.constexpr,
     TOP: tl.constexpr,
+    SCALED: tl.constexpr,
+    GROUP: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -138,7 +165,9 @@ def _few_down_kernel(
     expert = tl.load(ids + row * TOP + j, mask=j < TOP, other=-1)
     share = tl.load(weights + row * TOP + j, mask=j < TOP, other=0.0).to(tl.float32)
     own = ((expert >= 0) & (expert < EXPERTS))[:, None, None] & (n < OUT)[None, :, None]
-    matrix = weight + (expert.to(tl.int64)[:, None, None] * OUT + n[None, :, None]) * IN
+    output = expert.to(tl.int64)[:, None, None] * OUT + n[None, :, None]
+    matrix = weight + output * IN
+    GROUPS: tl.constexpr = (IN + GROUP - 1) // GROUP if GROUP > 0 else 1
     values = x + (row * TOP + j)[:, None, None] * IN
     acc = tl.zeros((j.shape[0], BLOCK_N, BLOCK_K), tl.float32)
     for start in tl.static_range(0, IN, BLOCK_K):
@@ -147,8 +176,17 @@ def _few_down_kernel(
         w = tl.load(matrix + at, mask=inside, other=0.0)
         # Loaded in the shape of the tile: spreading a matrix over it would take barriers.
         value = tl.load(tl.broadcast_to(values + at, w.shape), mask=inside, other=0.0)
-        acc += w.to(tl.float32) * value.to(tl.float32)
-    result = tl.sum(tl.sum(acc, 2) * share[:, None], 0)
+        if GROUP > 0:
+            factor = tl.load(scale + output * GROUPS + start // GROUP, mask=own, other=0.0)
+            acc += w.to(tl.float32) * value.to(tl.float32) * factor
+        else:
+            acc += w.to(tl.float32) * value.to(tl.float32)
+    part = tl.sum(acc, 2)
+    if SCALED and GROUP == 0:
+        mine = ((expert >= 0) & (expert < EXPERTS))[:, None] & (n < OUT)[None, :]
+        place_of = expert.to(tl.int64)[:, None] * OUT + n[None, :]
+        part *= tl.load(scale + place_of, mask=mine, other=0.0)
+    result = tl.sum(part * share[:, None], 0)
     if ADD:
         result += before
     tl.store(place, result.to(out.dtype.element_ty), mask=n < OUT)
@@ -201,12 +239,24 @@ def _sort_kernel(
         tl.store(slots + 2 * num_slots + slot, tl.zeros_like(slot) + end, mask=inside)
 
 
+@triton.jit
+def _add_product(acc, w, a, scale, mask, SCALED: tl.constexpr, GROUP: tl.constexpr):
+    """acc + w @ a.T, with the scale of each output if there are groups."""
+    if SCALED:
+        w = w.to(tl.float32).to(a.dtype)
+    if GROUP > 0:
+        part = tl.dot(w, a.T, input_precision="ieee")
+        return acc + part * tl.load(scale, mask=mask, other=0.0)[:, None]
+    return tl.dot(w, a.T, acc, input_precision="ieee")
+
+
 @direct
 @triton.jit(do_not_specialize=["num_slots"])
 def _product_kernel(
     x,  # if GATED: [rows, IN], else [pairs, IN] in sorted order
     weight,  # [experts, 2 * OUT if GATED else OUT, IN]
     tiles,  # if TMA: descriptor of the weight as [-1, IN], for loads of [BLOCK_N, BLOCK_K]
+    scale,  # [experts, outputs as the weight, groups], if SCALED
     order,
     slots,
     weights,  # [pairs], unless GATED
@@ -216,6 +266,8 @@ def _product_kernel(
     OUT: tl.constexpr,
     TOP: tl.constexpr,
     GATED: tl.constexpr,  # silu(gate) * up, else the product with the pair's weight
+    SCALED: tl.constexpr,  # weights are FP8
+    GROUP: tl.constexpr,  # a multiple of BLOCK_K, or 0
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -243,6 +295,8 @@ def _product_kernel(
     MATRIX: tl.constexpr = 2 * OUT if GATED else OUT
     first = expert * MATRIX + tl.program_id(0) * BLOCK_N
     rows = weight + (expert.to(tl.int64) * MATRIX + n[:, None]) * IN
+    GROUPS: tl.constexpr = (IN + GROUP - 1) // GROUP if GROUP > 0 else 1
+    scales = scale + (expert.to(tl.int64) * MATRIX + n) * GROUPS
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     # Weights are the left operand: tensor cores take at least 64 rows there, but 8 on the right.
@@ -257,13 +311,18 @@ def _product_kernel(
             w = tiles.load([first, start])
         else:
             w = tl.load(rows + at[None, :], mask=inside, other=0.0)
-        acc = tl.dot(w, a.T, acc, input_precision="ieee")
+        acc = _add_product(acc, w, a, scales + start // max(GROUP, 1), n < OUT, SCALED, GROUP)
         if GATED:
             if TMA:
                 w = tiles.load([first + OUT, start])
             else:
                 w = tl.load(rows + OUT * IN + at[None, :], mask=inside, other=0.0)
-            up = tl.dot(w, a.T, up, input_precision="ieee")
+            own = scales + OUT * GROUPS + start // max(GROUP, 1)
+            up = _add_product(up, w, a, own, n < OUT, SCALED, GROUP)
+    if SCALED and GROUP == 0:
+        acc *= tl.load(scales, mask=n < OUT, other=0.0)[:, None]
+        if GATED:
+            up *= tl.load(scales + OUT, mask=n < OUT, other=0.0)[:, None]
     if GATED:
         result = acc / (1.0 + tl.exp(-acc)) * up
         place = out + m.to(tl.int64)[None, :] * OUT + n[:, None]
@@ -310,6 +369,7 @@ def experts(
     weights: torch.Tensor,  # [rows, per_token]
     gate_up: torch.Tensor,  # [experts, 2 * inter, hidden], rows of gate first
     down: torch.Tensor,  # [experts, hidden, inter]
+    scales: ExpertScales | None = None,  # of weights in e4m3
     *,
     norm: tuple[torch.Tensor, float] | None = None,  # weight [hidden], epsilon: RMS norm of x first
     add_to: torch.Tensor | None = None,  # [rows, hidden], contiguous; added to and returned
@@ -321,11 +381,12 @@ def experts(
     out = torch.empty_like(x) if add_to is None else add_to
     given = {"EXPERTS": len(down), "TOP": ids.shape[1], **pdl_options(x)}
     if rows <= FEW:
-        _few(x, ids, weights, gate_up, down, norm, out, {**given, "ADD": add_to is not None})
+        adds = {**given, "ADD": add_to is not None}
+        _few(x, ids, weights, gate_up, down, scales, norm, out, adds)
         return out
     if norm is not None:
         x = rms_norm(x, *norm)
-    parts = _grouped(x, ids, weights, gate_up, down)
+    parts = _grouped(x, ids, weights, gate_up, down, scales)
     block = min(1024, power_of_two(hidden))
     _combine_kernel[(rows, blocks_of(hidden, block))](
         parts, ids, out, WIDTH=hidden, ADD=add_to is not None, BLOCK=block, num_warps=4, **given
@@ -339,6 +400,7 @@ def _few(
     weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
+    scales: ExpertScales | None,
     norm: tuple[torch.Tensor, float] | None,
     out: torch.Tensor,
     given: dict[str, Any],
@@ -349,21 +411,27 @@ def _few(
     mid = torch.empty(pairs, inter, dtype=x.dtype, device=x.device)
     norm_weight, eps = (x, 0.0) if norm is None else norm
     adds = given.pop("ADD")
-    columns, outputs = _tile(hidden, 2048, 4096)
+    up_scale, up_group, down_scale, down_group = scales or (gate_up, 0, down, 0)
+    given["SCALED"] = scales is not None
+    columns, outputs = _tile(hidden, 2048, 4096, up_group)
     _few_gate_up_kernel[(blocks_of(inter, outputs), pairs)](
-        x, gate_up, ids, mid, norm_weight, eps,
-        IN=hidden, OUT=inter, NORM=norm is not None, BLOCK_N=outputs, BLOCK_K=columns,
-        num_warps=4, **given,
+        x, gate_up, up_scale, ids, mid, norm_weight, eps,
+        GROUP=up_group, IN=hidden, OUT=inter, NORM=norm is not None,
+        BLOCK_N=outputs, BLOCK_K=columns, num_warps=4, **given,
     )  # fmt: skip
-    columns, outputs = _tile(inter, 512, 1024)
+    columns, outputs = _tile(inter, 512, 1024, down_group)
     _few_down_kernel[(blocks_of(hidden, outputs), rows)](
-        mid, down, ids, weights, out,
-        IN=inter, OUT=hidden, ADD=adds, BLOCK_N=outputs, BLOCK_K=columns, num_warps=4, **given,
+        mid, down, down_scale, ids, weights, out,
+        GROUP=down_group, IN=inter, OUT=hidden, ADD=adds,
+        BLOCK_N=outputs, BLOCK_K=columns, num_warps=4, **given,
     )  # fmt: skip
 
 
-def _tile(width: int, most: int, elements: int) -> tuple[int, int]:
-    """Columns and rows of a weight tile: columns that divide the width, if enough of them do."""
+def _tile(width: int, most: int, elements: int, group: int) -> tuple[int, int]:
+    """Columns and rows of a weight tile: columns that divide the group, and the width, if enough of
+    them do."""
+    if group:
+        most = min(most, group & -group)
     columns = min(most, width & -width)
     if columns < 64:
         columns = min(most, power_of_two(width))
@@ -376,6 +444,7 @@ def _grouped(
     weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
+    scales: ExpertScales | None,
 ) -> torch.Tensor:
     """Sort, then both products -> [rows * per_token, hidden], the weighed output of each pair"""
     rows, hidden = x.shape
@@ -396,16 +465,20 @@ def _grouped(
     out = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
     block_k = 64 if half else 32
     for gated, source, weight, target in ((True, x, gate_up, mid), (False, mid, down, out)):
+        scale, group = weight, 0
+        if scales is not None:
+            scale, group = scales[:2] if gated else scales[2:]
+            block_k = min(64, group & -group) if group else 64
         block_n = step.outputs if gated else 2 * step.outputs
         width = source.shape[1]
-        tma = can_describe(x.device, x.dtype) and width % 8 == 0
+        tma = can_describe(x.device, x.dtype) and width * weight.itemsize % 16 == 0
         tiles = weight
         if tma:
             tiles = TensorDescriptor.from_tensor(weight.view(-1, width), [block_n, block_k])
         _product_kernel[(blocks_of(target.shape[1], block_n), num_slots)](
-            source, weight, tiles, order, slots, weights, target, num_slots,
-            IN=width, OUT=target.shape[1], TOP=top, GATED=gated,
-            BLOCK_M=step.pairs, BLOCK_N=block_n, BLOCK_K=block_k, TMA=tma,
+            source, weight, tiles, scale, order, slots, weights, target, num_slots,
+            SCALED=scales is not None, GROUP=group, IN=width, OUT=target.shape[1], TOP=top,
+            GATED=gated, BLOCK_M=step.pairs, BLOCK_N=block_n, BLOCK_K=block_k, TMA=tma,
             num_warps=step.warps, num_stages=4 if half else 2, **options,
         )  # fmt: skip
     return out

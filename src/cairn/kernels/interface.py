@@ -15,6 +15,14 @@ COPY_THREADS = 128
 FEW_ROWS = 8
 """Products of at most this many rows use our own kernel; at 16 rows, cuBLAS is faster."""
 
+FEW_FP8_ROWS = 8
+"""Products of more rows with an FP8 matrix round the rows to FP8."""
+FEW_CODE_ROWS = 32
+"""Products of more rows with a matrix of codes widen the matrix in memory."""
+
+E4M3_LARGEST = 448.0
+"""The largest number that FP8 of type e4m3 has."""
+
 Pooling = Literal["hils", "last", "box", "mean"]
 """How a kernel makes a landmark from a page's keys.
 

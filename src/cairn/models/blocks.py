@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from cairn.errors import ConfigError
 from cairn.kernels.cpu import CpuKernels, MatrixPlace
 from cairn.models.narrow import Narrow, NarrowMatrix, prepared
 
@@ -70,6 +71,30 @@ class Codes:
     def with_rows(self, order: torch.Tensor) -> Codes:
         """The same matrix with its outputs in another order."""
         return self._each([self], lambda own: own[0][order])
+
+    def narrow(self, dim: int, begin: int, count: int) -> Codes:
+        """Some of the outputs (dim 0) or of the columns (dim 1), if that divides no scale."""
+        if dim == 0:
+            return self._each([self], lambda own: own[0].narrow(0, begin, count))
+        columns = self.shape[1]
+        per_scale = columns // self.scale.shape[1]
+        if begin % per_scale or count % per_scale:
+            raise ConfigError(
+                f"tp divides a matrix of {columns} columns into shares of {count}, and {per_scale} "
+                "columns have one scale; use another tp, or quantization=none"
+            )
+
+        def cut(own: Sequence[torch.Tensor]) -> torch.Tensor:
+            size = own[0].shape[1]
+            return own[0].narrow(1, begin * size // columns, count * size // columns)
+
+        return self._each([self], cut)
+
+    def to(self, device: torch.device) -> Codes:
+        return self._each([self], lambda own: own[0].to(device))
+
+    def clone(self) -> Codes:
+        return self._each([self], lambda own: own[0].clone())
 
     @classmethod
     def stacked(cls, parts: Sequence[Codes]) -> Codes:
@@ -188,9 +213,9 @@ class BlockMatrix:
         wide = outer.float().repeat_interleave(blocks // outer.shape[1], 1)[..., None]
         return wide.expand(-1, -1, self._subs) if inner is None else wide * inner.float()
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Rows by number, dequantised: an embedding lookup."""
-        return self._unpacked(ids).dense()
+        return self._unpacked(ids).dense().to(dtype)
 
     def dense(self) -> torch.Tensor:
         return self._unpacked().dense()
@@ -210,11 +235,19 @@ class BlockMatrix:
         return Codes(codes, scale, minimum, sub_scale, sub_minimum, self._offset, self._bits)
 
 
+def stacked(parts: Sequence[Kept]) -> Kept:
+    """Matrices of the same form, one above the other."""
+    if isinstance(parts[0], Narrow):
+        return Narrow.stacked([part for part in parts if isinstance(part, Narrow)])
+    return Codes.stacked([part for part in parts if isinstance(part, Codes)])
+
+
 def stored(parts: Sequence[Kept], kernels: CpuKernels | None) -> BlockMatrix | NarrowMatrix:
     """Matrices of the same form, one above the other, in the order in which a kernel reads them."""
-    if isinstance(parts[0], Narrow):
-        return NarrowMatrix(Narrow.stacked([p for p in parts if isinstance(p, Narrow)]), kernels)
-    return BlockMatrix(Codes.stacked([p for p in parts if isinstance(p, Codes)]), kernels)
+    whole = stacked(parts)
+    if isinstance(whole, Narrow):
+        return NarrowMatrix(whole, kernels)
+    return BlockMatrix(whole, kernels)
 
 
 class Stack:
@@ -251,6 +284,10 @@ class Stack:
             matrix.product(x, own, norm=norm, silu=silu, add=add)
             begin += matrix.outputs
         return out
+
+    @property
+    def nbytes(self) -> int:
+        return sum(matrix.nbytes for matrix in self._matrices)
 
     def dense(self) -> torch.Tensor:
         return torch.cat([matrix.dense() for matrix in self._matrices])

@@ -307,7 +307,8 @@ class CausalLM(LanguageModel):
     def excerpt(self, kind_of: Callable[[int], Hashable]) -> CausalLM:
         first: dict[Hashable, PreNormLayer | PostNormLayer] = {}
         for i, layer in enumerate(self.model.layers):
-            kind = self._layer_specs[i], type(layer.self_attn), type(layer.mlp), kind_of(i)
+            forms = tuple(getattr(module, "form", None) for _, module in layer.named_modules())
+            kind = self._layer_specs[i], type(layer.self_attn), type(layer.mlp), kind_of(i), forms
             first.setdefault(kind, layer)
         short = copy(self)
         short.model = copy(self.model)

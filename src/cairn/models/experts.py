@@ -7,22 +7,26 @@ names take their place (`kernels/route.py`, `kernels/experts.py`).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
+from cairn.errors import ConfigError, LoadError
 from cairn.kernels.cpu import CpuKernels, FloatsPlace
 from cairn.kernels.interface import Routing
-from cairn.models.blocks import BLOCK, Kept, Stack
+from cairn.models.blocks import Kept, Stack
 from cairn.models.decoder import MLP, FeedForward
+from cairn.models.fp8 import readable
 from cairn.models.layers import Factory, Module, RMSNorm, TensorSlot
 from cairn.models.narrow import Narrow, NarrowMatrix
-from cairn.models.quantize import to_int8
+from cairn.models.quantize import Rounding
 from cairn.models.spec import DecoderSpec
 from cairn.models.split import share
+
+_MIXED = "experts of one layer must be all FP8, or none of them"
 
 
 def route(
@@ -184,6 +188,10 @@ class KeptExperts:
         gate_up, down = (_places([pair[i] for pair in pairs]) for i in range(2))
         self._places = None if gate_up is None or down is None else (gate_up, down)
 
+    @property
+    def nbytes(self) -> int:
+        return sum(stack.nbytes for pair in self._pairs for stack in pair)
+
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if self._kernels is not None and self._places is not None:
             return self._kernels.experts(*self._places, x, ids, weights)
@@ -211,16 +219,19 @@ class ExpertWeights(Module):
         self.first = factory.parallel.rank * own
         self._own, self._count = own, count
         self._hidden, self._inter = hidden, inter
-        self.gate_up = factory.empty(own, 2 * inter, hidden)
+        self._device = factory.device
+        self.gate_up = factory.later(own, 2 * inter, hidden)
         if factory.device.type == "cpu" and not factory.fused:
             # A CPU reads rows of `hidden` numbers faster than the shorter ones.
             self.down = factory.empty(own, inter, hidden).transpose(1, 2)
         else:
-            self.down = factory.empty(own, hidden, inter)
+            self.down = factory.later(own, hidden, inter)
         self._keeps, self._cpu = factory.keep, factory.cpu
         self._parts: dict[int, dict[str, Kept]] = {}  # those that have come, by expert
         self._pairs: dict[int, tuple[Stack, Stack]] = {}  # of experts whose parts have all come
         self._kept: KeptExperts | None = None
+        self._fp8: dict[str, Narrow] = {}  # stacks in place of `gate_up` and `down`, for kernels
+        self._any_float = False
         self._fused = factory.fused
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -228,9 +239,7 @@ class ExpertWeights(Module):
             ids = ids - self.first
             ids = torch.where((ids >= 0) & (ids < self._own), ids, -1)
         if self._fused:
-            from cairn.kernels import experts as kernels
-
-            return kernels.experts(x, ids, weights, self.gate_up, self.down)
+            return self._by_kernels(x, ids, weights)
         if self._kept is not None:
             return self._kept(x, ids, weights)
         return experts(x, ids, weights, self.gate_up, self.down)
@@ -239,21 +248,65 @@ class ExpertWeights(Module):
         self, x: torch.Tensor, norm: RMSNorm, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """Add the output for the norm of x to x, in kernels, and return it."""
+        return self._by_kernels(x, ids, weights, norm=(norm.weight, norm.eps), add_to=x)
+
+    def _by_kernels(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        *,
+        norm: tuple[torch.Tensor, float] | None = None,
+        add_to: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         from cairn.kernels import experts as kernels
 
-        weighed = norm.weight, norm.eps
-        return kernels.experts(x, ids, weights, self.gate_up, self.down, norm=weighed, add_to=x)
+        matrices, scales = (self.gate_up, self.down), None
+        if self._fp8:
+            gate_up, down = self._fp8["gate_up"], self._fp8["down"]
+            assert gate_up.scale is not None and down.scale is not None
+            matrices = gate_up.values, down.values
+            groups = (0 if own.span >= own.shape[-1] else own.span for own in (gate_up, down))
+            scales = kernels.ExpertScales(gate_up.scale, next(groups), down.scale, next(groups))
+        return kernels.experts(x, ids, weights, *matrices, scales, norm=norm, add_to=add_to)
 
-    def quantize(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Round the weights to int8. Yields each matrix before and after."""
-        if self._hidden % BLOCK or self._inter % BLOCK:
+    @property
+    def form(self) -> Hashable:
+        """What decides which compiled kernels its products need; None in float."""
+        return tuple(stack.span for stack in self._fp8.values()) or None
+
+    @property
+    def quantised_bytes(self) -> int:
+        of_fp8 = (
+            s.values.nbytes + s.scale.nbytes for s in self._fp8.values() if s.scale is not None
+        )
+        return sum(of_fp8) + (0 if self._kept is None else self._kept.nbytes)
+
+    def quantize(self, rounding: Rounding) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Round the weights, if their widths allow. Yields each matrix before and after."""
+        if self._hidden % rounding.columns or self._inter % rounding.columns:
             return
+        if self._fused and rounding.name != "fp8":
+            raise ConfigError(
+                f"quantization={rounding.name} has no kernel for experts on {self._device.type}; "
+                "use fp8 or none"
+            )
+        self._any_float = False
+        floats = self.gate_up, self.down
         pairs = []
-        for before in zip(self.gate_up, self.down, strict=True):
-            gate_up, down = (Stack([to_int8(matrix)], self._cpu) for matrix in before)
-            pairs.append((gate_up, down))
-            yield from zip(before, (gate_up.dense(), down.dense()), strict=True)
-        self._keep_all(pairs)
+        for expert in range(self._own):
+            before = [stack[expert] for stack in floats]
+            after = [rounding.round(matrix) for matrix in before]
+            for wide, rounded in zip(before, after, strict=True):
+                yield wide, rounded.dense()
+            if self._fused:
+                for part, rounded in zip(("gate_up_proj", "down_proj"), after, strict=True):
+                    self._keep(expert, part, rounded)
+            else:
+                gate_up, down = (Stack([rounded], self._cpu) for rounded in after)
+                pairs.append((gate_up, down))
+        if pairs:
+            self._keep_all(pairs)
 
     def _keep_all(self, pairs: list[tuple[Stack, Stack]]) -> None:
         self._kept = KeptExperts(pairs, self._cpu)
@@ -261,6 +314,9 @@ class ExpertWeights(Module):
 
     def _keep(self, expert: int, part: str, matrix: Kept) -> None:
         """Keep one matrix of an expert as it is. Once all have come, they replace the weights."""
+        if self._fused:
+            self._keep_fp8(expert, part, matrix)
+            return
         parts = self._parts.setdefault(expert, {})
         parts[part] = matrix
         if sum(own.shape[0] for own in parts.values()) < 2 * self._inter + self._hidden:
@@ -272,48 +328,85 @@ class ExpertWeights(Module):
         if len(self._pairs) == self._own:
             self._keep_all([self._pairs.pop(e) for e in range(self._own)])
 
+    def _keep_fp8(self, expert: int, part: str, matrix: Kept) -> None:
+        """Keep one matrix of an expert in FP8; other types become float."""
+        rows = self._rows(part)
+        widths = self._hidden % 16 == 0 and self._inter % 16 == 0
+        if not (isinstance(matrix, Narrow) and readable(matrix) and widths):
+            self._write(expert, rows, matrix.dense())
+            return
+        if self._any_float:
+            raise LoadError(_MIXED)
+        assert matrix.scale is not None
+        name = "down" if rows is None else "gate_up"
+        whole = self._fp8.get(name)
+        if whole is None:
+            shape = getattr(self, name).shape
+            values = torch.empty(shape, dtype=matrix.values.dtype, device=self._device)
+            scale = torch.empty(*shape[:2], matrix.scale.shape[1], device=self._device)
+            whole = self._fp8[name] = Narrow(values, scale, matrix.span)
+            setattr(self, name, getattr(self, name).new_empty(0, device=self._device))
+        if whole.span != matrix.span:
+            raise LoadError("FP8 experts of one layer have scales for different numbers of columns")
+        assert whole.scale is not None
+        at = slice(None) if rows is None else rows
+        whole.values[expert, at].copy_(matrix.values)
+        whole.scale[expert, at].copy_(matrix.scale)
+
+    def _rows(self, part: str) -> slice | None:
+        """The rows of a part in gate_up; None for down."""
+        inter = self._inter
+        ends = {"gate_proj": (0, inter), "up_proj": (inter, 2 * inter), "gate_up_proj": (0, None)}
+        return slice(*ends[part]) if part in ends else None
+
     def slots(self, name: str) -> Iterator[tuple[str, TensorSlot]]:
         hidden, inter = self._hidden, self._inter
         for expert in range(self._count):
             local = expert - self.first
             own = 0 <= local < self._own
-            for part, rows, shape in (
-                ("gate_proj", slice(0, inter), (inter, hidden)),
-                ("up_proj", slice(inter, None), (inter, hidden)),
-                ("down_proj", None, (hidden, inter)),
+            for part, shape in (
+                ("gate_proj", (inter, hidden)),
+                ("up_proj", (inter, hidden)),
+                ("down_proj", (hidden, inter)),
             ):
-                write = partial(self._write, local, rows) if own else _leave
-                keep = partial(self._keep, local, part) if self._keeps else None
-                yield f"{name}.{expert}.{part}.weight", TensorSlot(shape, write, keep=keep)
+                slot = TensorSlot(shape, _leave, keep=_leave if self._keeps else None)
+                if own:
+                    keep = partial(self._keep, local, part) if self._keeps else None
+                    slot = TensorSlot(
+                        shape, partial(self._write, local, self._rows(part)), keep=keep
+                    )
+                yield f"{name}.{expert}.{part}.weight", slot
 
     def _write(self, expert: int, rows: slice | None, tensor: torch.Tensor) -> None:
         """`rows` of gate_up; None for down."""
+        if self._fp8:
+            raise LoadError(_MIXED)
+        self._any_float = True
+        if self.gate_up.is_meta:
+            self.gate_up, self.down = (
+                torch.empty_like(own, device=self._device) for own in (self.gate_up, self.down)
+            )
         target = self.down[expert] if rows is None else self.gate_up[expert, rows]
         target.copy_(tensor)
 
     def joint_slots(self, name: str) -> Iterator[tuple[str, TensorSlot, tuple[str, ...]]]:
-        for part, rows, parts, shape in (
-            (
-                "gate_up_proj",
-                slice(None),
-                ("gate_proj", "up_proj"),
-                (2 * self._inter, self._hidden),
-            ),
-            ("down_proj", None, ("down_proj",), (self._hidden, self._inter)),
+        for part, parts, shape in (
+            ("gate_up_proj", ("gate_proj", "up_proj"), (2 * self._inter, self._hidden)),
+            ("down_proj", ("down_proj",), (self._hidden, self._inter)),
         ):
-            slot = TensorSlot((self._count, *shape), partial(self._write_joint, part, rows))
+            slot = TensorSlot((self._count, *shape), partial(self._write_joint, part))
             apart = (f"{name}.{e}.{own}.weight" for e in range(self._count) for own in parts)
             yield f"{name}.{part}", slot, tuple(apart)
 
-    def _write_joint(self, part: str, rows: slice | None, whole: torch.Tensor) -> None:
+    def _write_joint(self, part: str, whole: torch.Tensor) -> None:
         for expert, matrix in enumerate(whole[self.first : self.first + self._own]):
             if self._keeps:
                 self._keep(expert, part, Narrow.of(matrix))
             else:
-                self._write(expert, rows, matrix)
+                self._write(expert, self._rows(part), matrix)
 
 
-def _leave(tensor: torch.Tensor) -> None:
+def _leave(tensor: object) -> None:
     """For tensors of experts that are on another rank."""
 
 

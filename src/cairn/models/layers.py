@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Literal
@@ -12,10 +12,11 @@ import torch.nn.functional as F
 
 from cairn.kernels.cpu import CpuKernels
 from cairn.kernels.interface import FEW_ROWS
-from cairn.models.blocks import BLOCK, BlockMatrix, Kept, Stack, stored
+from cairn.models.blocks import BlockMatrix, Codes, Kept, Stack, stored
+from cairn.models.gpu_matrix import GpuMatrix, GpuStack, can_store, gpu_matrix
 from cairn.models.narrow import NarrowMatrix
 from cairn.models.parallel import Alone, Parallel
-from cairn.models.quantize import to_int8
+from cairn.models.quantize import Rounding
 
 
 class Module:
@@ -44,6 +45,18 @@ class Module:
                 if isinstance(value, torch.Tensor) and not name.startswith("_"):
                     yield f"{module_name}.{name}", value
 
+    def bytes_by_module(self) -> dict[str, int]:
+        """Bytes of each module's own weights, quantised or not."""
+        sizes = {name: module.quantised_bytes for name, module in self.named_modules()}
+        for name, tensor in self.named_tensors():
+            sizes[name.rpartition(".")[0]] += tensor.nbytes
+        return sizes
+
+    @property
+    def quantised_bytes(self) -> int:
+        """Bytes of its own weights that are no tensors in float."""
+        return 0
+
     def slots(self, name: str) -> Iterator[tuple[str, TensorSlot]]:
         """Its own weights, without those of modules below it, under their checkpoint names."""
         yield from ()
@@ -64,7 +77,7 @@ class Factory:
     """Use Triton kernels for what lies between matrix products."""
     parallel: Parallel = field(default_factory=Alone)
     keep: bool = False
-    """Matrices stay as their file has them, on a CPU in float32."""
+    """Matrices stay as their file has them: all on a CPU in float32, quantised ones on a GPU."""
     cpu: CpuKernels | None = None
     """Kernels for matrices that are kept; without them torch multiplies, slowly."""
 
@@ -83,6 +96,13 @@ class Factory:
 
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def later(self, *shape: int) -> torch.Tensor:
+        """`empty` for a matrix that may come quantised, which then takes no memory in float: on the
+        device `meta` until it is written."""
+        if self.keep and self.device.type == "cuda":
+            return replace(self, device=torch.device("meta")).empty(*shape)
+        return self.empty(*shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +135,14 @@ class TensorSlot:
                 own = torch.cat((own, own.new_zeros(padding)), dim)
             self.write(own)
 
+        def keep_share(matrix: Kept) -> None:
+            assert self.keep is not None
+            self.keep(matrix.narrow(dim, begin, count))
+
         shape = (*self.shape[:dim], whole, *self.shape[dim + 1 :])
-        return replace(self, shape=shape, write=write, keep=None)
+        # A share with padding is made of float weights.
+        keeps = self.keep is not None and whole == part * parallel.size
+        return replace(self, shape=shape, write=write, keep=keep_share if keeps else None)
 
 
 class Embedding(Module):
@@ -125,25 +151,29 @@ class Embedding(Module):
     def __init__(self, rows: int, dim: int, factory: Factory) -> None:
         self._parallel = factory.parallel
         self._rows = rows
-        own = -(-rows // self._parallel.size)
+        self._own = own = -(-rows // self._parallel.size)
         self._first = self._parallel.rank * own
         self.weight = factory.empty(own, dim)
         self._few_rows = factory.few_rows
         self._keeps, self._cpu = factory.keep, factory.cpu
-        self._stored: BlockMatrix | NarrowMatrix | None = None
+        self._fused = factory.fused
+        self._stored: BlockMatrix | NarrowMatrix | GpuMatrix | None = None
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         if self._parallel.size > 1:
             return self._parallel.sum(self._own_rows(ids))
-        if self._stored is not None:
-            return self._stored.rows(ids)
-        return F.embedding(ids, self.weight)
+        return self._lookup(ids)
+
+    def _lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        if self._stored is None:
+            return F.embedding(ids, self.weight)
+        return self._stored.rows(ids, self.weight.dtype)
 
     def _own_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """The rows that this rank has, and zeros for the others, so that the sum is exact."""
         own = ids - self._first
-        elsewhere = (own < 0) | (own >= len(self.weight))
-        rows = F.embedding(own.masked_fill(elsewhere, 0), self.weight)
+        elsewhere = (own < 0) | (own >= self._own)
+        rows = self._lookup(own.masked_fill(elsewhere, 0))
         return rows.masked_fill(elsewhere[:, None], 0)
 
     def agrees_with(self, table: torch.Tensor) -> bool:
@@ -154,17 +184,33 @@ class Embedding(Module):
         own = table[self._first : self._first + len(weight)]
         return torch.equal(own.to(weight), weight[: len(own)])
 
-    def quantize(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Round the weight to int8, if it is a multiple of 32 wide. Yields it before and after."""
-        if self.weight.shape[1] % BLOCK == 0:
+    def quantize(self, rounding: Rounding) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Round the weight, if its width allows. Yields it before and after."""
+        if self.weight.shape[1] % rounding.columns == 0:
             before = self.weight
-            self._keep(to_int8(before))
+            self._keep(rounding.round(before))
             yield before, self.dense()
 
     def _keep(self, matrix: Kept) -> None:
-        """Replace the weight by a matrix that stays as it is."""
-        self._stored = stored([matrix], self._cpu)
+        """Replace the weight by a matrix that stays as it is. A GPU keeps codes only."""
+        if self._fused and not isinstance(matrix, Codes):
+            self.weight.copy_(matrix.dense())
+            return
+        if self._fused:
+            self._stored = gpu_matrix(matrix.to(self.weight.device))
+        else:
+            self._stored = stored([matrix], self._cpu)
         self.weight = self.weight.new_empty(0)
+
+    @property
+    def form(self) -> Hashable:
+        """What decides which compiled kernels its products need; None in float."""
+        own = self._stored
+        return None if isinstance(own, BlockMatrix | NarrowMatrix | None) else own.form
+
+    @property
+    def quantised_bytes(self) -> int:
+        return 0 if self._stored is None else self._stored.nbytes
 
     def dense(self) -> torch.Tensor:
         """The weight as checkpoints have it, [rows, dim]."""
@@ -305,32 +351,33 @@ class Linear(Module):
         if self._blocks:
             self.weight = factory.empty(self._blocks, in_features, out_features // self._blocks)
         else:
-            self.weight = factory.empty(out_features, in_features)
+            self.weight = factory.later(out_features, in_features)
+        self._device = factory.device
         self.bias = factory.empty(out_features) if bias else None
         self._fused = factory.fused
         self._few_rows = factory.few_rows
         self._keeps, self._cpu = factory.keep, factory.cpu
         self._kept: dict[int, Kept] = {}  # parts that stay as they are, by first output
-        self._stored: Stack | None = None
+        self._stored: Stack | GpuStack | None = None
 
     def __call__(
         self, x: torch.Tensor, *, norm: RMSNorm | None = None, add_to: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The product with x, or with the norm of x; `add_to` takes the result, and is it."""
+        if self._stored is not None:
+            weights = None if norm is None else (norm.weight, norm.eps)
+            return self._of_stored(self._stored, x, weights, silu=False, add_to=add_to)
         if self.bias is None and 0 < x.shape[0] <= self._few_rows:
             from cairn.kernels.gemv import gemv
 
             weights = None if norm is None else (norm.weight, norm.eps)
             return gemv(x.contiguous(), self.weight, norm=weights, add_to=add_to)
-        if self._stored is not None:
-            weights = None if norm is None else (norm.weight, norm.eps)
-            return self._of_stored(self._stored, x, weights, silu=False, add_to=add_to)
         out = self._product(x if norm is None else norm(x))
         return out if add_to is None else add_to.add_(out)
 
     def _of_stored(
         self,
-        matrix: Stack,
+        matrix: Stack | GpuStack,
         x: torch.Tensor,
         norm: tuple[torch.Tensor, float] | None,
         *,
@@ -355,6 +402,8 @@ class Linear(Module):
         self, gate_up: torch.Tensor, *, add_to: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The product with silu(gate) * up, from both side by side: [rows, 2 * in]."""
+        if self._stored is not None:
+            return self._of_stored(self._stored, gate_up, None, silu=True, add_to=add_to)
         if self._fused:
             from cairn.kernels.activation import silu_and_mul
             from cairn.kernels.gemv import gemv
@@ -362,8 +411,6 @@ class Linear(Module):
             if self.bias is None and 0 < gate_up.shape[0] <= self._few_rows:
                 return gemv(gate_up, self.weight, silu=True, add_to=add_to)
             return self(silu_and_mul(gate_up), add_to=add_to)
-        if self._stored is not None:
-            return self._of_stored(self._stored, gate_up, None, silu=True, add_to=add_to)
         gate, up = gate_up.chunk(2, dim=-1)
         return self(F.silu(gate).mul_(up), add_to=add_to)
 
@@ -395,11 +442,11 @@ class Linear(Module):
         slot = TensorSlot(tuple(bias.shape), bias.copy_)
         return slot.share(0, self._parallel) if split == "out" else slot
 
-    def quantize(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Round the weight to int8. Yields it before and after."""
-        if self.in_features % BLOCK == 0:
+    def quantize(self, rounding: Rounding) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Round the weight, if its width allows. Yields it before and after."""
+        if self.in_features % rounding.columns == 0:
             before = self.dense()
-            self._store([to_int8(before)])
+            self._store([rounding.round(before)])
             yield before, self.dense()
 
     def _keep_part(self, begin: int, order: torch.Tensor | None, matrix: Kept) -> None:
@@ -409,13 +456,33 @@ class Linear(Module):
             self._store([self._kept.pop(first) for first in sorted(self._kept)])
 
     def _store(self, parts: list[Kept]) -> None:
-        self._stored = Stack(parts, self._cpu)
-        self.weight = self.weight.new_empty(0)
+        if not self._fused:
+            self._stored = Stack(parts, self._cpu)
+        elif all(map(can_store, parts)):
+            self._stored = GpuStack(parts, self._device)
+        else:
+            begin = 0
+            for part in parts:
+                self._write(begin, None, part.dense())
+                begin += part.shape[0]
+            return
+        self.weight = self.weight.new_empty(0, device=self._device)
+
+    @property
+    def form(self) -> Hashable:
+        """What decides which compiled kernels its products need; None in float."""
+        return self._stored.form if isinstance(self._stored, GpuStack) else None
+
+    @property
+    def quantised_bytes(self) -> int:
+        return 0 if self._stored is None else self._stored.nbytes
 
     def _write(self, begin: int, order: torch.Tensor | None, matrix: torch.Tensor) -> None:
         """Copy a checkpoint matrix [rows, in] to output rows `begin` onwards."""
         if order is not None:
             matrix = matrix[order]
+        if self.weight.is_meta:
+            self.weight = torch.empty_like(self.weight, device=self._device)
         weight = self.weight
         if not self._blocks:
             weight[begin : begin + len(matrix)].copy_(matrix)
@@ -474,10 +541,10 @@ def named_slots(model: Module) -> dict[str, TensorSlot]:
 def warm_up_products(model: Module, row_counts: Iterable[int]) -> None:
     """Multiply each shape of matrix once with each number of rows. GPU libraries choose and load a
     kernel when they first see a size, which takes as long as a whole step."""
-    shapes: dict[tuple[int, ...], Linear] = {}
+    shapes: dict[Hashable, Linear] = {}
     for _, module in model.named_modules():
         if isinstance(module, Linear):
-            shapes.setdefault(tuple(module.weight.shape), module)
+            shapes.setdefault((module.in_features, sum(module.parts.values()), module.form), module)
     for rows in row_counts:
         for linear in shapes.values():
             linear(linear.weight.new_zeros(rows, linear.in_features))

@@ -11,14 +11,14 @@ import torch
 
 from cairn.errors import ConfigError, LoadError
 from cairn.kernels.cpu import CpuKernels
-from cairn.models.blocks import BLOCK, Weight, dense
+from cairn.models.blocks import Weight, dense
 from cairn.models.config_reader import ConfigReader
 from cairn.models.experts import ExpertWeights
 from cairn.models.interface import LanguageModel
 from cairn.models.layers import Embedding, Factory, Linear, TensorSlot, named_slots
 from cairn.models.narrow import Narrow
 from cairn.models.parallel import Alone, Parallel
-from cairn.models.quantize import QuantizationError
+from cairn.models.quantize import QuantizationError, Rounding
 from cairn.models.registry import build
 
 Progress = Callable[[int, int], None]
@@ -186,25 +186,28 @@ def fill_dummy(model: LanguageModel, seed: int) -> None:
         _fill_slot(slot, tensor)
 
 
-def quantize(model: LanguageModel) -> QuantizationError:
-    """Turn all matrices to int8, one after the other, and measure what that changes. Those whose
-    width is no multiple of 32 stay as they are."""
+def quantize(model: LanguageModel, rounding: Rounding) -> QuantizationError:
+    """Round matrices, one after the other, and measure what that changes."""
     lost = kept = 0.0
     errors: dict[str, float] = {}
     for name, module in model.named_modules():
+        is_head = name == "lm_head" or isinstance(module, Embedding)
+        if is_head and not rounding.embeddings:
+            continue
         if isinstance(module, Linear | Embedding | ExpertWeights):
             difference = size = 0.0
-            for before, after in module.quantize():
+            for before, after in module.quantize(rounding):
                 difference += (after - before).square().sum().item()
                 size += before.float().square().sum().item()
             lost, kept = lost + difference, kept + size
             errors[name] = (difference / size) ** 0.5 if size else 0.0
     if not kept:
         raise ConfigError(
-            f"quantization=int8 has nothing to round: no matrix is a multiple of {BLOCK} wide"
+            f"quantization={rounding.name} has nothing to round: no matrix is a multiple of "
+            f"{rounding.columns} wide"
         )
     worst = max(errors, key=lambda name: errors[name])
-    return QuantizationError((lost / kept) ** 0.5, errors[worst], worst)
+    return QuantizationError(rounding.name, (lost / kept) ** 0.5, errors[worst], worst)
 
 
 def _listed(names: list[str]) -> str:

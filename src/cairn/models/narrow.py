@@ -1,5 +1,8 @@
 """Matrices of floats that stay as a file has them: float32, float16, bfloat16, FP8; int8, too.
 
+All FP8 formats are read this way: scales of blocks, outputs or whole matrices are repeated for the
+outputs that share them. `kernels/fp8.py` multiplies FP8 on a GPU, the classes here on a CPU.
+
 A weight is its value, or value * scale where several columns of an output share a scale. Inputs are
 float32 and are not rounded. The kernel adds up each output's columns in a fixed order, so a row's
 result does not depend on the other rows.
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +42,10 @@ class Narrow:
         return tuple(self.values.shape)
 
     @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
+    @property
     def form(self) -> tuple[object, ...]:
         """Matrices of the same form can be stacked."""
         return self.values.dtype, self.scale is None, self.span
@@ -52,6 +60,26 @@ class Narrow:
     def with_rows(self, order: torch.Tensor) -> Narrow:
         """The same matrix with its outputs in another order."""
         return self._each([self], lambda own: own[0][order])
+
+    def narrow(self, dim: int, begin: int, count: int) -> Narrow:
+        """Some of the outputs (dim 0) or of the columns (dim 1)."""
+        values, scale = self.values.narrow(dim, begin, count), self.scale
+        if scale is None or (dim == 1 and scale.shape[1] == 1):
+            return replace(self, values=values)
+        if dim == 0:
+            return replace(self, values=values, scale=scale.narrow(0, begin, count))
+        # Spans that end where the share ends.
+        span = gcd(self.span, begin, count)
+        finer = scale.repeat_interleave(self.span // span, 1)
+        return Narrow(values, finer[:, begin // span : (begin + count) // span], span)
+
+    def to(self, device: torch.device) -> Narrow:
+        scale = None if self.scale is None else self.scale.to(device)
+        return replace(self, values=self.values.to(device), scale=scale)
+
+    def clone(self) -> Narrow:
+        scale = None if self.scale is None else self.scale.clone()
+        return replace(self, values=self.values.clone(), scale=scale)
 
     @classmethod
     def stacked(cls, parts: Sequence[Narrow]) -> Narrow:
@@ -104,12 +132,12 @@ class NarrowMatrix:
         result = F.linear(prepared(x, norm, silu=silu), self.dense())
         return out.add_(result) if add else out.copy_(result)
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows by number, as float32: an embedding lookup."""
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Rows by number: an embedding lookup."""
         group, lane = ids // _LANES, ids % _LANES
         values = self._values[group, :, lane].view(self._dtype)
         scale = None if self._scale is None else self._scale[group, :, lane]
-        return Narrow(values, scale, self._span).dense()
+        return Narrow(values, scale, self._span).dense().to(dtype)
 
     def dense(self) -> torch.Tensor:
         return self.rows(torch.arange(self.outputs))

@@ -18,7 +18,7 @@ from cairn.errors import LoadError
 from cairn.models.blocks import BLOCK, Codes, Weight
 from cairn.models.checkpoint import Checkpoint
 from cairn.models.config_reader import ConfigReader
-from cairn.models.fp8_blocks import read_block_size
+from cairn.models.fp8_checkpoint import FP8_METHODS, Fp8Format, read_fp8_format
 
 METHODS = ("gptq", "awq")
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # output of each code in a packed number
@@ -46,11 +46,20 @@ def quantization_method(config: ConfigReader) -> str | None:
     return method if isinstance(method, str) else None
 
 
-def read_quantization(config: ConfigReader) -> Packing | tuple[int, int] | None:
-    """What `quantization_config` says: how codes are packed, the size of FP8 blocks, or nothing."""
-    if quantization_method(config) in METHODS:
+def read_quantization(config: ConfigReader) -> Packing | Fp8Format | None:
+    """What `quantization_config` says: how codes are packed, how FP8 is scaled, or nothing."""
+    method = quantization_method(config)
+    if method in METHODS:
         return _read_packing(config)
-    return read_block_size(config)
+    if method in FP8_METHODS:
+        return read_fp8_format(config)
+    if config.take_optional("quantization_config", dict) is None:
+        return None
+    raise config.unsupported(
+        "quantization_config.quant_method",
+        method,
+        f"supported: {', '.join((*METHODS, *FP8_METHODS))}",
+    )
 
 
 def _read_packing(config: ConfigReader) -> Packing:

@@ -1,33 +1,67 @@
-"""int8 weights: codes of 8 bits, with a scale for every 32 of them, made from float weights."""
+"""Rounds float matrices when they are loaded: to codes of 4 or 8 bits, or to FP8."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from cairn.models.blocks import BLOCK, Codes
+from cairn.models.blocks import BLOCK, Codes, Kept
+from cairn.models.fp8 import to_fp8
 
 
 def to_int8(dense: torch.Tensor) -> Codes:
     """The matrix [outputs, columns] rounded to 8 bits; columns are a multiple of 32."""
+    return _rounded(dense, 127, 8)
+
+
+def to_int4(dense: torch.Tensor) -> Codes:
+    """The same, rounded to 4 bits."""
+    return _rounded(dense, 7, 4)
+
+
+def _rounded(dense: torch.Tensor, largest: int, bits: int) -> Codes:
+    """A scale for every 32 columns makes their largest weight `largest`."""
     blocks = torch.unflatten(dense.float(), 1, (-1, BLOCK))
     # Rounded to float16 first, so that the codes fit the scale that is kept.
-    scale = (blocks.abs().amax(-1) / 127).to(torch.float16)
-    codes = (blocks / scale.float()[..., None]).nan_to_num(0, 0, 0).round().clamp(-127, 127)
-    return Codes((codes.flatten(1) + 128).to(torch.uint8), scale, offset=128, bits=8)
+    scale = (blocks.abs().amax(-1) / largest).to(torch.float16)
+    codes = (blocks / scale.float()[..., None]).nan_to_num(0, 0, 0).round().clamp(-largest, largest)
+    offset = largest + 1
+    return Codes((codes.flatten(1) + offset).to(torch.uint8), scale, offset=offset, bits=bits)
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    name: str
+    round: Callable[[torch.Tensor], Kept]
+    columns: int
+    """Matrices whose width is no multiple of this stay as they are."""
+    embeddings: bool
+    """Embedding and output head are rounded too. Formats that checkpoints come in leave them."""
+
+
+ROUNDINGS: Mapping[str, Rounding] = {
+    rounding.name: rounding
+    for rounding in (
+        Rounding("int8", to_int8, BLOCK, embeddings=True),
+        Rounding("int4", to_int4, BLOCK, embeddings=False),
+        Rounding("fp8", to_fp8, 16, embeddings=False),
+    )
+}
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationError:
     """Root mean square of what rounding changed, relative to the weights."""
 
+    name: str
     overall: float
     worst: float
     worst_name: str
 
     def __str__(self) -> str:
         return (
-            f"int8 weights: relative error {100 * self.overall:.2f} % (rms), at most "
+            f"{self.name} weights: relative error {100 * self.overall:.2f} % (rms), at most "
             f"{100 * self.worst:.2f} % ({self.worst_name})"
         )

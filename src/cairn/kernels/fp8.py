@@ -1,0 +1,336 @@
+"""Products x @ W.T with a matrix of FP8 numbers (e4m3) and their scales.
+
+Every output has a scale for each group of columns, or one for all of them. Few rows are multiplied
+as they are: the kernel reads FP8, at the speed of memory, and widens it in registers. More rows are
+rounded to FP8 first, with a scale for each row and group, and multiplied by the FP8 tensor cores.
+`models/fp8.py` has the same products in torch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from cairn.kernels.activation import silu_and_mul
+from cairn.kernels.interface import E4M3_LARGEST, FEW_FP8_ROWS
+from cairn.kernels.launch import direct
+from cairn.kernels.norm import rms_norm
+from cairn.kernels.pdl import pdl_options
+from cairn.kernels.sizes import blocks_of, power_of_two
+
+_RUN = 16  # columns that a thread loads at once
+_SMALL_TILE_ROWS = 512  # most rows for which many-row products have small tiles
+_LARGEST = tl.constexpr(E4M3_LARGEST)
+
+
+def row_rungs() -> tuple[int, ...]:
+    """Row counts at which products switch to another compiled form."""
+    return 1, 2, FEW_FP8_ROWS + 1, _SMALL_TILE_ROWS + 1
+
+
+@direct
+@triton.jit
+def _one_row_kernel(
+    x,  # [IN], or [2 * IN] with SILU
+    weight,  # [out_features, IN] e4m3
+    scale,  # [out_features, groups]
+    out,  # [out_features], added to if ADD
+    norm_weight,  # [IN], if NORM
+    eps,
+    out_features,
+    IN: tl.constexpr,
+    GROUP: tl.constexpr,  # columns with one scale; 0 for all
+    RUN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SILU: tl.constexpr,
+    NORM: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    run = tl.arange(0, BLOCK_K // RUN)
+    k = run[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    there = n < out_features
+    weights = weight + n[:, None, None].to(tl.int64) * IN
+    GROUPS: tl.constexpr = 1 if GROUP == 0 else (IN + GROUP - 1) // GROUP
+    scales = scale + n.to(tl.int64) * GROUPS
+    if PDL:
+        gdc_launch_dependents()
+    # No kernel writes the weights, so the first loads are issued before the wait for x.
+    inside = run < IN // RUN
+    w = tl.load(weights + k[None], mask=there[:, None, None] & inside[None, :, None], other=0.0)
+    if PDL:
+        gdc_wait()
+    place = out + n
+    if ADD:
+        before = tl.load(place, mask=there, other=0.0).to(tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_K // RUN), tl.float32)
+    squares = tl.zeros((BLOCK_K // RUN,), tl.float32)
+    for start in tl.static_range(0, IN, BLOCK_K):
+        at = start + k
+        inside = start // RUN + run < IN // RUN
+        if start > 0:
+            w = tl.load(
+                weights + at[None], mask=there[:, None, None] & inside[None, :, None], other=0.0
+            )
+        if SILU:
+            gate = tl.load(x + at, mask=inside[:, None], other=0.0).to(tl.float32)
+            up = tl.load(x + IN + at, mask=inside[:, None], other=0.0).to(tl.float32)
+            value = gate / (1.0 + tl.exp(-gate)) * up
+        else:
+            value = tl.load(x + at, mask=inside[:, None], other=0.0).to(tl.float32)
+        if NORM:
+            squares += tl.sum(value * value, 1)
+            value *= tl.load(norm_weight + at, mask=inside[:, None], other=0.0).to(tl.float32)
+        part = tl.sum(w.to(tl.float32) * value[None], 2)
+        if GROUP > 0:
+            own = scales[:, None] + ((start + run * RUN) // GROUP)[None, :]
+            part *= tl.load(own, mask=there[:, None] & inside[None, :], other=0.0)
+        acc += part
+    result = tl.sum(acc, 1)
+    if GROUP == 0:
+        result *= tl.load(scales, mask=there, other=0.0)
+    if NORM:
+        result *= tl.rsqrt(tl.sum(squares) / IN + eps)
+    if ADD:
+        result += before
+    tl.store(place, result.to(out.dtype.element_ty), mask=there)
+
+
+@direct
+@triton.jit(do_not_specialize=["rows"])
+def _few_rows_kernel(
+    x,  # [rows, IN]
+    weight,  # [out_features, IN] e4m3
+    scale,  # [out_features, groups]
+    out,  # [rows, out_features], added to if ADD
+    norm_weight,  # [IN], if NORM
+    eps,
+    rows: tl.int32,
+    out_features,
+    IN: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # at least `rows`
+    BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,  # warps, which share the columns
+    BLOCK_K: tl.constexpr,  # divides GROUP
+    NORM: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    m = tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    part = tl.arange(0, PARTS)
+    k = part[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    there = (n < out_features)[None, :, None]
+    weights = weight + n[None, :, None].to(tl.int64) * IN
+    GROUPS: tl.constexpr = 1 if GROUP == 0 else (IN + GROUP - 1) // GROUP
+    scales = scale + n.to(tl.int64) * GROUPS
+    if PDL:
+        gdc_launch_dependents()
+    w = tl.load(weights + k[:, None, :], mask=there & (k < IN)[:, None, :], other=0.0)
+    if PDL:
+        gdc_wait()
+    acc = tl.zeros((PARTS, BLOCK_N, BLOCK_M), tl.float32)
+    squares = tl.zeros((PARTS, BLOCK_M), tl.float32)
+    for start in range(0, IN, PARTS * BLOCK_K):
+        at = start + k
+        inside = at < IN
+        seen = (m < rows)[None, None, :] & inside[:, :, None]
+        values = x + m[None, None, :] * IN + at[:, :, None]
+        value = tl.load(values, mask=seen, other=0.0)
+        if NORM:
+            wide = value.to(tl.float32)
+            squares += tl.sum(wide * wide, 1)
+            wide *= tl.load(norm_weight + at, mask=inside, other=0.0).to(tl.float32)[:, :, None]
+            value = wide.to(x.dtype.element_ty)
+        # By way of float32: hardware has no fast way from FP8 to bfloat16, or from float16.
+        wide_w = w.to(tl.float32).to(value.dtype)
+        if GROUP > 0:
+            first = start + part * BLOCK_K
+            own = scales[None, :] + (first // GROUP)[:, None]
+            factor = tl.load(own, mask=(n < out_features)[None, :] & (first < IN)[:, None], other=0)
+            zero = tl.zeros((PARTS, BLOCK_N, BLOCK_M), tl.float32)
+            acc += tl.dot(wide_w, value, zero) * factor[:, :, None]
+        else:
+            acc = tl.dot(wide_w, value, acc)
+        after = at + PARTS * BLOCK_K
+        w = tl.load(weights + after[:, None, :], mask=there & (after < IN)[:, None, :], other=0.0)
+    result = tl.sum(acc, 0)  # [BLOCK_N, BLOCK_M]
+    if GROUP == 0:
+        result *= tl.load(scales, mask=n < out_features, other=0.0)[:, None]
+    if NORM:
+        result *= tl.rsqrt(tl.sum(squares, 0) / IN + eps)[None, :]
+    place = out + m[None, :] * out_features + n[:, None]
+    stored = (m < rows)[None, :] & (n < out_features)[:, None]
+    if ADD:
+        result += tl.load(place, mask=stored, other=0.0).to(tl.float32)
+    tl.store(place, result.to(out.dtype.element_ty), mask=stored)
+
+
+@direct
+@triton.jit
+def _round_kernel(
+    x,  # [rows, IN]
+    rounded,  # [rows, IN] e4m3
+    scale,  # [rows, groups]
+    IN: tl.constexpr,
+    GROUP: tl.constexpr,  # columns with one scale
+    BLOCK_G: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # at least GROUP
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)
+    k = tl.arange(0, BLOCK_K)
+    GROUPS: tl.constexpr = (IN + GROUP - 1) // GROUP
+    at = group[:, None] * GROUP + k[None, :]
+    inside = (at < IN) & (k < GROUP)[None, :]
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    value = tl.load(x + row * IN + at, mask=inside, other=0.0).to(tl.float32)
+    most = tl.max(tl.abs(value), 1)
+    factor = tl.where(most > 0, most / _LARGEST, 1.0)
+    numbers = tl.clamp(value / factor[:, None], -_LARGEST, _LARGEST)
+    tl.store(rounded + row * IN + at, numbers.to(tl.float8e4nv), mask=inside)
+    tl.store(scale + row * GROUPS + group, factor, mask=group < GROUPS)
+
+
+@direct
+@triton.jit(do_not_specialize=["rows"])
+def _many_rows_kernel(
+    x,  # [rows, IN] e4m3
+    x_scale,  # [rows, groups]
+    weight,  # [out_features, IN] e4m3
+    scale,  # [out_features, groups]
+    out,  # [rows, out_features]
+    rows: tl.int32,
+    out_features,
+    IN: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # divides GROUP
+    PDL: tl.constexpr,
+):
+    # Programs that run at the same time share the rows of x, and read neighbouring outputs.
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    seen, there = m < rows, n < out_features
+    GROUPS: tl.constexpr = 1 if GROUP == 0 else (IN + GROUP - 1) // GROUP
+    values = x + m.to(tl.int64)[:, None] * IN
+    weights = weight + n.to(tl.int64)[:, None] * IN
+    x_scales, scales = x_scale + m * GROUPS, scale + n * GROUPS
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, IN, BLOCK_K):
+        at = (start + k)[None, :]
+        a = tl.load(values + at, mask=seen[:, None] & (at < IN), other=0.0)
+        w = tl.load(weights + at, mask=there[:, None] & (at < IN), other=0.0)
+        # Tensor cores sum FP8 products with few bits, so each block's sum is added in float32.
+        part = tl.dot(a, w.T)
+        if GROUP > 0:
+            own_x = tl.load(x_scales + start // GROUP, mask=seen, other=0.0)
+            own = tl.load(scales + start // GROUP, mask=there, other=0.0)
+            part *= own_x[:, None] * own[None, :]
+        acc += part
+    if GROUP == 0:
+        own_x = tl.load(x_scales, mask=seen, other=0.0)
+        acc *= own_x[:, None] * tl.load(scales, mask=there, other=0.0)[None, :]
+    place = out + m.to(tl.int64)[:, None] * out_features + n[None, :]
+    tl.store(place, acc.to(out.dtype.element_ty), mask=seen[:, None] & there[None, :])
+
+
+def product(
+    x: torch.Tensor,  # [rows, in], contiguous, or [rows, 2 * in] with `silu`
+    weight: torch.Tensor,  # [out, in] e4m3; `in` is a multiple of 16
+    scale: torch.Tensor,  # [out, groups] float32
+    group: int,  # columns with one scale; 0 for all
+    *,
+    silu: bool = False,  # each row of x holds gate, then up
+    norm: tuple[torch.Tensor, float] | None = None,  # weight [in], epsilon: apply RMS norm to x
+    add_to: torch.Tensor | None = None,  # [rows, out], contiguous; added to and returned
+) -> torch.Tensor:
+    """-> [rows, out]"""
+    rows = x.shape[0]
+    if silu and rows > 1:
+        x, silu = silu_and_mul(x), False
+    if rows > FEW_FP8_ROWS:
+        if norm is not None:
+            x = rms_norm(x, *norm)
+        result = _many_rows(x, weight, scale, group)
+        return result if add_to is None else add_to.add_(result)
+    out_features, width = weight.shape
+    out = add_to
+    if out is None:
+        out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return out
+    norm_weight, eps = (x, 0.0) if norm is None else norm
+    what = {"IN": width, "GROUP": group, "NORM": norm is not None, "ADD": add_to is not None}
+    given = (x, weight, scale, out, norm_weight, eps)
+    if rows == 1:
+        block_n, block_k, warps = one_row_tile(out_features, width)
+        _one_row_kernel[(blocks_of(out_features, block_n),)](
+            *given, out_features, **what, RUN=_RUN, BLOCK_N=block_n, BLOCK_K=block_k, SILU=silu,
+            num_warps=warps, num_stages=1, **pdl_options(x),
+        )  # fmt: skip
+        return out
+    parts = 4 if width <= 2048 else 8
+    _few_rows_kernel[(blocks_of(out_features, 16),)](
+        *given, rows, out_features, **what,
+        BLOCK_M=FEW_FP8_ROWS, BLOCK_N=16, PARTS=parts,
+        BLOCK_K=_columns(group), num_warps=parts, num_stages=1, **pdl_options(x),
+    )  # fmt: skip
+    return out
+
+
+def one_row_tile(out_features: int, width: int) -> tuple[int, int, int]:
+    """Tile rows, tile columns and warps of a program of the one-row kernel, as measured on an
+    H200."""
+    columns = min(4096, max(1024, power_of_two(width)))
+    return 4, columns, columns // 1024
+
+
+def round_rows(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [rows, in] -> the same in e4m3, and its scales [rows, groups]"""
+    rows, width = x.shape
+    size = group or width
+    groups = blocks_of(width, size)
+    rounded = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
+    block_k = power_of_two(size)
+    block_g = min(power_of_two(groups), max(1, 2048 // block_k))
+    _round_kernel[(rows, blocks_of(groups, block_g))](
+        x, rounded, scale, IN=width, GROUP=size, BLOCK_G=block_g, BLOCK_K=block_k,
+        num_warps=min(16, max(4, block_k // 1024)), **pdl_options(x),
+    )  # fmt: skip
+    return rounded, scale
+
+
+def _many_rows(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, group: int
+) -> torch.Tensor:
+    rows, (out_features, width) = x.shape[0], weight.shape
+    rounded, x_scale = round_rows(x, group)
+    out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
+    block_m = 64 if rows <= _SMALL_TILE_ROWS else 128
+    grid = blocks_of(out_features, 128), blocks_of(rows, block_m)
+    _many_rows_kernel[grid](
+        rounded, x_scale, weight, scale, out, rows, out_features,
+        IN=width, GROUP=group, BLOCK_M=block_m, BLOCK_N=128, BLOCK_K=_columns(group),
+        num_warps=4 if block_m == 64 else 8, num_stages=3, **pdl_options(x),
+    )  # fmt: skip
+    return out
+
+
+def _columns(group: int) -> int:
+    """Columns of a tile in a tensor-core product: all of them have one scale."""
+    return min(128, group & -group) if group else 128

@@ -1,0 +1,463 @@
+"""Products x @ W.T with a matrix of codes of 4 or 8 bits (`Codes` in models/blocks.py).
+
+A word of 32 bits has eight codes of 4 bits, or four of 8. A block of 32 columns is a run of words:
+code i of word j is column words * i + j. So neighbouring words go with neighbouring inputs, and
+where 16 columns have a scale of their own, these are the first or last half of each word's codes.
+
+A code becomes a float without arithmetic: alone in a mantissa, without an exponent, it is a tiny
+number that is multiplied like any other. The input is made as much larger before.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from cairn.kernels.activation import silu_and_mul
+from cairn.kernels.interface import FEW_CODE_ROWS
+from cairn.kernels.launch import direct
+from cairn.kernels.norm import rms_norm
+from cairn.kernels.pdl import pdl_options
+from cairn.kernels.sizes import blocks_of, power_of_two
+
+BLOCK = 32
+_MOST_WIDENED = 2**25  # weights that are in float at the same time
+
+
+def row_rungs() -> tuple[int, ...]:
+    """Row counts at which products switch to another compiled form."""
+    return 1, 2, 9, 17, FEW_CODE_ROWS + 1
+
+
+class Packed(NamedTuple):
+    """A matrix as the kernels read it. Weight: scale * sub_scale * (code - offset) + minimum *
+    sub_minimum, where a scale that is None is 1 and a minimum that is None is 0."""
+
+    words: torch.Tensor  # [outputs, columns * bits / 32] int32
+    scale: torch.Tensor  # [outputs, supers] float16
+    minimum: torch.Tensor | None  # [outputs, supers] float16
+    sub_scale: torch.Tensor | None  # [outputs, blocks, subs] int8
+    sub_minimum: torch.Tensor | None  # [outputs, blocks, subs] int8
+    offset: int
+    bits: int
+
+    @property
+    def columns(self) -> int:
+        return self.words.shape[1] * 32 // self.bits
+
+    @property
+    def constants(self) -> dict[str, int | bool]:
+        """Of its form, for the kernels."""
+        blocks = self.columns // BLOCK
+        sub = self.sub_scale if self.sub_scale is not None else self.sub_minimum
+        return {
+            "IN": self.columns,
+            "BITS": self.bits,
+            "OFFSET": self.offset,
+            "SUPER": blocks // self.scale.shape[1],
+            "SUBS": 1 if sub is None else sub.shape[2],
+            "MINIMUM": self.minimum is not None,
+            "SUB_SCALE": self.sub_scale is not None,
+            "SUB_MINIMUM": self.sub_minimum is not None,
+        }
+
+    @property
+    def pointers(self) -> tuple[torch.Tensor, ...]:
+        """All tensors; those that are None are not read, and replaced by another."""
+        given = self.minimum, self.sub_scale, self.sub_minimum
+        others = (self.scale if own is None else own for own in given)
+        return (self.words, self.scale, *others)
+
+
+_SHRUNK = tl.constexpr(2.0**43)  # what products of `_tiny` and `_grown` lack
+
+
+@triton.jit
+def _tiny(words, i: tl.constexpr, BITS: tl.constexpr):
+    """Code i of each word as a float, times 2**(p - 149), where p is its place in the mantissa."""
+    BEGIN: tl.constexpr = i * BITS
+    SHIFT: tl.constexpr = _place(i, BITS) - BEGIN
+    if SHIFT > 0:
+        words = words << SHIFT
+    elif SHIFT < 0:
+        words = words >> -SHIFT
+    MASK: tl.constexpr = ((1 << BITS) - 1) << _place(i, BITS)
+    return (words & MASK).to(tl.float32, bitcast=True)
+
+
+@triton.constexpr_function
+def _place(i, bits):
+    """The bit at which code i begins. Codes of 4 bits need only two shifts of a word this way."""
+    if bits == 8:
+        return 8
+    return 8 + 4 * ((i + 1) % 3) if i >= 2 else 8 + 4 * i
+
+
+@triton.constexpr_function
+def _growth(i, bits):
+    """The factor of an input for code i."""
+    return 2.0 ** (106 - _place(i, bits))
+
+
+@triton.jit
+def _scales(
+    scale,
+    minimum,
+    sub_scale,
+    sub_minimum,
+    row,  # of the matrix, int64, in a shape that broadcasts with `block`
+    block,
+    mask,
+    sub: tl.constexpr,
+    IN: tl.constexpr,
+    SUPER: tl.constexpr,
+    SUBS: tl.constexpr,
+    MINIMUM: tl.constexpr,
+    SUB_SCALE: tl.constexpr,
+    SUB_MINIMUM: tl.constexpr,
+):
+    """Scale and minimum of blocks, float32; the minimum is 0 without MINIMUM."""
+    BLOCKS: tl.constexpr = IN // 32
+    outer = row * (BLOCKS // SUPER) + block // SUPER
+    inner = (row * BLOCKS + block) * SUBS + sub
+    own = tl.load(scale + outer, mask=mask, other=0.0).to(tl.float32)
+    if SUB_SCALE:
+        own *= tl.load(sub_scale + inner, mask=mask, other=0).to(tl.float32)
+    least = tl.zeros_like(own)
+    if MINIMUM:
+        least = tl.load(minimum + outer, mask=mask, other=0.0).to(tl.float32)
+        if SUB_MINIMUM:
+            least *= tl.load(sub_minimum + inner, mask=mask, other=0).to(tl.float32)
+    return own, least
+
+
+@direct
+@triton.jit
+def _one_row_kernel(
+    x,  # [IN], or [2 * IN] with GATED
+    words,
+    scale,
+    minimum,
+    sub_scale,
+    sub_minimum,
+    out,  # [out_features], added to if ADD
+    norm_weight,  # [IN], if NORM
+    eps,
+    out_features,
+    IN: tl.constexpr,
+    BITS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SUPER: tl.constexpr,  # blocks with one outer scale
+    SUBS: tl.constexpr,  # inner scales of a block
+    MINIMUM: tl.constexpr,
+    SUB_SCALE: tl.constexpr,
+    SUB_MINIMUM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GATED: tl.constexpr,
+    NORM: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    CODES: tl.constexpr = 32 // BITS  # of a word
+    WORDS: tl.constexpr = 32 // CODES  # of a block
+    QUADS: tl.constexpr = WORDS // 4  # of a block: four words, which a thread loads at once
+    HALF: tl.constexpr = CODES // SUBS  # codes of a word with one inner scale
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = n.to(tl.int64)
+    quad = tl.arange(0, BLOCK_K // 32 * QUADS)
+    word = quad[:, None] * 4 + tl.arange(0, 4)[None, :]
+    column = (quad // QUADS * 32 + quad % QUADS * 4)[:, None] + tl.arange(0, 4)[None, :]
+    there = n < out_features
+    rows = words + row[:, None, None] * (IN // CODES)
+    if PDL:
+        gdc_launch_dependents()
+    # No kernel writes the weights, so the first loads are issued before the wait for x.
+    inside = quad < IN // 32 * QUADS
+    w = tl.load(rows + word[None], mask=there[:, None, None] & inside[None, :, None], other=0)
+    if PDL:
+        gdc_wait()
+    place = out + n
+    if ADD:
+        before = tl.load(place, mask=there, other=0.0).to(tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_K // 32 * QUADS), tl.float32)
+    squares = tl.zeros((BLOCK_K // 32 * QUADS, 4), tl.float32)
+    for start in tl.static_range(0, IN, BLOCK_K):
+        inside = start // 32 * QUADS + quad < IN // 32 * QUADS
+        here = there[:, None] & inside[None, :]
+        if start > 0:
+            more = rows + start // CODES + word[None]
+            w = tl.load(more, mask=here[:, :, None], other=0)
+        block = (start // 32 + quad // QUADS)[None, :]
+        for sub in tl.static_range(SUBS):
+            own, least = _scales(
+                scale, minimum, sub_scale, sub_minimum, row[:, None], block, here, sub,
+                IN, SUPER, SUBS, MINIMUM, SUB_SCALE, SUB_MINIMUM,
+            )  # fmt: skip
+            dots = tl.zeros((BLOCK_N, BLOCK_K // 32 * QUADS, 4), tl.float32)
+            total = tl.zeros((BLOCK_K // 32 * QUADS, 4), tl.float32)
+            for i in tl.static_range(sub * HALF, (sub + 1) * HALF):
+                at = start + column + WORDS * i
+                if GATED:
+                    gate = tl.load(x + at, mask=inside[:, None], other=0.0).to(tl.float32)
+                    up = tl.load(x + IN + at, mask=inside[:, None], other=0.0).to(tl.float32)
+                    value = gate / (1.0 + tl.exp(-gate)) * up
+                else:
+                    value = tl.load(x + at, mask=inside[:, None], other=0.0).to(tl.float32)
+                if NORM:
+                    squares += value * value
+                    factor = tl.load(norm_weight + at, mask=inside[:, None], other=0.0)
+                    value *= factor.to(tl.float32)
+                dots += _tiny(w, i, BITS) * (value * _growth(i, BITS))[None]
+                total += value
+            part = tl.sum(dots, 2) * (own * _SHRUNK)
+            if MINIMUM or OFFSET > 0:
+                part += (least - own * OFFSET) * tl.sum(total, 1)[None, :]
+            acc += part
+    result = tl.sum(acc, 1)
+    if NORM:
+        result *= tl.rsqrt(tl.sum(tl.sum(squares, 1)) / IN + eps)
+    if ADD:
+        result += before
+    tl.store(place, result.to(out.dtype.element_ty), mask=there)
+
+
+@direct
+@triton.jit(do_not_specialize=["rows"])
+def _few_rows_kernel(
+    x,  # [rows, IN]
+    words,
+    scale,
+    minimum,
+    sub_scale,
+    sub_minimum,
+    out,  # [rows, out_features], added to if ADD
+    norm_weight,  # [IN], if NORM
+    eps,
+    rows: tl.int32,
+    out_features,
+    IN: tl.constexpr,
+    BITS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SUPER: tl.constexpr,
+    SUBS: tl.constexpr,
+    MINIMUM: tl.constexpr,
+    SUB_SCALE: tl.constexpr,
+    SUB_MINIMUM: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # at least `rows`
+    BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,  # warps, which share the columns
+    BLOCK_W: tl.constexpr,  # words
+    NORM: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    CODES: tl.constexpr = 32 // BITS
+    WORDS: tl.constexpr = 32 // CODES
+    HALF: tl.constexpr = CODES // SUBS
+    m = tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = n.to(tl.int64)[None, :, None]
+    word = tl.arange(0, PARTS)[:, None] * BLOCK_W + tl.arange(0, BLOCK_W)[None, :]
+    there = (n < out_features)[None, :, None]
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    acc = tl.zeros((PARTS, BLOCK_N, BLOCK_M), tl.float32)
+    squares = tl.zeros((PARTS, BLOCK_M), tl.float32)
+    for start in range(0, IN // CODES, PARTS * BLOCK_W):
+        at = start + word
+        inside = at < IN // CODES
+        here = there & inside[:, None, :]
+        w = tl.load(words + row * (IN // CODES) + at[:, None, :], mask=here, other=0)
+        block = at // WORDS
+        for sub in tl.static_range(SUBS):
+            own, least = _scales(
+                scale, minimum, sub_scale, sub_minimum, row, block[:, None, :], here, sub,
+                IN, SUPER, SUBS, MINIMUM, SUB_SCALE, SUB_MINIMUM,
+            )  # fmt: skip
+            for i in tl.static_range(sub * HALF, (sub + 1) * HALF):
+                column = block * 32 + at % WORDS + WORDS * i
+                seen = (m < rows)[None, None, :] & inside[:, :, None]
+                values = x + m[None, None, :] * IN + column[:, :, None]
+                value = tl.load(values, mask=seen, other=0.0)
+                if NORM:
+                    wide = value.to(tl.float32)
+                    squares += tl.sum(wide * wide, 1)
+                    factor = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
+                    value = (wide * factor[:, :, None]).to(x.dtype.element_ty)
+                code = (w >> i * BITS & (1 << BITS) - 1).to(tl.float32) - OFFSET
+                acc = tl.dot((code * own + least).to(value.dtype), value, acc)
+    result = tl.sum(acc, 0)  # [BLOCK_N, BLOCK_M]
+    if NORM:
+        result *= tl.rsqrt(tl.sum(squares, 0) / IN + eps)[None, :]
+    place = out + m[None, :] * out_features + n[:, None]
+    stored = (m < rows)[None, :] & (n < out_features)[:, None]
+    if ADD:
+        result += tl.load(place, mask=stored, other=0.0).to(tl.float32)
+    tl.store(place, result.to(out.dtype.element_ty), mask=stored)
+
+
+@direct
+@triton.jit(do_not_specialize=["count"])
+def _widen_kernel(
+    ids,  # [count] int64 rows of the matrix, if CHOSEN
+    words,
+    scale,
+    minimum,
+    sub_scale,
+    sub_minimum,
+    out,  # [count, IN]
+    count: tl.int32,
+    IN: tl.constexpr,
+    BITS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SUPER: tl.constexpr,
+    SUBS: tl.constexpr,
+    MINIMUM: tl.constexpr,
+    SUB_SCALE: tl.constexpr,
+    SUB_MINIMUM: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    CODES: tl.constexpr = 32 // BITS
+    WORDS: tl.constexpr = 32 // CODES
+    HALF: tl.constexpr = CODES // SUBS
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = n.to(tl.int64)[:, None]
+    if CHOSEN:
+        row = tl.load(ids + n, mask=n < count, other=0)[:, None]
+    here = (n < count)[:, None] & (at < IN // CODES)[None, :]
+    w = tl.load(words + row * (IN // CODES) + at[None, :], mask=here, other=0)
+    block = at // WORDS
+    place = out + n.to(tl.int64)[:, None] * IN + (block * 32 + at % WORDS)[None, :]
+    for sub in tl.static_range(SUBS):
+        own, least = _scales(
+            scale, minimum, sub_scale, sub_minimum, row, block[None, :], here, sub,
+            IN, SUPER, SUBS, MINIMUM, SUB_SCALE, SUB_MINIMUM,
+        )  # fmt: skip
+        for i in tl.static_range(sub * HALF, (sub + 1) * HALF):
+            code = (w >> i * BITS & (1 << BITS) - 1).to(tl.float32) - OFFSET
+            weight = code * own + least
+            tl.store(place + WORDS * i, weight.to(out.dtype.element_ty), mask=here)
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes [outputs, columns] uint8, whose columns are a multiple of 32 -> words as `Packed` has
+    them"""
+    many = 32 // bits
+    by_word = codes.view(len(codes), -1, many, BLOCK // many)  # [outputs, blocks, code, word]
+    words = torch.zeros_like(by_word[:, :, 0], dtype=torch.int32)
+    for i in range(many):
+        words |= by_word[:, :, i].int() << i * bits
+    return words.flatten(1)
+
+
+def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """The inverse of `pack`."""
+    shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
+    by_block = words.view(len(words), -1, 1, bits)  # a block has as many words as codes have bits
+    codes = by_block >> shifts[:, None] & (1 << bits) - 1  # [outputs, blocks, code, word]
+    return codes.to(torch.uint8).flatten(1)
+
+
+def product(
+    x: torch.Tensor,  # [rows, in], contiguous, or [rows, 2 * in] with `silu`
+    matrix: Packed,
+    *,
+    silu: bool = False,  # each row of x holds gate, then up
+    norm: tuple[torch.Tensor, float] | None = None,  # weight [in], epsilon: apply RMS norm to x
+    add_to: torch.Tensor | None = None,  # [rows, out], contiguous; added to and returned
+) -> torch.Tensor:
+    """-> [rows, out]"""
+    rows, out_features = x.shape[0], len(matrix.words)
+    if silu and rows > 1:
+        x, silu = silu_and_mul(x), False
+    if rows > FEW_CODE_ROWS:
+        if norm is not None:
+            x = rms_norm(x, *norm)
+        return _many_rows(x, matrix, add_to)
+    out = add_to
+    if out is None:
+        out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return out
+    norm_weight, eps = (x, 0.0) if norm is None else norm
+    what = {**matrix.constants, "NORM": norm is not None, "ADD": add_to is not None}
+    given = (x, *matrix.pointers, out, norm_weight, eps)
+    if rows == 1:
+        block_n, block_k, warps = one_row_tile(matrix)
+        _one_row_kernel[(blocks_of(out_features, block_n),)](
+            *given, out_features, **what, BLOCK_N=block_n, BLOCK_K=block_k, GATED=silu,
+            num_warps=warps, num_stages=1, **pdl_options(x),
+        )  # fmt: skip
+        return out
+    parts = 4 if matrix.columns <= 2048 else 8
+    _few_rows_kernel[(blocks_of(out_features, 16),)](
+        *given, rows, out_features, **what,
+        BLOCK_M=8 if rows <= 8 else 16 if rows <= 16 else 32, BLOCK_N=16, PARTS=parts, BLOCK_W=32,
+        num_warps=parts, num_stages=1, **pdl_options(x),
+    )  # fmt: skip
+    return out
+
+
+def one_row_tile(matrix: Packed) -> tuple[int, int, int]:
+    """Tile rows, tile columns and warps of a program of the one-row kernel, as measured on an
+    H200."""
+    per_warp = 32 * 4 * 32 // matrix.bits  # columns of 32 threads with four words each
+    columns = min(4096, max(per_warp, power_of_two(matrix.columns)))
+    rows = 4 if matrix.bits == 8 else 16 if matrix.columns <= 4096 else 8
+    return rows, columns, columns // per_warp
+
+
+def widened(
+    matrix: Packed,
+    dtype: torch.dtype,
+    rows: slice | None = None,  # of the matrix
+    ids: torch.Tensor | None = None,  # [n] int64, rows of the matrix
+) -> torch.Tensor:
+    """The matrix, or some of its rows, in float: [n, in]"""
+    if rows is not None:
+        tensors = [None if own is None else own[rows] for own in matrix[:5]]
+        matrix = Packed._make((*tensors, matrix.offset, matrix.bits))
+    count = len(matrix.words) if ids is None else len(ids)
+    out = torch.empty(count, matrix.columns, dtype=dtype, device=matrix.words.device)
+    if count == 0:
+        return out
+    block_w = 128
+    _widen_kernel[(blocks_of(count, 8), blocks_of(matrix.words.shape[1], block_w))](
+        matrix.words if ids is None else ids, *matrix.pointers, out, count, **matrix.constants,
+        CHOSEN=ids is not None, BLOCK_N=8, BLOCK_W=block_w, num_warps=4, **pdl_options(out),
+    )  # fmt: skip
+    return out
+
+
+def _many_rows(x: torch.Tensor, matrix: Packed, add_to: torch.Tensor | None) -> torch.Tensor:
+    """Widen some outputs at a time, and multiply."""
+    outputs = len(matrix.words)
+    at_once = max(1, _MOST_WIDENED // matrix.columns // 16) * 16
+    if at_once >= outputs:
+        result = F.linear(x, widened(matrix, x.dtype))
+        return result if add_to is None else add_to.add_(result)
+    out = add_to
+    if out is None:
+        out = torch.empty(x.shape[0], outputs, dtype=x.dtype, device=x.device)
+    for begin in range(0, outputs, at_once):
+        own = slice(begin, min(begin + at_once, outputs))
+        part = F.linear(x, widened(matrix, x.dtype, own))
+        if add_to is None:
+            out[:, own].copy_(part)
+        else:
+            out[:, own].add_(part)
+    return out

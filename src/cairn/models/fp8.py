@@ -1,0 +1,42 @@
+"""Rounding to FP8 (e4m3), and products with FP8 matrices in torch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from cairn.kernels.interface import E4M3_LARGEST, FEW_FP8_ROWS
+from cairn.models.narrow import Narrow
+
+
+def to_fp8(dense: torch.Tensor, span: int | None = None) -> Narrow:
+    """The matrix [outputs, columns] rounded to FP8, by default with one scale for each output.
+
+    Smaller spans would hardly make the error smaller: a float's relative error does not depend on
+    its scale, and e4m3 reaches from 448 down to 0.002.
+    """
+    columns = dense.shape[-1]
+    span = span or columns
+    padded = F.pad(dense.float(), (0, -columns % span))
+    spans = torch.unflatten(padded, -1, (-1, span))
+    most = spans.abs().amax(-1)
+    scale = torch.where(most > 0, most / E4M3_LARGEST, 1)
+    numbers = (spans / scale[..., None]).clamp(-E4M3_LARGEST, E4M3_LARGEST)
+    return Narrow(numbers.flatten(-2)[..., :columns].to(torch.float8_e4m3fn), scale, span)
+
+
+def fp8_product(x: torch.Tensor, matrix: Narrow) -> torch.Tensor:
+    """x [rows, columns] @ matrix.T in float32: what `kernels/fp8.py` computes. More than a few rows
+    are rounded to FP8, as the matrix is."""
+    wide = x.float()
+    if len(x) > FEW_FP8_ROWS:
+        wide = to_fp8(x, matrix.span).dense()
+    return wide @ matrix.dense().t()
+
+
+def readable(matrix: Narrow) -> bool:
+    """Whether the kernels for a GPU can read it."""
+    if matrix.values.dtype != torch.float8_e4m3fn or matrix.scale is None:
+        return False
+    columns = matrix.shape[-1]
+    return columns % 16 == 0 and (matrix.span >= columns or matrix.span & -matrix.span >= 32)

@@ -1,0 +1,71 @@
+"""Kernels of FP8 and packed matrices against their references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cairn.bench.products import CODE_FORMS
+from tests.kernels import expert_case, fp8_case, packed_case
+from tests.kernels.expert_case import Sizes
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("group", [0, 64, 128])
+@pytest.mark.parametrize(
+    ("rows", "before"),
+    [(1, "nothing"), (1, "silu"), (1, "norm"), (2, "nothing"), (8, "norm"), (8, "silu")],
+)
+def test_few_rows_with_fp8(rows: int, before: str, group: int, dtype: torch.dtype) -> None:
+    if before == "norm" and rows > 1 and dtype == torch.float16:
+        pytest.skip("float16 is normed before, because its range is too small")
+    adds = before != "nothing"
+    fp8_case.check_product(
+        rows, 3600, group, CUDA, dtype, before=before, adds=adds, outputs=1003, tolerance=5e-3
+    )
+
+
+@pytest.mark.parametrize("group", [0, 64, 128])
+@pytest.mark.parametrize(("rows", "width"), [(9, 576), (300, 3600), (1500, 4096)])
+def test_many_rows_with_fp8(rows: int, width: int, group: int) -> None:
+    """Tensor cores add FP8 products with about 14 bits."""
+    fp8_case.check_product(
+        rows, width, group, CUDA, torch.bfloat16, before="norm", outputs=1003, tolerance=1e-2
+    )
+
+
+@pytest.mark.parametrize("form", CODE_FORMS)
+@pytest.mark.parametrize(
+    ("rows", "before"),
+    [(1, "nothing"), (1, "silu"), (1, "norm"), (2, "nothing"), (8, "norm"), (32, "silu"),
+     (100, "nothing")],
+)  # fmt: skip
+def test_packed_codes(form: str, rows: int, before: str) -> None:
+    packed_case.check_product(
+        form, rows, 3584, CUDA, torch.bfloat16, before=before, outputs=1003, tolerance=1e-2
+    )
+
+
+@pytest.mark.parametrize("form", CODE_FORMS)
+def test_widened_codes(form: str) -> None:
+    packed_case.check_widened(form, 3584, CUDA)
+
+
+@pytest.mark.parametrize("group", [0, 32, 128])
+@pytest.mark.parametrize("rows", [1, 4, 5, 200, 1500])
+def test_fp8_experts(rows: int, group: int) -> None:
+    """With norm and sum, on a rank that has some of them, and of a real size."""
+    expert_case.check_experts(
+        Sizes(9, 3, 208, 80),
+        rows,
+        CUDA,
+        torch.bfloat16,
+        fused=True,
+        fp8_group=group,
+        tolerance=1e-2,
+    )
+    real = Sizes(64, 8, 2048, 768)
+    expert_case.check_experts(real, rows, CUDA, torch.bfloat16, fp8_group=group, tolerance=1e-2)
