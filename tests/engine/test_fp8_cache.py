@@ -8,16 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from cairn import LLM
 from cairn.attention.backend import AttentionShape, dense_class, refusal
-from cairn.errors import ConfigError
+from cairn.errors import ConfigError, LoadError
 from cairn.kernels.fp8_rows import FP8, page_rows, quantize, rows_and_scales, widen
 from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import KV, CacheLayout
-from tests.helpers import GOLDENS, TINY_LATENT, TINY_LLAMA, poison_free_memory, write_model
+from tests.helpers import (
+    GOLDENS,
+    TINY_LATENT,
+    TINY_LLAMA,
+    poison_free_memory,
+    tokens_of,
+    write_model,
+)
 
 
 def exact(rows: torch.Tensor) -> torch.Tensor:
@@ -115,6 +122,37 @@ def test_goldens_with_an_fp8_cache(case: str, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(KVPool, "write", write_rounded)
     torch.testing.assert_close(found, logprobs(quantization="none"), rtol=0, atol=2e-4)
+
+
+def test_scales_of_the_checkpoint_are_used_as_powers_of_two(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", TINY_LLAMA)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_scale"] = torch.tensor(0.011)
+    tensors["model.layers.0.self_attn.v_scale"] = torch.tensor([0.25])
+    tensors["model.layers.1.self_attn.k_proj.k_scale"] = torch.tensor(2.0**-12)  # cuts numbers off
+    save_file(tensors, folder / "model.safetensors")
+    options: dict[str, Any] = {"dtype": "float64", "device": "cpu", "page_size": 16}
+    ids = tokens_of(40)
+    with LLM(folder, **options) as llm:  # the type of the weights needs no scales
+        exactly = llm.logprobs(ids)
+    with LLM(folder, kv_cache_dtype="fp8", **options) as llm:
+        pool = llm.engine.runner._pool
+        assert pool.scales == {0: (2.0**-6, 0.25), 1: (2.0**-12, 0.0)}
+        found = llm.logprobs(ids)
+        assert torch.equal(found, llm.logprobs(ids))
+        for layer, (key, value) in pool.scales.items():
+            rows, scales = rows_and_scales(pool.part(layer))
+            written = scales[:, 0] == key  # [pages, page_size]
+            assert written.sum() >= len(ids)
+            of_values = scales[:, 2:].transpose(1, 2)[written]
+            assert (of_values == value).all() or not value
+            most = rows[:, 0][written].float().abs().amax()
+            assert most == 448 if layer == 1 else most < 448
+    assert 1e-4 < (found - exactly).abs().mean() < 0.5
+    tensors["model.layers.0.self_attn.v_scale"] = torch.tensor(-1.0)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(LoadError, match=r"v_scale of layer 0 is -1.0"):
+        LLM(folder, **options)
 
 
 def test_layers_without_keys_and_values_are_refused(tmp_path: Path) -> None:

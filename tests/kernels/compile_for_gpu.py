@@ -121,6 +121,7 @@ def main() -> None:
     types |= {"eps": "fp32", "pool": BF16, "pages": I32, "offsets": I32, "out": BF16}
     types |= {"projected": BF16, "scoring_weight": BF16, "scoring_out": BF16}
     types |= {"stride": "i32", "projected_stride": "i32", "rows": "i32"}
+    types |= {"key_scale": "fp32", "value_scale": "fp32"}
     constants = {**HEADS, "PAGE_SIZE": 64, "NORM": True, "BLOCK_H": 8}
     for scoring in (False, True):
         constants |= {"SCORING": scoring, "ADD_QUERY": scoring, "ROWS": 4 if scoring else 1}

@@ -253,8 +253,9 @@ def test_rope_and_kv_write(
         pools = [fp8_pages(pool) for pool in pools]
         qkv[1] *= 1e-4
         qkv[2] = 0.0
+    given = (2.0**-9, 0.0) if fp8 and norm else (0.0, 0.0)
     found, expected = (
-        kernel(qkv, cos, sin, q_weight, k_weight, 1e-6, pool, pages, offsets, heads, scoring)
+        kernel(qkv, cos, sin, q_weight, k_weight, 1e-6, pool, pages, offsets, heads, scoring, given)
         for kernel, pool in zip((rope_kv, rope_kv_reference), pools, strict=True)
     )
     torch.testing.assert_close(found, expected)

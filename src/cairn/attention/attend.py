@@ -74,7 +74,11 @@ class Attend:
         from cairn.kernels.rope_kv import rope_kv
 
         q_weight, k_weight, eps = (None, None, 0.0) if norm is None else norm
-        return rope_kv(qkv, *cos_sin, q_weight, k_weight, eps, pool, *places, heads, scoring)
+        return rope_kv(
+            *(qkv, *cos_sin, q_weight, k_weight, eps, pool, *places, heads),
+            scoring,
+            self._pool.scales.get(layer, (0.0, 0.0)),
+        )
 
     def forward(
         self, layer: int, query: torch.Tensor, scoring: Scoring | None = None

@@ -24,6 +24,7 @@ from cairn.engine.scheduler import Scheduler
 from cairn.engine.speculation import Speculation
 from cairn.engine.threads import choose_threads
 from cairn.errors import ConfigError
+from cairn.kernels.fp8_rows import FP8
 from cairn.kernels.interface import COPY_THREADS
 from cairn.memory.cache import PagedCache
 from cairn.memory.copies import PageCopies
@@ -216,6 +217,8 @@ def build_runner(
     shape = replace(choices.shape, max_seqs=max_seqs, most_rows=most_rows, cpu=model.cpu)
     page_size = choices.geometry.page_size
     pool = KVPool(groups, memory.num_pages, page_size, device, hot_pages=memory.hot_pages)
+    if choices.shape.cache_dtype == FP8:
+        pool.scales.update(model.cache_scales)
     notes = [choices.dense_reason] if device.type == "cuda" else []
     # The window of the frame group only says which frames may be freed. Dense attention must not
     # apply it: dense attention reads the missing pages from the stage.

@@ -83,17 +83,17 @@ def log2_of(scale):
 @triton.jit
 def inverse_of(scale):
     """-> 1 / scale, of scales that are powers of two"""
-    return float_of(254 - (scale.to(tl.int32, bitcast=True) >> 23))
+    return _power(254 - (scale.to(tl.int32, bitcast=True) >> 23))
 
 
 @triton.jit
-def scale_bits(most):
-    """-> exponents [n] int32 of the scales of rows whose largest absolute value is `most` [n]"""
+def scale_of(most):
+    """-> scales of rows whose largest absolute value is `most`, as `fp8_rows.quantize` has them"""
     bits = most.to(tl.int32, bitcast=True)
-    return tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 87)
+    return _power(tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 87))
 
 
 @triton.jit
-def float_of(exponent):
+def _power(exponent):
     """-> 2 ** (exponent - 127)"""
     return (exponent << 23).to(tl.float32, bitcast=True)

@@ -118,6 +118,7 @@ def rope_kv_reference(
     offsets: torch.Tensor,
     heads: int,
     scoring: ScoringHeads | None = None,
+    scales: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     kv_heads, dim = pool.shape[1] // 2, pool.shape[3]
     x = qkv[:, : (heads + 2 * kv_heads) * dim].reshape(len(qkv), -1, dim)
@@ -132,7 +133,9 @@ def rope_kv_reference(
         query = rms_norm_reference(query, q_weight, eps)
         key = rms_norm_reference(key, k_weight, eps)
     query, key = (t * cos[:, None] + t.roll(dim // 2, -1) * sin[:, None] for t in (query, key))
-    store_rows(pool, pages.long(), offsets.long(), torch.cat((key, value), 1).to(qkv.dtype))
+    rows = torch.cat((key, value), 1).to(qkv.dtype)
+    given = torch.tensor(scales, device=pool.device).repeat_interleave(kv_heads)
+    store_rows(pool, pages.long(), offsets.long(), rows, given)
     query = query.to(qkv.dtype)
     return query, query if scoring is None else scored.to(qkv.dtype)
 

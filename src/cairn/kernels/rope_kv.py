@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cairn.kernels.fp8_rows import page_rows
-from cairn.kernels.fp8_tiles import float_of, is_fp8, scale_bits, slice_size
+from cairn.kernels.fp8_tiles import inverse_of, is_fp8, scale_of, slice_size
 from cairn.kernels.interface import ScoringHeads
 from cairn.kernels.launch import direct
 from cairn.kernels.pdl import pdl_options
@@ -42,6 +42,8 @@ def _rope_kv_kernel(
     offsets,  # [rows]
     out,  # [rows, HEADS, DIM]
     scoring_out,  # [rows, HEADS, DIM]
+    key_scale,  # of rows of 8 bits; 0 for a scale of each row
+    value_scale,
     stride,
     projected_stride,
     rows: tl.int32,
@@ -131,12 +133,14 @@ def _rope_kv_kernel(
         kept = mask & (head >= HEADS)[:, None]
         if is_fp8(pool):
             x, y = x.to(tl.float32), y.to(tl.float32)
-            exponent = scale_bits(tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1)))
+            most = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))
+            given = tl.where(head < HEADS + KV_HEADS, key_scale, value_scale)
+            row_scale = tl.where(given > 0, given, scale_of(most))
             stored = (head >= HEADS) & (head < HEADS + 2 * KV_HEADS) & there
             scales = (slices + PAGE_SIZE * DIM).to(tl.pointer_type(tl.float32), bitcast=True)
-            tl.store(scales + offset, float_of(exponent), mask=stored)
-            x *= float_of(254 - exponent)[:, None]
-            y *= float_of(254 - exponent)[:, None]
+            tl.store(scales + offset, row_scale, mask=stored)
+            x = tl.clamp(x * inverse_of(row_scale)[:, None], -448.0, 448.0)
+            y = tl.clamp(y * inverse_of(row_scale)[:, None], -448.0, 448.0)
         place = slices[:, None] + offset * DIM
         tl.store(place + low[None, :], x.to(pool.dtype.element_ty), mask=kept)
         tl.store(place + high[None, :], y.to(pool.dtype.element_ty), mask=kept)
@@ -154,6 +158,7 @@ def rope_kv(
     offsets: torch.Tensor,  # [rows] row within the page
     heads: int,
     scoring: ScoringHeads | None = None,  # needs q_weight and k_weight
+    scales: tuple[float, float] = (0.0, 0.0),  # of keys and values, see `KVPool.scales`
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write keys and values to the pool; return query and scoring query, both [rows, heads, dim].
 
@@ -180,6 +185,7 @@ def rope_kv(
         offsets,
         out,
         scored,
+        *scales,
         qkv.stride(0),
         0 if scoring is None else scoring.projected.stride(0),
         rows,

@@ -57,6 +57,9 @@ class KVPool(PagePool):
         self.ids_of: dict[int, int] = {}
         """The group whose page ids name each layer's pages. With a host tier it differs from
         `group_of`, and locates the parts that never leave the device."""
+        self.scales: dict[int, tuple[float, float]] = {}
+        """By layer: a checkpoint's scales of keys and of values of 8 bits, powers of two; 0 for a
+        scale of each row. Layers that are not here have none."""
         self._parts = {}
         self._by_group: list[list[torch.Tensor]] = [[] for _ in groups]
         # Third-party kernels multiply masked rows by zero, so those must not hold NaN.
@@ -98,7 +101,12 @@ class KVPool(PagePool):
         """Store new rows of a part, by default the first part of the layer's layout."""
         parts = self._parts[layer]
         tensor = next(iter(parts.values())) if name is None else parts[name]
-        store_rows(tensor, pages, offsets, rows)
+        given = None
+        if layer in self.scales:
+            kv_heads = self.kv_heads(layer)
+            given = torch.tensor(self.scales[layer], device=tensor.device)
+            given = given.repeat_interleave(kv_heads)
+        store_rows(tensor, pages, offsets, rows, given)
 
     def read_keys(self, layer: int, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A copy of the keys of pages [n], [n, page_size, kv_heads, head_dim]."""

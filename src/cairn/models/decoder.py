@@ -7,15 +7,19 @@ feed-forward of every layer; those here are the usual ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping
+import math
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from copy import copy
+from functools import partial
 
 import torch
 
 from cairn.attention.attend import Attend
+from cairn.errors import LoadError
 from cairn.kernels.cpu import HEAD_DIMS
+from cairn.kernels.fp8_rows import power_of_two_above
 from cairn.models.interface import LanguageModel
-from cairn.models.layers import Embedding, Factory, Linear, Module, Parameter, RMSNorm
+from cairn.models.layers import Embedding, Factory, Linear, Module, Parameter, RMSNorm, TensorSlot
 from cairn.models.rope import CosSin, Rotary, Rotation, rotate
 from cairn.models.spec import DecoderSpec
 from cairn.models.split import rank_spec
@@ -29,6 +33,8 @@ class Attention(Module):
 
     rotation: Rotation | None = None
     """The angles that a call gets as `cos_sin`. Layers that ask for the same share them."""
+    cache_scales: Mapping[str, float] = {}
+    """Scales of cached keys ("k") and values ("v") that the checkpoint gives."""
 
     def __call__(self, x: torch.Tensor, cos_sin: CosSin | None, attend: Attend) -> torch.Tensor:
         """x [rows, hidden] -> [rows, hidden], the sum over all ranks"""
@@ -78,6 +84,7 @@ class SelfAttention(Attention):
         `norm_eps` the norms of heads have an epsilon of their own, and round after the weight."""
         own, dims = spec.layers[layer], spec.dims
         self._layer, self._heads, self._head_dim = layer, dims.num_heads, dims.head_dim
+        self.cache_scales = {}
         width, kv_width = dims.num_heads * dims.head_dim, dims.num_kv_heads * dims.head_dim
         parts = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width, **(more_parts or {})}
         self._widths = list(parts.values())
@@ -103,6 +110,19 @@ class SelfAttention(Attention):
             together = (dims.num_heads + dims.num_kv_heads, dims.num_kv_heads)
             heads = None if self._fused else together
             self.rotation = Rotation(own.rope, dims.head_dim, heads)
+
+    def joint_slots(self, name: str) -> Iterator[tuple[str, TensorSlot, tuple[str, ...]]]:
+        """Scales of cached keys and values, under either of the names that checkpoints use."""
+        for kind in "kv":
+            slot = TensorSlot((), partial(self._keep_scale, kind))
+            for path in (f"{name}.{kind}_scale", f"{name}.{kind}_proj.{kind}_scale"):
+                yield path, slot, ()
+
+    def _keep_scale(self, kind: str, scale: torch.Tensor) -> None:
+        value = float(scale)
+        if not 0 < value < math.inf:
+            raise LoadError(f"{kind}_scale of layer {self._layer} is {value}; it must be positive")
+        self.cache_scales = {**self.cache_scales, kind: power_of_two_above(value)}
 
     def __call__(self, x: torch.Tensor, cos_sin: CosSin | None, attend: Attend) -> torch.Tensor:
         return self._output(self.qkv_proj(x), cos_sin, attend)
@@ -303,6 +323,14 @@ class CausalLM(LanguageModel):
             rows = spec.head_rows or spec.dims.vocab_size
             own = {"lm_head": -(-rows // factory.parallel.size)}
             self.lm_head = Linear(spec.dims.hidden_size, own, factory, split="out", total=rows)
+
+    @property
+    def cache_scales(self) -> dict[int, tuple[float, float]]:
+        found = {}
+        for i, layer in enumerate(self.model.layers):
+            if given := layer.self_attn.cache_scales:
+                found[i] = given.get("k", 0.0), given.get("v", 0.0)
+        return found
 
     def excerpt(self, kind_of: Callable[[int], Hashable]) -> CausalLM:
         first: dict[Hashable, PreNormLayer | PostNormLayer] = {}

@@ -22,6 +22,11 @@ class LanguageModel(Module):
     cpu: CpuKernels | None = None
     """The factory's: attention uses them too."""
 
+    @property
+    def cache_scales(self) -> Mapping[int, tuple[float, float]]:
+        """By layer: scales of cached keys and values that the checkpoint gives, 0 for none."""
+        return {}
+
     def ignores(self, name: str) -> bool:
         """Whether a tensor of the checkpoint has no effect on the output."""
         # Buffers that old exports carry follow from the config.

@@ -141,7 +141,7 @@ def _check_shapes(model: LanguageModel, weights: WeightSource) -> None:
 def _check_shape(
     path: Path | str, name: str, shape: tuple[int, ...], expected: tuple[int, ...]
 ) -> None:
-    if shape != expected:
+    if shape != expected and (expected or shape != (1,)):  # numbers may be vectors of one
         raise LoadError(
             f"{path}: tensor {name} has shape {list(shape)}, the config asks for {list(expected)}"
         )
