@@ -8,7 +8,7 @@ MODEL ?= smollm2
 PORT ?= 8000
 PARALLEL := $(BIN)/python -m pytest -n auto --dist worksteal
 # Sparse attention beyond the first thousand tokens, so that the page map has something to show.
-FLAGS_smollm2 := --attention-backend hsa --hsa-policy quest --hsa-topk 8 --hsa-window 256 --hsa-dense-below 1024 --chunked-prefill-size 256 --demo --request-log off
+FLAGS_smollm2 := --attention-backend hsa --chunked-prefill-size 256 --demo --request-log off
 
 .PHONY: help run chat test test-all test-sglang test-clients lint clean
 

@@ -198,6 +198,7 @@ def test_the_host_tier_changes_no_token(model: str, radix: bool) -> None:
         "device": "cpu",
         "dtype": "float32",
         "attention_backend": "hsa",
+        "hsa_policy": "quest",
         "hsa_topk": 8,
         "hsa_window": 256,
         "max_running_requests": 2,

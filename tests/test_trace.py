@@ -322,7 +322,7 @@ def test_generate_writes_the_trace_as_json(
     result = llm.generate(TEXT, max_tokens=6, trace=True)
     printed = capsys.readouterr()
     assert printed.out == f"{result.text}\n"
-    assert "hsa: quest" in printed.err
+    assert "hsa: spread" in printed.err
     found = json.loads(file.read_text(encoding="utf-8"))
     expected = trace_of(result).as_dict()
     assert found["pages"] == expected["pages"]

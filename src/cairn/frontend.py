@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
 from cairn.config import EngineConfig
-from cairn.engine.attention_options import AUTO
 from cairn.engine.budgets import TOKENS, choose_budgets
 from cairn.engine.build import build_engine
 from cairn.engine.engine import Engine, Progress
 from cairn.engine.locate import locate
 from cairn.engine.request import FinishReason, Request
 from cairn.engine.sampling_params import SamplingParams
+from cairn.engine.training_free import AUTO
 from cairn.errors import ConfigError, RequestError
 from cairn.interrupts import interrupts_held_back
 from cairn.models.source import Confirm, ModelSource

@@ -156,7 +156,8 @@ def test_bad_values_are_refused_by_name(folder: Path, options: dict[str, Any], n
         ({"hsa_policy": "no_such:Policy"}, "hsa_policy 'no_such:Policy' cannot be imported"),
         ({"hsa_policy": "json:JSONDecoder"}, "hsa_policy 'json:JSONDecoder' is not a subclass"),
         ({"hsa_sinks": 3, "hsa_topk": 2}, "hsa_sinks is 3 and hsa_topk 2"),
-        ({"hsa_sinks": 33}, "hsa_sinks is 33 and hsa_topk 32"),
+        ({"hsa_sinks": 112}, "hsa_sinks is 112 and hsa_topk 111"),
+        ({"hsa_sinks": 33, "hsa_policy": "quest"}, "hsa_sinks is 33 and hsa_topk 32"),
         ({"hsa_layers": "2"}, "hsa_layers is '2'; the model has layers 0-1"),
         ({"hsa_layers": "0-2"}, "hsa_layers is '0-2'; the model has layers 0-1"),
         ({"hsa_layers": "1-0"}, "hsa_layers is '1-0';.*ranges ascend"),
@@ -236,7 +237,11 @@ def test_unknown_backends_are_refused(folder: Path, backend: str, unknown: str) 
 @pytest.mark.parametrize(
     ("model", "policy", "named"),
     [
-        ("llama", "hils", "'hils' needs a model trained with landmark rows.*Llama.*quest or mean"),
+        (
+            "llama",
+            "hils",
+            "'hils' needs a model trained with landmark rows.*Llama.*spread or quest",
+        ),
         ("olmo3", "landmark-key", "'landmark-key' needs a model trained with landmark rows"),
         ("hils", "quest", "is 'quest', but HiLSForCausalLM was trained with 'hils'"),
         ("hils", "mean", "is 'mean', but HiLSForCausalLM was trained with 'hils'"),
@@ -279,6 +284,19 @@ def test_what_a_model_was_trained_with_is_not_changed(options: dict[str, Any], n
         load(HILS, **options)
 
 
+def test_the_default_keeps_facts_where_no_kernel_is_slowed_down() -> None:
+    config = EngineConfig(attention_backend="hsa")
+    spec = read_spec(ConfigReader({**TINY_LLAMA, "vocab_size": VOCAB}, "config.json"))
+    plans = {device: plan_attention(config, spec, device) for device in ("cpu", "cuda")}
+    assert "spread, 2 of 2 layers, top-111 pages of 8 rows, window 128" in plans["cpu"].notes[0]
+    assert "quest, 2 of 2 layers, top-32 pages of 64 rows, window 512" in plans["cuda"].notes[0]
+    sparse = plans["cpu"].sparse
+    assert sparse is not None
+    # A token at 4,095 reads at most a quarter of the rows: its window, and the selected pages.
+    rows = 4096 - 8 * sparse.window_start(4095, 8) + 8 * sparse.topk
+    assert rows <= 1024
+
+
 # -- effects ----------------------------------------------------------------------------------
 
 
@@ -286,7 +304,7 @@ def test_what_a_model_was_trained_with_is_not_changed(options: dict[str, Any], n
     "flags",
     [
         ["--hsa-policy", "mean"],
-        ["--hsa-policy", "spread"],
+        ["--hsa-policy", "quest"],
         ["--hsa-dense-layers", "1"],
         ["--hsa-top-p", "0.5", "--hsa-dense-below", "0"],
         ["--hsa-topk", "3"],
@@ -313,7 +331,7 @@ def test_every_flag_changes_the_output(folder: Path, flags: list[str]) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--hsa-policy", "quest"],
+        ["--hsa-policy", "spread"],
         ["--hsa-selection-strategy", "softmax_head"],
         ["--hsa-layers", "0-1"],
         ["--hsa-sinks", "1"],
@@ -363,7 +381,7 @@ def test_a_row_is_dense_until_more_pages_than_top_k_lie_before_its_window(
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3", "olmo3"])
-@pytest.mark.parametrize("policy", ["quest", "mean"])
+@pytest.mark.parametrize("policy", ["quest", "mean", "spread"])
 def test_with_every_page_selected_attention_is_dense(
     folders: dict[str, Path], model: str, policy: str
 ) -> None:
@@ -452,9 +470,11 @@ def test_sinks_count_towards_top_k(folder: Path) -> None:
     assert all(each == [0, 1] for each in pages)
 
 
-def test_the_page_size_is_64_or_the_chunk_size_unless_given(folder: Path) -> None:
+def test_the_page_size_is_the_policys_or_the_chunk_size_unless_given(folder: Path) -> None:
+    options: dict[str, Any]
     for options, path, size in (
-        ({}, folder, 64),
+        ({}, folder, 8),
+        ({"hsa_policy": "quest"}, folder, 64),
         ({"page_size": 32}, folder, 32),
         ({}, HILS, 16),
         ({"page_size": 16}, HILS, 16),
@@ -480,7 +500,7 @@ def test_where_dense_attention_is_not_slower_a_row_is_dense() -> None:
         assert sparse is not None
         return sparse.dense_below, sparse.dense_prompt_below
 
-    all_selected = 5 * 64 + 99
+    all_selected = 5 * 8 + 99
     assert bounds("cpu") == (all_selected, ALL_ROWS)
     assert bounds("cpu", hsa_prefill="sparse") == (all_selected, all_selected)
     assert bounds("cuda") == (18432, ALL_ROWS)

@@ -107,8 +107,8 @@ def test_spread_scores_the_mean_key_and_the_deviations(
         own = own_keys(keys, page, head)
         mean = own.mean(0)
         deviation = ((own - mean) ** 2).mean(0).sqrt()
-        expected = dot(query[row, head], mean) + REACH * dot(query[row, head].abs(), deviation)
-        assert expected == close(scores[row, head, page])
+        off = SHAPE.scale * (query[row, head] * deviation).norm().item()
+        assert dot(query[row, head], mean) + REACH * off == close(scores[row, head, page])
 
 
 def test_landmark_key_scores_the_key_of_the_last_row(

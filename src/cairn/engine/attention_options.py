@@ -3,36 +3,23 @@ layers select pages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import cast
 
 from cairn.attention.backend import AUTO_INDEXED, AUTO_SPARSE, SparseBackend, sparse_class
 from cairn.config import EngineConfig
+from cairn.engine.training_free import DEFAULT_PAGE_SIZE, KERNEL_POLICY, policy_shape, training_free
 from cairn.errors import ConfigError
-from cairn.memory.layout import KV
 from cairn.models.spec import ModelSpec, NativeSparsity
 from cairn.sparsity.config import ALL_ROWS, SparseConfig
-from cairn.sparsity.policy import Fusion, Policy, PolicyShape, Strategy
-from cairn.sparsity.registry import make_policy, policy_class
+from cairn.sparsity.policy import Policy, Strategy
+from cairn.sparsity.registry import make_policy, policy_class, policy_name
 
-DEFAULT_PAGE_SIZE = 64
 _DENSE_PAGE_SIZE = {"cuda": 128}
 """By device, for engines without sparse attention. FlashAttention-3 loads pages of 128 rows whole.
 """
-_POLICY, _TOPK, _WINDOW, _SINKS = "quest", 32, 512, 1
-"""Defaults for models that were not trained with sparse attention."""
-AUTO = "auto"
 _DRAFT_TOPK = 16
 """For drafts, which may be wrong."""
-
-
-_DENSE_PAYS = {"cuda": (18432, 24576)}
-"""By device, where it was measured: positions of generated rows and of prompt rows below which
-dense kernels are at least as fast as sparse ones. On an H200, dense decoding of one sequence is as
-fast as sparse decoding up to about 18,000 rows, and a prompt's rows up to about 24,000
-(docs/lab-notes.md). Only a row's position decides, so that its result does not depend on the rest
-of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +58,6 @@ def plan_attention(
     if kind is not None and kind.reads_index:
         why = "disable_dsa is given" if config.disable_dsa else f"{spec.architecture} has no index"
         raise ConfigError(f"attention_backend is {given!r} and {why}; use another backend")
-    page_size = config.page_size or DEFAULT_PAGE_SIZE
     if kind is None:
         page_size = config.page_size or _DENSE_PAGE_SIZE.get(device, DEFAULT_PAGE_SIZE)
         for name in _hsa_options(config):
@@ -102,12 +88,10 @@ def plan_attention(
             f"attention_backend is {given!r}, which reads prompts densely with {names[0]}, and "
             f"hsa_prefill is 'sparse'; use attention_backend={own}, or leave hsa_prefill out"
         )
-    sparse = _training_free(config, spec, page_size, device, kind)
+    sparse, page_size = training_free(config, spec, device, kind)
     dense = (names[0], "auto") if len(names) == 2 else ("auto",)
-    notes = [_summary(config, spec, sparse, page_size, kind)]
-    if sparse.policy is not None and type(sparse.policy).score is not Policy.score:
-        notes.append(f"{kind.name}: the policy has a score of its own, which runs in plain torch")
-    return AttentionPlan(dense, sparse, page_size, kind, tuple(notes))
+    summary = _summary(spec, sparse, page_size, kind)
+    return AttentionPlan(dense, sparse, page_size, kind, (summary,))
 
 
 def _sparse_drafts(
@@ -139,78 +123,11 @@ def _sparse_drafts(
         )
     kind = sparse_class([AUTO_SPARSE])
     assert kind is not None
-    page_size = config.page_size or DEFAULT_PAGE_SIZE
-    if config.hsa_topk is None:
-        config = replace(config, hsa_topk=_DRAFT_TOPK)
-    sparse = _training_free(config, spec, page_size, "", kind)
-    summary = _summary(config, spec, sparse, page_size, kind)
+    policy, topk = config.hsa_policy or KERNEL_POLICY, config.hsa_topk or _DRAFT_TOPK
+    config = replace(config, hsa_policy=policy, hsa_topk=topk)
+    sparse, page_size = training_free(config, spec, "", kind)
+    summary = _summary(spec, sparse, page_size, kind)
     return AttentionPlan(tuple(names), sparse, page_size, kind, (f"drafts by {summary}",))
-
-
-def _training_free(
-    config: EngineConfig,
-    spec: ModelSpec,
-    page_size: int,
-    device: str,
-    backend: type[SparseBackend],
-) -> SparseConfig:
-    """Without a `device`, rows are not dense only because dense kernels are as fast for them."""
-    policy, kind, topk, sinks, budgets = None, Policy, config.hsa_topk or 0, 0, None
-    layers = _layers(config.hsa_layers, config.hsa_dense_layers, spec)
-    window = config.hsa_window or _WINDOW
-    if backend.needs_landmarks:
-        name = config.hsa_policy or _POLICY
-        kind = policy_class(name)
-        if kind.needs_landmark_rows:
-            raise ConfigError(
-                f"hsa_policy {name!r} needs a model trained with landmark rows, which "
-                f"{spec.architecture} is not; use quest or mean"
-            )
-        topk = _TOPK if config.hsa_topk is None else config.hsa_topk
-        if config.hsa_budget is not None:
-            budgets = _budgets(config, len(layers))
-            topk = max(budgets)
-        least = topk if budgets is None else min(budgets)
-        sinks = min(_SINKS, least) if config.hsa_sinks is None else config.hsa_sinks
-        if kind.sinks_only:
-            topk = least = _only_sinks(config, name, sinks)
-        if sinks > least:
-            option = "hsa_topk" if budgets is None else "the least hsa_budget"
-            raise ConfigError(
-                f"hsa_sinks is {sinks} and {option} {least}; sink pages are among the top-k, so "
-                f"{option} must be at least {sinks}"
-            )
-        policy = make_policy(name, _policy_shape(spec, layers))
-    fusion = cast("Fusion", config.hsa_fusion or kind.fusion)
-    dense_below, dense_prompt_below = config.hsa_dense_below or 0, 0
-    # With lse weights, attention over all pages equals dense attention. Rows that would select
-    # every page can therefore be dense. Pages in host memory are always found by selection.
-    if (
-        policy is not None
-        and config.hsa_dense_below is None
-        and fusion == "lse"
-        and not config.enable_hisparse
-    ):
-        # With top_p a row may leave out pages however few there are.
-        all_selected = (least + 1) * page_size + window - 1 if config.hsa_top_p is None else 0
-        generated, prompt = _DENSE_PAYS.get(device, (0, 0))
-        dense_below = max(all_selected, generated)
-        dense_prompt_below = max(all_selected, prompt)
-    if "prefill" in backend.options and config.hsa_prefill != "sparse":
-        dense_prompt_below = ALL_ROWS
-    return SparseConfig(
-        policy=policy,
-        layers=layers,
-        topk=topk,
-        window=window,
-        strategy=cast("Strategy", config.hsa_selection_strategy or kind.strategy),
-        fusion=fusion,
-        sinks=sinks,
-        top_p=config.hsa_top_p,
-        budgets=budgets,
-        dense_below=dense_below,
-        dense_prompt_below=dense_prompt_below,
-    )
 
 
 def _native(
@@ -248,7 +165,7 @@ def _native(
     kind = policy_class(native.policy)
     topk = native.topk if config.hsa_topk is None else config.hsa_topk
     sparse = SparseConfig(
-        policy=make_policy(native.policy, _policy_shape(spec, native.layers)),
+        policy=make_policy(native.policy, policy_shape(spec, native.layers)),
         layers=native.layers,
         topk=topk,
         window=native.window,
@@ -264,7 +181,7 @@ def _native(
     ):
         if value != trained:
             warnings.append(f"{option} {value} where the model has {trained}: an approximation")
-    summary = _summary(config, spec, sparse, native.chunk_size, backend)
+    summary = _summary(spec, sparse, native.chunk_size, backend)
     return AttentionPlan(("auto",), sparse, native.chunk_size, backend, (summary,), tuple(warnings))
 
 
@@ -300,102 +217,12 @@ def _indexed(
     return AttentionPlan(("auto",), sparse, page_size, backend, (note,))
 
 
-def _policy_shape(spec: ModelSpec, layers: Sequence[int]) -> PolicyShape:
-    """Shape of the sparse layers. They share one policy, so they must be alike."""
-    first = spec.layers[layers[0]]
-    for layer in layers:
-        if spec.layers[layer] != first:
-            raise ConfigError(
-                f"hsa_layers: layers {layers[0]} and {layer} of {spec.architecture} differ in "
-                "heads, scale or what they keep in the cache; name layers that are alike"
-            )
-    kept = [part.name for part in first.layout.parts]
-    if KV not in kept:
-        raise ConfigError(
-            f"attention_backend is hsa, which reads keys and values of heads; layers of "
-            f"{spec.architecture} keep {', '.join(kept)}: use another backend"
-        )
-    return PolicyShape(first.num_heads, first.num_kv_heads, first.head_dim, first.scale)
-
-
 def _hsa_options(config: EngineConfig) -> list[str]:
     names = [option.name for option in fields(config) if option.name.startswith("hsa_")]
     return [name for name in names if getattr(config, name) is not None]
 
 
-def _budgets(config: EngineConfig, layers: int) -> tuple[int, ...]:
-    """The pages of each sparse layer that the option lists."""
-    given = config.hsa_budget or ""
-    if given == AUTO:
-        raise ConfigError("hsa_budget is 'auto', which is not possible here; list the pages")
-    parts = [part.strip() for part in given.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(parts) != layers:
-        raise ConfigError(
-            f"hsa_budget is {given!r}; give pages for each of the {layers} sparse layers, such as "
-            "4,8,8,16, or auto"
-        )
-    if config.hsa_topk is not None:
-        raise ConfigError(
-            f"hsa_budget lists the pages of each layer and hsa_topk is {config.hsa_topk}; give one "
-            "(hsa_topk goes with hsa_budget=auto)"
-        )
-    return tuple(map(int, parts))
-
-
-def _only_sinks(config: EngineConfig, name: str, sinks: int) -> int:
-    """The number of pages of a policy that reads sinks and window only."""
-    for option in ("hsa_topk", "hsa_top_p", "hsa_budget", "hsa_selection_strategy"):
-        if getattr(config, option) is not None:
-            raise ConfigError(
-                f"{option} is given, and hsa_policy {name!r} selects no pages: it reads hsa_sinks "
-                f"pages and hsa_window rows; leave {option} out"
-            )
-    if sinks == 0:
-        raise ConfigError(f"hsa_sinks is 0; hsa_policy {name!r} reads at least 1 page of sinks")
-    return sinks
-
-
-def _layers(given: str | None, dense: int | None, spec: ModelSpec) -> tuple[int, ...]:
-    """Parse layers such as `0-3,7`. None stands for all full-attention layers but the first
-    `dense`."""
-    full = [layer for layer, window in enumerate(spec.windows) if window is None]
-    if given is None:
-        if not full:
-            raise ConfigError(f"{spec.architecture} has no full-attention layer for hsa to work on")
-        if dense is not None and dense >= len(full):
-            raise ConfigError(
-                f"hsa_dense_layers is {dense}; {spec.architecture} has {len(full)} full-attention "
-                f"layers, of which hsa needs one: use at most {len(full) - 1}"
-            )
-        return tuple(full[dense or 0 :])
-    if dense is not None:
-        raise ConfigError(
-            f"hsa_dense_layers is {dense} and hsa_layers {given!r}; both say which layers are "
-            "sparse: give one"
-        )
-    layers: set[int] = set()
-    for part in given.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ConfigError(f"hsa_layers is {given!r}; write layers and ranges such as 0-3,7")
-        begin, end = int(first), int(last or first)
-        if end < begin or end >= len(spec.windows):
-            raise ConfigError(
-                f"hsa_layers is {given!r}; the model has layers 0-{len(spec.windows) - 1}, and "
-                "ranges ascend"
-            )
-        layers.update(range(begin, end + 1))
-    windowed = sorted(layers - set(full))
-    if windowed:
-        raise ConfigError(
-            f"hsa_layers is {given!r}, but layer {windowed[0]} has a sliding window and reads few "
-            "pages anyway; name full-attention layers"
-        )
-    return tuple(sorted(layers))
-
-
 def _summary(
-    config: EngineConfig,
     spec: ModelSpec,
     sparse: SparseConfig,
     page_size: int,
@@ -404,7 +231,7 @@ def _summary(
     if sparse.policy is None:
         layers = f"{len(sparse.layers)} of {len(spec.windows)} layers"
         return f"{backend.name}: {layers}, pages of {page_size} rows, window {sparse.window}"
-    name = config.hsa_policy or (spec.sparsity.policy if spec.sparsity else _POLICY)
+    name = policy_name(type(sparse.policy))
     summary = (
         f"{backend.name}: {name}, {len(sparse.layers)} of {len(spec.windows)} layers, "
         f"top-{sparse.topk} pages of {page_size} rows, window {sparse.window}, "

@@ -10,7 +10,8 @@ import torch
 
 from cairn.attention.backend import AUTO_SPARSE, sparse_class
 from cairn.config import EngineConfig, check_options, from_names, option
-from cairn.engine.attention_options import DEFAULT_PAGE_SIZE, AttentionPlan
+from cairn.engine.attention_options import AttentionPlan
+from cairn.engine.training_free import default_page_size
 from cairn.errors import ConfigError
 from cairn.memory.groups import LayerGroup
 from cairn.memory.layout import INDEX, CacheLayout
@@ -83,7 +84,7 @@ def imply(config: EngineConfig, options: HiSparseOptions, spec: ModelSpec) -> En
     if options.top_k is None or sparse_class(name.strip() for name in names) is None:
         return config
     native = None if spec.sparsity is None else spec.sparsity.chunk_size
-    page_size = config.page_size or native or DEFAULT_PAGE_SIZE
+    page_size = config.page_size or native or default_page_size(config)
     pages, rest = divmod(options.top_k, page_size)
     if rest:
         raise ConfigError(

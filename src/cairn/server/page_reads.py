@@ -31,7 +31,7 @@ class PageReads:
             known = np.array([len(own.token_ids) - i for own, i in got], dtype=np.int64)
             held, window = self._windows(known - 1, [own for own, _ in got])
             self.held += int(held.sum())
-            self.read += int((held - window + np.minimum(self._sparse.topk, window)).sum())
+            self.read += int((held - window + np.minimum(self._sparse.mean_topk, window)).sum())
 
     def of_token(
         self, selections: Mapping[int, Selection], num_tokens: int, request: Request

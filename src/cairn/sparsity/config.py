@@ -45,6 +45,11 @@ class SparseConfig:
         return self.topk if self.budgets is None else self.budgets[self.layers.index(layer)]
 
     @property
+    def mean_topk(self) -> float:
+        """Pages of a layer, on average; with `top_p` the most."""
+        return self.topk if self.budgets is None else sum(self.budgets) / len(self.budgets)
+
+    @property
     def reads_densely(self) -> bool:
         """Whether some rows are dense."""
         return self.dense_below > 0 or self.dense_prompt_below > 0

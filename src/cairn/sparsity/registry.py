@@ -32,6 +32,12 @@ def policy_class(name: str) -> type[Policy]:
     return import_class("hsa_policy", name, _POLICIES, Policy)
 
 
+def policy_name(kind: type[Policy]) -> str:
+    """What `policy_class` finds the class by."""
+    place = f"{kind.__module__}:{kind.__qualname__}"
+    return next((name for name, own in _POLICIES.items() if own == place), place)
+
+
 def import_class(
     option: str, name: str, known: Mapping[str, str], base: type[T], also: str = ""
 ) -> type[T]:

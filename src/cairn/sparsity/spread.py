@@ -1,9 +1,16 @@
-"""Mean and spread: the landmark is the mean of a page's keys and their deviation in each dimension.
+"""Mean and spread: estimates the best score of a page's keys from their mean and deviation.
 
-    score(query, page) = scale * (query . mean + REACH * |query| . deviation)
+If the dimensions of a page's keys vary independently, their scores have the mean
 
-The mean alone hides the one key that matters. The box of `quest` lets every dimension take its best
-value at once, so that pages with wide boxes win. This score lies between the two.
+    mean = scale * query . (mean key)
+
+and the deviation
+
+    deviation = scale * |query * (deviation of each dimension of the keys)|
+
+The score is REACH deviations above the mean. The mean alone hides the one key that matters. The box
+of `quest` lets all dimensions take their best value at once, so that pages with a wide box win over
+the page with the key that matters.
 """
 
 from __future__ import annotations
@@ -12,8 +19,7 @@ import torch
 
 from cairn.sparsity.policy import Landmark, Policy
 
-REACH = 0.5
-"""Deviations above the mean at which a page is scored, in every dimension."""
+REACH = 2.0
 
 
 class SpreadPolicy(Policy):
@@ -27,4 +33,12 @@ class SpreadPolicy(Policy):
         return Landmark(torch.cat((mean, deviation), -1).to(keys.dtype), None)
 
     def map_query(self, query: torch.Tensor) -> torch.Tensor:
-        return torch.cat((query, REACH * query.abs()), -1)
+        return torch.cat((query, query.square()), -1)
+
+    def score(self, query: torch.Tensor, landmark: Landmark) -> torch.Tensor:
+        vectors = landmark.vectors  # [..., pages, kv_heads, 2 * dim]
+        dim = self.shape.head_dim
+        mean = super().score(query[..., :dim], Landmark(vectors[..., :dim], None))
+        variance = super().score(query[..., dim:], Landmark(vectors[..., dim:].square(), None))
+        # Both have one factor `scale`; a deviation needs it in front of the root.
+        return mean + REACH * (variance * self.shape.scale).sqrt()

@@ -6,8 +6,10 @@ const COMMON = new Set(
     "being about after before also only one two your you our out all any each some such very").split(" "),
 );
 const LEAST = 0.03; // share of a layer's attention below which no page mattered
+const AROUND = 32; // tokens to show on each side of a small page
 
-// {page, share, text} of the page that a layer gave most of its attention for one of the tokens.
+// {page, share, text} of the page that a layer gave most of its attention for one of the tokens. The text goes on
+// a little on both sides if pages are small.
 // The first page does not count: attention that is meant for nothing goes there.
 export function findSource(pages, reads) {
   let best = { page: -1, share: LEAST };
@@ -20,7 +22,10 @@ export function findSource(pages, reads) {
       });
     }
   }
-  return best.page < 0 ? null : { ...best, text: (pages.texts[best.page] || "").trim() };
+  if (best.page < 0) return null;
+  const more = Math.floor(AROUND / pages.tokens_per_page);
+  const texts = pages.texts.slice(Math.max(0, best.page - more), best.page + more + 1);
+  return { ...best, text: texts.join("").trim() };
 }
 
 const stem = (word) => word.toLowerCase().replace(/(?:'s|s|ed)$/, "");
