@@ -1,4 +1,4 @@
-"""Pages between host and device: the books alone, without tensors."""
+"""Pages between host and device: the books alone, and the slots that slices are read from."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from functools import partial
 
 import pytest
+import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
@@ -15,6 +16,7 @@ from cairn.memory.cache import PagedCache, SequencePages
 from cairn.memory.copies import CopyEdits, PageCopies, PageState, Transfer
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.groups import LayerGroup
+from cairn.memory.hot_cache import HotCache
 from tests.helpers import watch_frees
 from tests.memory.test_cache import CacheMachine
 from tests.memory.test_cache import Sequence as Running
@@ -197,6 +199,7 @@ class TieredCacheMachine(CacheMachine):
         policy=st.sampled_from(["lru", "lfu"]),
         caching=st.sampled_from([True, True, False]),
         late=st.booleans(),
+        by_row=st.booleans(),
         seed=st.integers(0, 99),
     )
     def setup(
@@ -208,6 +211,7 @@ class TieredCacheMachine(CacheMachine):
         policy: str,
         caching: bool,
         late: bool,
+        by_row: bool,
         seed: int,
     ) -> None:
         groups = [LayerGroup("full", ())]
@@ -231,6 +235,9 @@ class TieredCacheMachine(CacheMachine):
         )
         for g, allocator in enumerate(self.cache.allocators):
             watch_frees(allocator, partial(self.freed, g))
+        self.per_page = page_size if by_row else 1
+        self.hot = HotCache(1, 5, torch.device("cpu"))
+        self.slots: dict[int, tuple[object, int]] = {}  # page and offset that each slot holds
         self.sequences = {}
         self.opened = 0
 
@@ -302,6 +309,28 @@ class TieredCacheMachine(CacheMachine):
             frame = self.frame_of.get(page, 0)
             held = self.content[self.frames][frame] if frame else self.host[page]
             assert held == (sequence.namespace, tuple(sequence.tokens[:end]))
+        self.read(sequence)
+
+    def read(self, sequence: Running) -> None:
+        """Read pages, or single rows, that are not in frames, through hot slots."""
+        ids, lives = sequence.pages.tables[0], sequence.pages.generations[0]
+        complete = range(sequence.computed // self.step)
+        away = [
+            (index, self.rng.randrange(self.per_page))
+            for index in complete
+            if not self.frame_of.get(ids[index])
+        ][-self.hot.slots :]
+        if not away:
+            return
+        numbers = torch.tensor([[[ids[i] * self.per_page + offset for i, offset in away]]])
+        generations = torch.tensor([[[lives[i] for i, _ in away]]])
+        plan = self.hot.plan(numbers, generations, numbers >= 0)
+        for number, slot in zip(plan.slices.tolist(), plan.into.tolist(), strict=True):
+            page, offset = divmod(number, self.per_page)
+            self.slots[slot] = self.host[page], offset
+        for (i, offset), slot in zip(away, plan.slots.flatten().tolist(), strict=True):
+            tokens = tuple(sequence.tokens[: (i + 1) * self.step])
+            assert self.slots[slot] == ((sequence.namespace, tokens), offset)
 
     def apply_edits(self) -> None:
         edits = self.cache.take_edits()
