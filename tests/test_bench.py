@@ -31,7 +31,8 @@ from cairn.bench.workloads import seeded
 from cairn.cli.main import main
 from cairn.engine.inputs import StepInputs
 from cairn.errors import ConfigError
-from tests.helpers import TINY_LLAMA, byte_tokenizer, exit_code, write_model
+from cairn.models.presets import PRESETS
+from tests.helpers import TINY_DSA, TINY_LLAMA, byte_tokenizer, exit_code, write_model
 
 
 @pytest.fixture(scope="module")
@@ -390,6 +391,21 @@ def test_an_index_beside_its_dense_twin(capsys: pytest.CaptureFixture[str]) -> N
     assert all(row["dsa_ms"] > 0 and row["dense_ms"] > 0 for row in record["results"])
     assert main(["bench", "dsa", "--model", "qwen3-0.6b"]) == 2
     assert "bench dsa has dsv32-slice, glm5-slice" in capsys.readouterr().err
+
+
+def test_prompts_and_steps_by_index_beside_their_dense_twins(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PRESETS, "tiny", TINY_DSA)
+    parts = ["--parts", "prefill,step", "--model", "tiny", "--topk", "60"]
+    given = ["bench", "dsa", "--device", "cpu", *parts, "--lengths", "100", "--batches", "1,2"]
+    assert main(given) == 0
+    prefill, *steps = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert prefill["prompt"] == 100 and prefill["dsa_ms"] > 0 and prefill["dense_ms"] > 0
+    assert [row["sequences"] for row in steps] == [1, 2]
+    assert all(row["dsa_ms"] > 0 and row["dense_ms"] > 0 for row in steps)
+    assert main([*given, "--model", "moe-toy"]) != 0
+    assert "model is 'moe-toy'; bench dsa has dsv32-slice" in capsys.readouterr().err
 
 
 def test_experts_beside_transformers(capsys: pytest.CaptureFixture[str]) -> None:

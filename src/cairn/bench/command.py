@@ -49,15 +49,17 @@ _ATTENTION = (
     flag("cases", "", "Only cases with this in their name, such as MLA.", metavar="TEXT"),
 )
 _MOE_PARTS = ("layer", "step", "serve")
-_DSA_PARTS = ("layer", "step")
+_DSA_PARTS = ("layer", "prefill", "step")
 _DSA = (
     flag("model", "dsv32-slice", "A preset with an index.", metavar="NAME"),
     flag("device", "auto", "Where to run."),
-    list_flag("parts", ("layer",), "What to measure; steps on CUDA.", str, choices=_DSA_PARTS),
+    list_flag("parts", ("layer",), "What to measure.", str, choices=_DSA_PARTS),
     list_flag("lengths", (8192, 32768), "Contexts."),
     list_flag("batches", (1, 8), "Numbers of sequences."),
     flag("new-rows", 1, "layer: new rows of each sequence."),
-    flag("topk", None, "layer: rows that a query reads; by default the preset's.", type=int),
+    flag(
+        "topk", None, "layer, prefill: rows that a query reads; by default the preset's.", type=int
+    ),
 )
 _MOE = (
     flag("model", "moe-toy", "A preset with experts.", metavar="NAME"),

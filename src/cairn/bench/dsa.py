@@ -1,5 +1,6 @@
-"""`cairn bench dsa`: attention of one layer with an index, and whole decode steps, beside the dense
-twin. On CUDA also the parts of a decode layer, beside other kernels and beside their floors."""
+"""`cairn bench dsa`: attention of one layer with an index, for new rows or for a whole prompt, and
+whole decode steps, beside the dense twin. On CUDA also the parts of a decode layer, beside other
+kernels and beside their floors."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from cairn.attention.dsa_backend import DSABackend
 from cairn.attention.flash_mla_rows import FlashRows
 from cairn.attention.latent import LatentHeads
 from cairn.bench.attention import read_bandwidth, time_cuda
-from cairn.bench.engines import measured, need_cuda
+from cairn.bench.engines import measured
 from cairn.bench.report import show_rows, tell
 from cairn.cli_flags import check_at_least
 from cairn.engine.inputs import StepInputs
@@ -38,6 +39,7 @@ Rows = Iterator[dict[str, Any]]
 Call = Callable[[], Any]
 _PAGE = 64
 _PRODUCTS = 790e12  # products and sums of 16 bits that an H200 computes in a second, at best
+_CHUNK = 2048  # rows of a prompt that are computed at once
 _SETS = 4  # calls of one timed run: each reads other rows, not what the cache still has
 
 
@@ -46,8 +48,6 @@ def command(arguments: argparse.Namespace) -> int:
     if arguments.model not in names:
         raise ConfigError(f"model is {arguments.model!r}; bench dsa has {', '.join(names)}")
     check_at_least(arguments, 1, "new_rows")
-    if "step" in arguments.parts:
-        need_cuda("dsa --parts step", arguments.device)
     with torch.inference_mode():
         show_rows("dsa", tell(_run(arguments)), arguments.output)
     return 0
@@ -67,8 +67,10 @@ def _run(arguments: argparse.Namespace) -> Rows:
         if device.type == "cuda" and new == 1:
             yield {**row, **layer.parts(bandwidth)}
         del layer
+    for length in arguments.lengths if "prefill" in arguments.parts else ():
+        yield _prefill(preset, device, length)
     if "step" in arguments.parts:
-        yield from _steps(arguments.model, sizes)
+        yield from _steps(arguments.model, sizes, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class Layer:
     ) -> None:
         self._sizes = own = _Sizes.of(preset)
         self._device, self._length, self._rows = device, length, seqs * new
+        self._repeat = 3 if new == 1 else 1  # on a CPU
         self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         width = own.latent + own.rope
         layout = CacheLayout.of_latents(width, own.index_width).of_type(self._dtype)
@@ -142,6 +145,13 @@ class Layer:
 
     def whole(self) -> dict[str, Any]:
         """With the products before and after attention, by index and densely."""
+        seconds = self.seconds()
+        row = {f"{name}_ms": round(s * 1e3, 3) for name, s in seconds.items()}
+        ratio = round(seconds["dense"] / seconds["dsa"], 2)
+        return {**row, "dense_backend": self._dense.name, "dense / dsa": ratio}
+
+    def seconds(self) -> dict[str, float]:
+        """Median seconds by index, densely, and in plain torch of selection alone."""
         query, heads, index = self._query, self._heads, self._index()
         calls: dict[str, Call] = {
             "dsa": lambda: self._sparse.forward_indexed(0, query, heads, self._by_index, index),
@@ -150,10 +160,8 @@ class Layer:
         if self._sparse._kernels is None:
             select, pieces = self._sparse.select, list(self._by_index.pieces)
             calls["selection"] = lambda: [select(0, p, index, self._by_index) for p in pieces]
-        seconds = _medians(list(calls.values()), self._device)
-        row = {f"{name}_ms": round(s * 1e3, 3) for name, s in zip(calls, seconds, strict=True)}
-        ratio = round(seconds[1] / seconds[0], 2)
-        return {**row, "dense_backend": self._dense.name, "dense / dsa": ratio}
+        medians = _medians(list(calls.values()), self._device, self._repeat)
+        return dict(zip(calls, medians, strict=True))
 
     def parts(self, bandwidth: float) -> dict[str, Any]:
         """Scan, selection and attention of a decode layer, apart and together."""
@@ -224,24 +232,40 @@ def _inputs(device: torch.device, seqs: int, new: int, length: int, groups: int 
     return StepInputs.made_up(_PAGE, *sizes, [table] * groups).send(device, True)
 
 
-def _steps(model: str, sizes: Sequence[tuple[int, int]]) -> Rows:
+def _prefill(preset: Mapping[str, Any], device: torch.device, length: int) -> dict[str, Any]:
+    """Attention of one layer for a whole prompt, chunk by chunk."""
+    chunk = min(_CHUNK, length)
+    totals: dict[str, float] = {}
+    for end in range(chunk, length + 1, chunk):
+        for name, own in Layer(preset, device, end, 1, chunk).seconds().items():
+            totals[name] = totals.get(name, 0.0) + own
+    row: dict[str, Any] = {"prompt": length, "chunk": chunk}
+    row |= {f"{name}_ms": round(own * 1e3, 3) for name, own in totals.items()}
+    return {**row, "dense / dsa": round(totals["dense"] / totals["dsa"], 2)}
+
+
+def _steps(model: str, sizes: Sequence[tuple[int, int]], device: torch.device) -> Rows:
     """Whole decode steps with random weights, over a cache of random rows, by index and densely."""
     most = max(seqs for _, seqs in sizes)
     pages = most + max(seqs * -(-length // _PAGE) for length, seqs in sizes)
     own, layers = _Sizes.of(PRESETS[model]), PRESETS[model]["num_hidden_layers"]
-    row_bytes = 2 * layers * (own.latent + own.rope + own.index_width)
+    cuda = device.type == "cuda"
+    dtype = torch.bfloat16 if cuda else torch.float32
+    row_bytes = dtype.itemsize * layers * (own.latent + own.rope + own.index_width)
+    # On CUDA each step is recorded below, at its own length.
+    options = {"disable_cuda_graph": True} if cuda else {}
     times: dict[tuple[int, int], list[float]] = {size: [] for size in sizes}
     for dense in (False, True):
         with measured(
             model=model,
             load_format="dummy",
-            dtype="bfloat16",
-            device="cuda",
+            dtype=str(dtype).removeprefix("torch."),
+            device=device.type,
             page_size=_PAGE,
             max_running_requests=most,
             kv_cache_gib=pages * _PAGE * row_bytes / 2**30,
             disable_dsa=dense,
-            disable_cuda_graph=True,  # each step is recorded below, at its own length
+            **options,
         ) as llm:
             runner = llm.engine.runner
             for tensor in runner._pool.tensors():
@@ -251,7 +275,7 @@ def _steps(model: str, sizes: Sequence[tuple[int, int]]) -> Rows:
                 inputs = _inputs(runner._device, seqs, 1, length, len(runner._tables))
                 metadata = runner.backend.prepare(inputs.batch)
                 call = partial(runner._forward, inputs, metadata, None)
-                times[length, seqs].append(time_cuda(call))
+                times[length, seqs] += _medians([call], device, 3)
     for (length, seqs), (by_index, whole) in times.items():
         yield {
             "what": f"decode step of {model}",
@@ -268,12 +292,12 @@ def _per_set(call: Callable[[int], Any]) -> float:
     return time_cuda(lambda: [call(i) for i in range(_SETS)]) / _SETS
 
 
-def _medians(calls: Sequence[Call], device: torch.device) -> list[float]:
+def _medians(calls: Sequence[Call], device: torch.device, repeat: int) -> list[float]:
     """Median seconds of each call; on a CPU in turn, so that all meet the same machine."""
     if device.type == "cuda":
         return [time_cuda(call) for call in calls]
     times: list[list[float]] = [[] for _ in calls]
-    for _ in range(3):
+    for _ in range(repeat):
         for own, call in zip(times, calls, strict=True):
             begin = time.perf_counter()
             call()
