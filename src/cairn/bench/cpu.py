@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import median
 from types import TracebackType
 from typing import Any, Protocol
+from urllib.request import Request, urlopen
 
 import torch
 
@@ -29,6 +30,7 @@ from cairn.bench.engines import Arrivals
 from cairn.bench.load import draw_tokens
 from cairn.bench.measure import TransformersBaseline
 from cairn.bench.report import check_files, finish, print_rows, stamp
+from cairn.bench.spawned import spawn
 from cairn.bench.workloads import Workload as Asked
 from cairn.cli_flags import check_at_least
 from cairn.engine.sampling_params import SamplingParams
@@ -157,13 +159,30 @@ class Worker:
         return answer
 
     def memory(self) -> float | None:
-        """MB that the process uses, with its share of what it has in common with others."""
-        try:
-            lines = Path(f"/proc/{self._process.pid}/smaps_rollup").read_text().splitlines()
-        except OSError:  # not Linux
-            return None
-        (kilobytes,) = (int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-        return kilobytes / 1e3
+        return memory(self._process.pid)
+
+
+def memory(process: int) -> float | None:
+    """MB that a process and those it started use, with their share of what is common with others;
+    None if the system does not tell."""
+    try:
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except OSError:  # not Linux
+        return None
+    (kilobytes,) = (int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return kilobytes / 1e3 + sum(memory(int(child)) or 0 for child in children)
+
+
+def server_memory(path: str, threads: int) -> float | None:
+    """MB that all processes of a `cairn serve` use after an answer."""
+    with spawn([f"--model={path}", "--device=cpu", f"--threads={threads}"]) as server:
+        url = server.wait_until_ready()
+        body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 8}).encode()
+        request = Request(f"{url}/completions", body, {"Content-Type": "application/json"})
+        with urlopen(request) as answer:
+            answer.read()
+        return memory(server.pid)
 
 
 def _start(engine: str, path: str, threads: int) -> Worker:
@@ -246,7 +265,7 @@ def command(arguments: argparse.Namespace) -> int:
             for _ in range(arguments.repeat):  # in turn: all meet the same state of the machine
                 for engine, worker in workers.items():
                     values.setdefault((workload.name, engine), []).append(worker.run(workload))
-        memory = {engine: worker.memory() for engine, worker in workers.items()}
+        used = {engine: worker.memory() for engine, worker in workers.items()}
     rows = []
     for workload in todo:
         medians = {engine: median(values[workload.name, engine]) for engine in arguments.engines}
@@ -258,13 +277,19 @@ def command(arguments: argparse.Namespace) -> int:
                 row[f"vs {other}"] = round(ratio if workload.unit == "tok/s" else 1 / ratio, 2)
         row["runs"] = {engine: _rounded(values[workload.name, engine]) for engine in medians}
         rows.append(row)
-    sizes = {engine: None if size is None else round(size) for engine, size in memory.items()}
-    rows.append({"workload": "memory of the process", "unit": "MB", **sizes})
+    rows.append({"workload": "memory of the process", "unit": "MB", **_megabytes(used)})
+    if "cairn" in arguments.engines:
+        served = {"cairn": server_memory(path, threads)}
+        rows.append({"workload": "memory of the server", "unit": "MB", **_megabytes(served)})
     columns = [column for column in rows[0] if column != "runs"]
     record = {"workload": "cpu", "model": path, **stamp(), "threads": threads, "results": rows}
     print_rows(f"{Path(path).name}, {threads} threads", rows, columns)
     finish(record, arguments.output)
     return 0
+
+
+def _megabytes(sizes: Mapping[str, float | None]) -> dict[str, int | None]:
+    return {engine: None if size is None else round(size) for engine, size in sizes.items()}
 
 
 def _rounded(values: Sequence[float]) -> list[float]:
