@@ -26,12 +26,12 @@ STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
 
 
-def compressed(strategy: str) -> dict[str, Any]:
-    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True}
+def compressed(strategy: str, kind: str = "float") -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": kind, "strategy": strategy, "symmetric": True}
     if strategy == "block":
         weights["block_structure"] = [128, 128]
     group = {"weights": weights, "targets": ["Linear"], "input_activations": None}
-    groups = {"config_groups": {"group_0": group}, "format": "float-quantized"}
+    groups = {"config_groups": {"group_0": group}, "format": f"{kind}-quantized"}
     return {"quant_method": "compressed-tensors", **groups, "ignore": ["lm_head"]}
 
 
@@ -41,16 +41,20 @@ def strategy_of(options: dict[str, Any]) -> str:
     return "block" if "weight_block_size" in options else "tensor"
 
 
-def widened(numbers: torch.Tensor, scale: torch.Tensor, strategy: str) -> torch.Tensor:
+def kind_of(options: dict[str, Any]) -> str:
+    return "int" if options.get("format") == "int-quantized" else "float"
+
+
+def widened(numbers: torch.Tensor, scale: torch.Tensor, strategy: str, kind: str) -> torch.Tensor:
     """The weights as compressed-tensors defines them, not rounded to the type of the scales."""
     block = {"block_structure": [128, 128]} if strategy == "block" else {}
-    args = QuantizationArgs(num_bits=8, type="float", strategy=strategy, symmetric=True, **block)
+    args = QuantizationArgs(num_bits=8, type=kind, strategy=strategy, symmetric=True, **block)
     wide: torch.Tensor = dequantize(numbers, scale.float(), args=args, dtype=torch.float32)
     return wide.contiguous()
 
 
 def write(folder: Path, options: dict[str, Any]) -> tuple[Path, Path]:
-    """A model with random FP8 weights, and the same model with float weights."""
+    """A model with random weights of 8 bits, and the same model with float weights."""
     plain, packed = folder / "plain", folder / "packed"
     write_model(plain, CONFIG)
     packed.mkdir()
@@ -63,14 +67,15 @@ def write(folder: Path, options: dict[str, Any]) -> tuple[Path, Path]:
             written[name] = tensor
             continue
         outputs, columns = tensor.shape
-        numbers = (torch.randn(outputs, columns, generator=draw) * 8).to(torch.float8_e4m3fn)
+        dtype = torch.int8 if kind_of(options) == "int" else torch.float8_e4m3fn
+        numbers = (torch.randn(outputs, columns, generator=draw) * 8).to(dtype)
         size = {"tensor": (1,), "channel": (outputs, 1)}.get(
             strategy, (-(-outputs // 128), -(-columns // 128))
         )
         scale = (torch.rand(size, generator=draw) + 0.5) / 256
         if strategy == "channel":
             scale = scale.bfloat16()
-        floats[name] = widened(numbers, scale, strategy)
+        floats[name] = widened(numbers, scale, strategy, kind_of(options))
         stem = name.removesuffix(".weight")
         written[name] = numbers
         written[f"{stem}.{name_of_scale}"] = scale
@@ -85,8 +90,11 @@ def write(folder: Path, options: dict[str, Any]) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize(
     "options",
-    [DEEPSEEK, STATIC, MODELOPT, *map(compressed, ("channel", "tensor", "block"))],
-    ids=["deepseek", "static", "modelopt", "channel", "tensor", "block"],
+    [
+        *(DEEPSEEK, STATIC, MODELOPT, *map(compressed, ("channel", "tensor", "block"))),
+        *(compressed("channel", "int"), compressed("tensor", "int")),
+    ],
+    ids=["deepseek", "static", "modelopt", "channel", "tensor", "block", "int8", "int8-tensor"],
 )
 def test_weights_are_what_the_format_says(options: dict[str, Any], tmp_path: Path) -> None:
     plain, packed = write(tmp_path, options)
@@ -94,7 +102,8 @@ def test_weights_are_what_the_format_says(options: dict[str, Any], tmp_path: Pat
     with LLM(plain, device="cpu", quantization="none") as llm:
         expected = llm.logprobs(ids)
     with LLM(packed, device="cpu") as llm:
-        assert "weights: FP8 as in the file" in llm.engine.notes
+        name = "INT8" if kind_of(options) == "int" else "FP8"
+        assert f"weights: {name} as in the file" in llm.engine.notes
         torch.testing.assert_close(llm.logprobs(ids), expected, rtol=0, atol=1e-4)
     with LLM(packed, device="cpu", quantization="none") as llm:
         assert torch.equal(llm.logprobs(ids), expected)
@@ -108,6 +117,8 @@ def test_weights_are_what_the_format_says(options: dict[str, Any], tmp_path: Pat
         ({**MODELOPT, "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4'"),
         ({**compressed("channel"), "format": "pack-quantized"}, "format is 'pack-quantized'"),
         (compressed("group"), "group_0.weights.strategy is 'group'"),
+        (compressed("channel", "int"), "matrices of int8 here"),
+        ({**compressed("channel"), "format": "int-quantized"}, "group_0.weights.type is 'float'"),
         ({**compressed("channel"), "config_groups": {}}, "config_groups is {}"),
     ],
 )

@@ -70,6 +70,8 @@ def _refusal(
             return f"kernels on CUDA take bfloat16 and float16; this is {short}"
         if not use_kernels(dtype, device):
             return "triton is not installed"
+        if "INT8" in types and config.quantization in ("auto", "keep"):
+            return "kernels on CUDA do not read int8 weights"
         capability = torch.cuda.get_device_capability(device)
         is_fp8 = "FP8" in types if config.quantization in ("auto", "keep") else None
         if (is_fp8 or config.quantization == "fp8") and capability < _FP8_CAPABILITY:

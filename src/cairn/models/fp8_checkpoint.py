@@ -1,4 +1,5 @@
-"""Checkpoints with FP8 weights (e4m3), as DeepSeek, compressed-tensors and ModelOpt write them.
+"""Checkpoints with weights of 8 bits: FP8 (e4m3), as DeepSeek, compressed-tensors and ModelOpt
+write them, or int8, as compressed-tensors does.
 
 Beside `name.weight` is `name.weight_scale_inv` or `name.weight_scale`: one scale for each block
 (128 x 128 as a rule, of which those at the lower and right edge may be partial), for each output,
@@ -25,8 +26,8 @@ FP8_METHODS = ("fp8", "compressed-tensors", "modelopt")
 _SCALES = ("weight_scale_inv", "weight_scale")
 _INPUT_SCALE = ".input_scale"
 _FP8 = {"fmt": ("e4m3",), "activation_scheme": ("dynamic", "static")}
-_COMPRESSED = {"format": ("float-quantized",)}
-_OF_WEIGHTS = {"num_bits": (8,), "type": ("float",), "strategy": ("tensor", "channel", "block")}
+_COMPRESSED = {"format": ("float-quantized", "int-quantized")}
+_OF_WEIGHTS = {"num_bits": (8,), "strategy": ("tensor", "channel", "block"), "symmetric": (True,)}
 _MODELOPT = {"quant_algo": ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")}
 
 
@@ -34,6 +35,7 @@ _MODELOPT = {"quant_algo": ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")}
 class Fp8Format:
     block_size: tuple[int, int] | None
     """Rows and columns of a block; None if outputs or whole matrices have a scale."""
+    dtype: torch.dtype = torch.float8_e4m3fn
 
 
 def read_fp8_format(config: ConfigReader) -> Fp8Format:
@@ -49,21 +51,23 @@ def read_fp8_format(config: ConfigReader) -> Fp8Format:
         size = given.get("weight_block_size")
         return Fp8Format(None if size is None else _block_size(config, given, size))
     _check(config, name, given, _COMPRESSED)
+    whole = given.get("format") == "int-quantized"
+    kinds = {**_OF_WEIGHTS, "type": ("int" if whole else "float",)}
     sizes = set()
     groups = given.get("config_groups")
     for key, group in groups.items() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if not isinstance(weights, Mapping):
             raise ConfigError(f"{config.source}: {name}.config_groups.{key} has no weights")
-        _check(config, f"{name}.config_groups.{key}.weights", weights, _OF_WEIGHTS)
+        _check(config, f"{name}.config_groups.{key}.weights", weights, kinds)
         size = weights.get("block_structure") if weights.get("strategy") == "block" else None
         sizes.add(None if size is None else _block_size(config, given, size))
     if len(sizes) != 1:
         raise ConfigError(
-            f"{config.source}: {name}.config_groups is {shown(groups)}; supported: groups of FP8 "
+            f"{config.source}: {name}.config_groups is {shown(groups)}; supported: groups of "
             "weights with one strategy"
         )
-    return Fp8Format(sizes.pop())
+    return Fp8Format(sizes.pop(), torch.int8 if whole else torch.float8_e4m3fn)
 
 
 def _check(
@@ -91,7 +95,7 @@ def _block_size(config: ConfigReader, given: object, size: object) -> tuple[int,
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weights:
-    """A checkpoint's tensors, with FP8 matrices and their scales as `Narrow`."""
+    """A checkpoint's tensors, with matrices of 8 bits and their scales as `Narrow`."""
 
     source: Checkpoint
     format: Fp8Format
@@ -102,7 +106,7 @@ class Fp8Weights:
 
     @property
     def types(self) -> tuple[str, ...]:
-        return ("FP8",)
+        return ("INT8" if self.format.dtype == torch.int8 else "FP8",)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -116,7 +120,8 @@ class Fp8Weights:
         scaled = {_weight_of(name) for name in self.source.shapes if _weight_of(name) != name}
         if not scaled:
             raise LoadError(
-                f"{self.path}: quantization_config says that weights are FP8, but none has scales"
+                f"{self.path}: quantization_config says that weights are {self.types[0]}, but none "
+                "has scales"
             )
         waiting: dict[str, torch.Tensor] = {}  # weights without their scales, and the reverse
         for path, name, tensor in self.source.tensors():
@@ -135,10 +140,11 @@ class Fp8Weights:
             raise LoadError(f"{self.path}: {name} or its scale is missing from the checkpoint")
 
     def _matrix(self, path: Path, name: str, weight: torch.Tensor, scale: torch.Tensor) -> Weight:
-        if weight.dim() != 2 or weight.dtype != torch.float8_e4m3fn:
+        if weight.dim() != 2 or weight.dtype != self.format.dtype:
+            expected = str(self.format.dtype).removeprefix("torch.")
             raise LoadError(
-                f"{path}: tensor {name} has type {weight.dtype} and {weight.dim()} dimensions; FP8 "
-                "weights are matrices of float8_e4m3fn"
+                f"{path}: tensor {name} has type {weight.dtype} and {weight.dim()} dimensions; "
+                f"weights with scales are matrices of {expected} here"
             )
         outputs, columns = weight.shape
         scale = scale.float()
@@ -163,7 +169,7 @@ class Fp8Weights:
 def _kept(numbers: torch.Tensor, scale: torch.Tensor, span: int) -> Weight:
     matrix = Narrow(numbers, scale, span)
     # The kernel for a CPU takes the bits of NaN for a number.
-    return matrix.dense() if bool(numbers.isnan().any()) else matrix
+    return matrix.dense() if bool(numbers.float().isnan().any()) else matrix
 
 
 def _weight_of(name: str) -> str:
