@@ -10,7 +10,15 @@ import torch
 
 from cairn import LLM, SamplingParams
 from tests.engine.tiered import tiered
-from tests.helpers import GOLDENS, TINY, TINY_HILS, TINY_LLAMA, tokens_of, write_model
+from tests.helpers import (
+    GOLDENS,
+    TINY,
+    TINY_DSA,
+    TINY_HILS,
+    TINY_LLAMA,
+    tokens_of,
+    write_model,
+)
 from tests.parallel.ranks import SPARSE, in_step, load
 
 GOLDEN = sorted(p.parent.name for p in GOLDENS.glob("*/config.json"))
@@ -31,6 +39,7 @@ MADE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "quest-tier-async": (TINY_LLAMA, ASYNC),
     "dense-prompt-tier": (TINY_LLAMA, SCARCE),
     "hils-tier": (TINY_HILS, SCARCE),
+    "rows-tier": (TINY_DSA, SCARCE),
     "full-calibration": ({**TINY_HILS, "lmk_q_lora_dim": -1}, {}),
     "layer-norms": ({**TINY_HILS, **LAYER_NORMS}, {}),
 }
@@ -84,6 +93,7 @@ QUICK = ("hf_olmo3_mha_swa", "quest-tier")
 
 
 LATER = {"hf_deepseek_v2_groups", "hf_deepseek_v3_no_q_lora", "hf_glm_moe_dsa_full"}
+LATER |= {"rows-tier"}
 LATER |= {name for name in FAMILIES if name.startswith("hf_deepseek_v32")}
 """Like others of their family."""
 
