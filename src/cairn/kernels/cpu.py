@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -115,10 +116,8 @@ class CpuKernels:
         not in the cache folder."""
         compiler = find_compiler()
         target = f"-march={march}"
-        # All macros of the target: its instruction set and the compiler's version.
-        macros = _run([compiler, target, "-dM", "-E", "-x", "c++", os.devnull])
         sources = [path.read_text(encoding="utf-8") for path in (*_HEADERS, *_SOURCES)]
-        described = "\n".join([*sources, *_FLAGS, macros])
+        described = "\n".join([*sources, *_FLAGS, _macros(compiler, target)])
         name = f"{hashlib.sha256(described.encode()).hexdigest()[:32]}.so"
         kept = cache_folder() / "kernels" / name
         if kept.exists():
@@ -239,6 +238,12 @@ def find_compiler() -> str:
     raise CpuKernelsUnavailableError(
         f"there is no C++ compiler ({named or 'c++, g++ or clang++'}); install one, such as g++"
     )
+
+
+@cache
+def _macros(compiler: str, target: str) -> str:
+    """All macros of a target, which tell its instruction set and the compiler's version."""
+    return _run([compiler, target, "-dM", "-E", "-x", "c++", os.devnull])
 
 
 def _run(command: list[str]) -> str:
