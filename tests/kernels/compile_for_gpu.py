@@ -221,7 +221,7 @@ def quantised() -> None:
     for group in (0, 128):
         constants: dict[str, Any] = {"IN": 4096, "GROUP": group, "NORM": True, "ADD": True}
         tile = {"RUN": 16, "BLOCK_N": 4, "BLOCK_K": 4096, "SILU": False}
-        compile_kernel(fp8._one_row_kernel, types, {**constants, **tile}, num_warps=8)
+        compile_kernel(fp8._one_row_kernel, types, {**constants, **tile}, num_warps=4, maxnreg=168)
         tile = {"BLOCK_M": 32, "BLOCK_N": 16, "PARTS": 8, "BLOCK_K": 128}
         compile_kernel(fp8._few_rows_kernel, types, {**constants, **tile}, num_warps=8)
         own = {"IN": 4096, "GROUP": group or 4096, "BLOCK_G": 1, "BLOCK_K": group or 4096}
@@ -237,7 +237,7 @@ def quantised() -> None:
         form: dict[str, Any] = {"IN": 4096, "BITS": bits, "OFFSET": 8, "SUPER": 4, "SUBS": subs}
         form |= {"MINIMUM": has_sub, "SUB_SCALE": has_sub, "SUB_MINIMUM": has_sub}
         tile = {"BLOCK_N": 4, "BLOCK_K": 4096, "GATED": False, "NORM": True, "ADD": True}
-        compile_kernel(packed._one_row_kernel, types, {**form, **tile}, num_warps=bits)
+        compile_kernel(packed._one_row_kernel, types, {**form, **tile}, num_warps=bits, maxnreg=128)
         tile = {"BLOCK_M": 32, "BLOCK_N": 16, "PARTS": 8, "BLOCK_W": 32, "NORM": True, "ADD": True}
         compile_kernel(packed._few_rows_kernel, types, {**form, **tile}, num_warps=8)
         tile = {"BLOCK_N": 8, "BLOCK_W": 128, "CHOSEN": bits == 8}

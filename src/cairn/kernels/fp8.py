@@ -18,9 +18,11 @@ from cairn.kernels.interface import E4M3_LARGEST, FEW_FP8_ROWS
 from cairn.kernels.launch import direct
 from cairn.kernels.norm import rms_norm
 from cairn.kernels.pdl import pdl_options
+from cairn.kernels.processors import staying
 from cairn.kernels.sizes import blocks_of, power_of_two
 
 _RUN = 16  # columns that a thread loads at once
+_ONE_ROW_OUTPUTS = 4  # of a tile
 _SMALL_TILE_ROWS = 512  # most rows for which many-row products have small tiles
 _LARGEST = tl.constexpr(E4M3_LARGEST)
 
@@ -44,60 +46,48 @@ def _one_row_kernel(
     GROUP: tl.constexpr,  # columns with one scale; 0 for all
     RUN: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # at least IN
     SILU: tl.constexpr,
     NORM: tl.constexpr,
     ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """A program keeps x in registers and takes every so many tiles of BLOCK_N outputs. While it
+    multiplies one, other programs of the processor load theirs."""
+    lane = tl.arange(0, BLOCK_N)
     run = tl.arange(0, BLOCK_K // RUN)
     k = run[:, None] * RUN + tl.arange(0, RUN)[None, :]
-    there = n < out_features
-    weights = weight + n[:, None, None].to(tl.int64) * IN
-    GROUPS: tl.constexpr = 1 if GROUP == 0 else (IN + GROUP - 1) // GROUP
-    scales = scale + n.to(tl.int64) * GROUPS
+    inside = run < IN // RUN
     if PDL:
         gdc_launch_dependents()
-    # No kernel writes the weights, so the first loads are issued before the wait for x.
-    inside = run < IN // RUN
-    w = tl.load(weights + k[None], mask=there[:, None, None] & inside[None, :, None], other=0.0)
-    if PDL:
         gdc_wait()
-    place = out + n
-    if ADD:
-        before = tl.load(place, mask=there, other=0.0).to(tl.float32)
-    acc = tl.zeros((BLOCK_N, BLOCK_K // RUN), tl.float32)
-    squares = tl.zeros((BLOCK_K // RUN,), tl.float32)
-    for start in tl.static_range(0, IN, BLOCK_K):
-        at = start + k
-        inside = start // RUN + run < IN // RUN
-        if start > 0:
-            w = tl.load(
-                weights + at[None], mask=there[:, None, None] & inside[None, :, None], other=0.0
-            )
-        if SILU:
-            gate = tl.load(x + at, mask=inside[:, None], other=0.0).to(tl.float32)
-            up = tl.load(x + IN + at, mask=inside[:, None], other=0.0).to(tl.float32)
-            value = gate / (1.0 + tl.exp(-gate)) * up
-        else:
-            value = tl.load(x + at, mask=inside[:, None], other=0.0).to(tl.float32)
-        if NORM:
-            squares += tl.sum(value * value, 1)
-            value *= tl.load(norm_weight + at, mask=inside[:, None], other=0.0).to(tl.float32)
-        part = tl.sum(w.to(tl.float32) * value[None], 2)
-        if GROUP > 0:
-            own = scales[:, None] + ((start + run * RUN) // GROUP)[None, :]
-            part *= tl.load(own, mask=there[:, None] & inside[None, :], other=0.0)
-        acc += part
-    result = tl.sum(acc, 1)
-    if GROUP == 0:
-        result *= tl.load(scales, mask=there, other=0.0)
+    value = tl.load(x + k, mask=inside[:, None], other=0.0).to(tl.float32)
+    if SILU:
+        up = tl.load(x + IN + k, mask=inside[:, None], other=0.0).to(tl.float32)
+        value = value / (1.0 + tl.exp(-value)) * up
     if NORM:
-        result *= tl.rsqrt(tl.sum(squares) / IN + eps)
-    if ADD:
-        result += before
-    tl.store(place, result.to(out.dtype.element_ty), mask=there)
+        length = tl.rsqrt(tl.sum(tl.sum(value * value, 1)) / IN + eps)
+        value *= tl.load(norm_weight + k, mask=inside[:, None], other=0.0).to(tl.float32)
+        value *= length
+    GROUPS: tl.constexpr = 1 if GROUP == 0 else (IN + GROUP - 1) // GROUP
+    for first in range(tl.program_id(0) * BLOCK_N, out_features, tl.num_programs(0) * BLOCK_N):
+        n = first + lane
+        there = n < out_features
+        row = n.to(tl.int64)
+        here = there[:, None] & inside[None, :]
+        w = tl.load(weight + row[:, None, None] * IN + k[None], mask=here[:, :, None], other=0.0)
+        if GROUP > 0:
+            own = scale + row[:, None] * GROUPS + (run * RUN // GROUP)[None, :]
+            factor = tl.load(own, mask=here, other=0.0)
+        else:
+            factor = tl.load(scale + row, mask=there, other=0.0)
+        if ADD:
+            before = tl.load(out + n, mask=there, other=0.0).to(tl.float32)
+        part = tl.sum(w.to(tl.float32) * value[None], 2)
+        result = tl.sum(part * factor, 1) if GROUP > 0 else tl.sum(part, 1) * factor
+        if ADD:
+            result += before
+        tl.store(out + n, result.to(out.dtype.element_ty), mask=there)
 
 
 @direct
@@ -277,10 +267,12 @@ def product(
     what = {"IN": width, "GROUP": group, "NORM": norm is not None, "ADD": add_to is not None}
     given = (x, weight, scale, out, norm_weight, eps)
     if rows == 1:
-        block_n, block_k, warps = one_row_tile(out_features, width)
-        _one_row_kernel[(blocks_of(out_features, block_n),)](
-            *given, out_features, **what, RUN=_RUN, BLOCK_N=block_n, BLOCK_K=block_k, SILU=silu,
-            num_warps=warps, num_stages=1, **pdl_options(x),
+        block_k = max(1024, power_of_two(width))
+        warps = block_k // 1024 if block_k <= 4096 else 16
+        programs, most = staying(x.device, warps, blocks_of(out_features, _ONE_ROW_OUTPUTS))
+        _one_row_kernel[(programs,)](
+            *given, out_features, **what, RUN=_RUN, BLOCK_N=_ONE_ROW_OUTPUTS, BLOCK_K=block_k,
+            SILU=silu, num_warps=warps, num_stages=1, maxnreg=most, **pdl_options(x),
         )  # fmt: skip
         return out
     parts = 4 if width <= 2048 else 8
@@ -290,13 +282,6 @@ def product(
         BLOCK_K=_columns(group), num_warps=parts, num_stages=1, **pdl_options(x),
     )  # fmt: skip
     return out
-
-
-def one_row_tile(out_features: int, width: int) -> tuple[int, int, int]:
-    """Tile rows, tile columns and warps of a program of the one-row kernel, as measured on an
-    H200."""
-    columns = min(4096, max(1024, power_of_two(width)))
-    return 4, columns, columns // 1024
 
 
 def round_rows(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:

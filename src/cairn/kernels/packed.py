@@ -23,9 +23,11 @@ from cairn.kernels.interface import FEW_CODE_ROWS
 from cairn.kernels.launch import direct
 from cairn.kernels.norm import rms_norm
 from cairn.kernels.pdl import pdl_options
+from cairn.kernels.processors import staying
 from cairn.kernels.sizes import blocks_of, power_of_two
 
 BLOCK = 32
+_ONE_ROW_OUTPUTS = 4  # of a tile
 _MOST_WIDENED = 2**25  # weights that are in float at the same time
 
 
@@ -105,7 +107,7 @@ def _growth(i, bits):
 
 
 @triton.jit
-def _scales(
+def _load_scales(
     scale,
     minimum,
     sub_scale,
@@ -121,19 +123,67 @@ def _scales(
     SUB_SCALE: tl.constexpr,
     SUB_MINIMUM: tl.constexpr,
 ):
-    """Scale and minimum of blocks, float32; the minimum is 0 without MINIMUM."""
+    """Outer scale and minimum of blocks, and the inner ones, as they are stored. Those that the
+    matrix does not have are copies of the outer scale."""
     BLOCKS: tl.constexpr = IN // 32
     outer = row * (BLOCKS // SUPER) + block // SUPER
     inner = (row * BLOCKS + block) * SUBS + sub
-    own = tl.load(scale + outer, mask=mask, other=0.0).to(tl.float32)
+    own = tl.load(scale + outer, mask=mask, other=0.0)
+    least, own_sub, least_sub = own, own, own
     if SUB_SCALE:
-        own *= tl.load(sub_scale + inner, mask=mask, other=0).to(tl.float32)
-    least = tl.zeros_like(own)
+        own_sub = tl.load(sub_scale + inner, mask=mask, other=0)
     if MINIMUM:
-        least = tl.load(minimum + outer, mask=mask, other=0.0).to(tl.float32)
+        least = tl.load(minimum + outer, mask=mask, other=0.0)
+    if SUB_MINIMUM:
+        least_sub = tl.load(sub_minimum + inner, mask=mask, other=0)
+    return own, least, own_sub, least_sub
+
+
+@triton.jit
+def _combined(
+    own,
+    least,
+    own_sub,
+    least_sub,
+    OFFSET: tl.constexpr,
+    MINIMUM: tl.constexpr,
+    SUB_SCALE: tl.constexpr,
+    SUB_MINIMUM: tl.constexpr,
+):
+    """What codes are multiplied by, and what is added then, from `_load_scales`; float32."""
+    factor = own.to(tl.float32)
+    if SUB_SCALE:
+        factor *= own_sub.to(tl.float32)
+    added = factor * -OFFSET
+    if MINIMUM:
+        more = least.to(tl.float32)
         if SUB_MINIMUM:
-            least *= tl.load(sub_minimum + inner, mask=mask, other=0).to(tl.float32)
-    return own, least
+            more *= least_sub.to(tl.float32)
+        added += more
+    return factor, added
+
+
+@triton.jit
+def _input(x, norm_weight, at, inside, IN: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr):
+    """Inputs at some columns, before RMS norm divides them, and the squares that it adds up."""
+    value = tl.load(x + at, mask=inside[:, None], other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(x + IN + at, mask=inside[:, None], other=0.0).to(tl.float32)
+        value = value / (1.0 + tl.exp(-value)) * up
+    square = value * value
+    if NORM:
+        value *= tl.load(norm_weight + at, mask=inside[:, None], other=0.0).to(tl.float32)
+    return value, square
+
+
+@triton.jit
+def _dots(w, a, b, c, d, BITS: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Codes FIRST, FIRST + 1 and so on of each word, COUNT of them, with inputs that have grown."""
+    sums = _tiny(w, FIRST, BITS) * a[None] + _tiny(w, FIRST + 1, BITS) * b[None]
+    if COUNT == 4:
+        sums += _tiny(w, FIRST + 2, BITS) * c[None]
+        sums += _tiny(w, FIRST + 3, BITS) * d[None]
+    return sums
 
 
 @direct
@@ -158,73 +208,109 @@ def _one_row_kernel(
     SUB_SCALE: tl.constexpr,
     SUB_MINIMUM: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # at least IN
     GATED: tl.constexpr,
     NORM: tl.constexpr,
     ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """A program keeps x in registers and takes every so many tiles of BLOCK_N outputs. It loads a
+    tile before it multiplies the one that has come."""
     CODES: tl.constexpr = 32 // BITS  # of a word
     WORDS: tl.constexpr = 32 // CODES  # of a block
     QUADS: tl.constexpr = WORDS // 4  # of a block: four words, which a thread loads at once
-    HALF: tl.constexpr = CODES // SUBS  # codes of a word with one inner scale
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = n.to(tl.int64)
+    HALF: tl.constexpr = CODES // 2
+    lane = tl.arange(0, BLOCK_N)
     quad = tl.arange(0, BLOCK_K // 32 * QUADS)
     word = quad[:, None] * 4 + tl.arange(0, 4)[None, :]
-    column = (quad // QUADS * 32 + quad % QUADS * 4)[:, None] + tl.arange(0, 4)[None, :]
-    there = n < out_features
-    rows = words + row[:, None, None] * (IN // CODES)
+    at = (quad // QUADS * 32 + quad % QUADS * 4)[:, None] + tl.arange(0, 4)[None, :]
+    inside = quad < IN // 32 * QUADS
     if PDL:
         gdc_launch_dependents()
-    # No kernel writes the weights, so the first loads are issued before the wait for x.
-    inside = quad < IN // 32 * QUADS
-    w = tl.load(rows + word[None], mask=there[:, None, None] & inside[None, :, None], other=0)
-    if PDL:
         gdc_wait()
-    place = out + n
-    if ADD:
-        before = tl.load(place, mask=there, other=0.0).to(tl.float32)
-    acc = tl.zeros((BLOCK_N, BLOCK_K // 32 * QUADS), tl.float32)
-    squares = tl.zeros((BLOCK_K // 32 * QUADS, 4), tl.float32)
-    for start in tl.static_range(0, IN, BLOCK_K):
-        inside = start // 32 * QUADS + quad < IN // 32 * QUADS
-        here = there[:, None] & inside[None, :]
-        if start > 0:
-            more = rows + start // CODES + word[None]
-            w = tl.load(more, mask=here[:, :, None], other=0)
-        block = (start // 32 + quad // QUADS)[None, :]
-        for sub in tl.static_range(SUBS):
-            own, least = _scales(
-                scale, minimum, sub_scale, sub_minimum, row[:, None], block, here, sub,
+    # Inputs of each code of a word; with codes of 8 bits the last four are not used.
+    v0, s0 = _input(x, norm_weight, at, inside, IN, GATED, NORM)
+    v1, s1 = _input(x, norm_weight, at + WORDS, inside, IN, GATED, NORM)
+    v2, s2 = _input(x, norm_weight, at + 2 * WORDS, inside, IN, GATED, NORM)
+    v3, s3 = _input(x, norm_weight, at + 3 * WORDS, inside, IN, GATED, NORM)
+    squares = (s0 + s1) + (s2 + s3)
+    if CODES == 8:
+        v4, s4 = _input(x, norm_weight, at + 4 * WORDS, inside, IN, GATED, NORM)
+        v5, s5 = _input(x, norm_weight, at + 5 * WORDS, inside, IN, GATED, NORM)
+        v6, s6 = _input(x, norm_weight, at + 6 * WORDS, inside, IN, GATED, NORM)
+        v7, s7 = _input(x, norm_weight, at + 7 * WORDS, inside, IN, GATED, NORM)
+        squares += (s4 + s5) + (s6 + s7)
+        low = tl.sum((v0 + v1) + (v2 + v3), 1)
+        high = tl.sum((v4 + v5) + (v6 + v7), 1)
+        v4, v5 = v4 * _growth(4, BITS), v5 * _growth(5, BITS)
+        v6, v7 = v6 * _growth(6, BITS), v7 * _growth(7, BITS)
+    else:
+        low, high = tl.sum(v0 + v1, 1), tl.sum(v2 + v3, 1)
+    v0, v1 = v0 * _growth(0, BITS), v1 * _growth(1, BITS)
+    v2, v3 = v2 * _growth(2, BITS), v3 * _growth(3, BITS)
+    length = 1.0
+    if NORM:
+        length = tl.rsqrt(tl.sum(tl.sum(squares, 1)) / IN + eps)
+    # As if blocks were not neighbours: otherwise threads would load several scales at once, and
+    # exchange them in shared memory.
+    block = tl.max_contiguous((quad // QUADS)[None, :], [1, 1])
+    step = tl.num_programs(0) * BLOCK_N
+    n = tl.program_id(0) * BLOCK_N + lane
+    row = n.to(tl.int64)
+    here = (n < out_features)[:, None] & inside[None, :]
+    place = words + row[:, None, None] * (IN // CODES) + word[None]
+    w = tl.load(place, mask=here[:, :, None], other=0)
+    a, b, c, d = _load_scales(
+        scale, minimum, sub_scale, sub_minimum, row[:, None], block, here, 0,
+        IN, SUPER, SUBS, MINIMUM, SUB_SCALE, SUB_MINIMUM,
+    )  # fmt: skip
+    e, f = c, d
+    if SUBS == 2:
+        _, _, e, f = _load_scales(
+            scale, minimum, sub_scale, sub_minimum, row[:, None], block, here, 1,
+            IN, SUPER, SUBS, MINIMUM, SUB_SCALE, SUB_MINIMUM,
+        )  # fmt: skip
+    for _ in range(tl.program_id(0) * BLOCK_N, out_features, step):
+        own_n = n
+        n += step
+        row = n.to(tl.int64)
+        here = (n < out_features)[:, None] & inside[None, :]
+        place = words + row[:, None, None] * (IN // CODES) + word[None]
+        next_w = tl.load(place, mask=here[:, :, None], other=0)
+        next_a, next_b, next_c, next_d = _load_scales(
+            scale, minimum, sub_scale, sub_minimum, row[:, None], block, here, 0,
+            IN, SUPER, SUBS, MINIMUM, SUB_SCALE, SUB_MINIMUM,
+        )  # fmt: skip
+        next_e, next_f = next_c, next_d
+        if SUBS == 2:
+            _, _, next_e, next_f = _load_scales(
+                scale, minimum, sub_scale, sub_minimum, row[:, None], block, here, 1,
                 IN, SUPER, SUBS, MINIMUM, SUB_SCALE, SUB_MINIMUM,
             )  # fmt: skip
-            dots = tl.zeros((BLOCK_N, BLOCK_K // 32 * QUADS, 4), tl.float32)
-            total = tl.zeros((BLOCK_K // 32 * QUADS, 4), tl.float32)
-            for i in tl.static_range(sub * HALF, (sub + 1) * HALF):
-                at = start + column + WORDS * i
-                if GATED:
-                    gate = tl.load(x + at, mask=inside[:, None], other=0.0).to(tl.float32)
-                    up = tl.load(x + IN + at, mask=inside[:, None], other=0.0).to(tl.float32)
-                    value = gate / (1.0 + tl.exp(-gate)) * up
-                else:
-                    value = tl.load(x + at, mask=inside[:, None], other=0.0).to(tl.float32)
-                if NORM:
-                    squares += value * value
-                    factor = tl.load(norm_weight + at, mask=inside[:, None], other=0.0)
-                    value *= factor.to(tl.float32)
-                dots += _tiny(w, i, BITS) * (value * _growth(i, BITS))[None]
-                total += value
-            part = tl.sum(dots, 2) * (own * _SHRUNK)
+        there = own_n < out_features
+        if ADD:
+            before = tl.load(out + own_n, mask=there, other=0.0).to(tl.float32)
+        of_low = _dots(w, v0, v1, v2, v3, BITS, 0, HALF)
+        if CODES == 8:
+            of_high = _dots(w, v4, v5, v6, v7, BITS, HALF, HALF)
+        else:
+            of_high = _dots(w, v2, v3, v2, v3, BITS, HALF, HALF)
+        factor, added = _combined(a, b, c, d, OFFSET, MINIMUM, SUB_SCALE, SUB_MINIMUM)
+        if SUBS == 2:
+            part = tl.sum(of_low, 2) * (factor * _SHRUNK) + added * low[None, :]
+            factor, added = _combined(a, b, e, f, OFFSET, MINIMUM, SUB_SCALE, SUB_MINIMUM)
+            part += tl.sum(of_high, 2) * (factor * _SHRUNK) + added * high[None, :]
+        else:
+            part = tl.sum(of_low + of_high, 2) * (factor * _SHRUNK)
             if MINIMUM or OFFSET > 0:
-                part += (least - own * OFFSET) * tl.sum(total, 1)[None, :]
-            acc += part
-    result = tl.sum(acc, 1)
-    if NORM:
-        result *= tl.rsqrt(tl.sum(tl.sum(squares, 1)) / IN + eps)
-    if ADD:
-        result += before
-    tl.store(place, result.to(out.dtype.element_ty), mask=there)
+                part += added * (low + high)[None, :]
+        result = tl.sum(part, 1)
+        if NORM:
+            result *= length
+        if ADD:
+            result += before
+        tl.store(out + own_n, result.to(out.dtype.element_ty), mask=there)
+        w, a, b, c, d, e, f = next_w, next_a, next_b, next_c, next_d, next_e, next_f
 
 
 @direct
@@ -277,10 +363,11 @@ def _few_rows_kernel(
         w = tl.load(words + row * (IN // CODES) + at[:, None, :], mask=here, other=0)
         block = at // WORDS
         for sub in tl.static_range(SUBS):
-            own, least = _scales(
+            a, b, c, d = _load_scales(
                 scale, minimum, sub_scale, sub_minimum, row, block[:, None, :], here, sub,
                 IN, SUPER, SUBS, MINIMUM, SUB_SCALE, SUB_MINIMUM,
             )  # fmt: skip
+            own, added = _combined(a, b, c, d, OFFSET, MINIMUM, SUB_SCALE, SUB_MINIMUM)
             for i in tl.static_range(sub * HALF, (sub + 1) * HALF):
                 column = block * 32 + at % WORDS + WORDS * i
                 seen = (m < rows)[None, None, :] & inside[:, :, None]
@@ -291,8 +378,8 @@ def _few_rows_kernel(
                     squares += tl.sum(wide * wide, 1)
                     factor = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
                     value = (wide * factor[:, :, None]).to(x.dtype.element_ty)
-                code = (w >> i * BITS & (1 << BITS) - 1).to(tl.float32) - OFFSET
-                acc = tl.dot((code * own + least).to(value.dtype), value, acc)
+                code = (w >> i * BITS & (1 << BITS) - 1).to(tl.float32)
+                acc = tl.dot((code * own + added).to(value.dtype), value, acc)
     result = tl.sum(acc, 0)  # [BLOCK_N, BLOCK_M]
     if NORM:
         result *= tl.rsqrt(tl.sum(squares, 0) / IN + eps)[None, :]
@@ -343,13 +430,14 @@ def _widen_kernel(
     block = at // WORDS
     place = out + n.to(tl.int64)[:, None] * IN + (block * 32 + at % WORDS)[None, :]
     for sub in tl.static_range(SUBS):
-        own, least = _scales(
+        a, b, c, d = _load_scales(
             scale, minimum, sub_scale, sub_minimum, row, block[None, :], here, sub,
             IN, SUPER, SUBS, MINIMUM, SUB_SCALE, SUB_MINIMUM,
         )  # fmt: skip
+        own, added = _combined(a, b, c, d, OFFSET, MINIMUM, SUB_SCALE, SUB_MINIMUM)
         for i in tl.static_range(sub * HALF, (sub + 1) * HALF):
-            code = (w >> i * BITS & (1 << BITS) - 1).to(tl.float32) - OFFSET
-            weight = code * own + least
+            code = (w >> i * BITS & (1 << BITS) - 1).to(tl.float32)
+            weight = code * own + added
             tl.store(place + WORDS * i, weight.to(out.dtype.element_ty), mask=here)
 
 
@@ -397,10 +485,13 @@ def product(
     what = {**matrix.constants, "NORM": norm is not None, "ADD": add_to is not None}
     given = (x, *matrix.pointers, out, norm_weight, eps)
     if rows == 1:
-        block_n, block_k, warps = one_row_tile(matrix)
-        _one_row_kernel[(blocks_of(out_features, block_n),)](
-            *given, out_features, **what, BLOCK_N=block_n, BLOCK_K=block_k, GATED=silu,
-            num_warps=warps, num_stages=1, **pdl_options(x),
+        per_warp = 32 * 4 * 32 // matrix.bits  # columns of 32 threads with four words each
+        block_k = max(per_warp, power_of_two(matrix.columns))
+        warps = min(16, block_k // per_warp)
+        programs, most = staying(x.device, warps, blocks_of(out_features, _ONE_ROW_OUTPUTS))
+        _one_row_kernel[(programs,)](
+            *given, out_features, **what, BLOCK_N=_ONE_ROW_OUTPUTS, BLOCK_K=block_k, GATED=silu,
+            num_warps=warps, num_stages=1, maxnreg=most, **pdl_options(x),
         )  # fmt: skip
         return out
     parts = 4 if matrix.columns <= 2048 else 8
@@ -410,15 +501,6 @@ def product(
         num_warps=parts, num_stages=1, **pdl_options(x),
     )  # fmt: skip
     return out
-
-
-def one_row_tile(matrix: Packed) -> tuple[int, int, int]:
-    """Tile rows, tile columns and warps of a program of the one-row kernel, as measured on an
-    H200."""
-    per_warp = 32 * 4 * 32 // matrix.bits  # columns of 32 threads with four words each
-    columns = min(4096, max(per_warp, power_of_two(matrix.columns)))
-    rows = 4 if matrix.bits == 8 else 16 if matrix.columns <= 4096 else 8
-    return rows, columns, columns // per_warp
 
 
 def widened(
