@@ -246,6 +246,23 @@ def _prefill(preset: Mapping[str, Any], device: torch.device, length: int) -> di
 
 def _steps(model: str, sizes: Sequence[tuple[int, int]], device: torch.device) -> Rows:
     """Whole decode steps with random weights, over a cache of random rows, by index and densely."""
+    by_index, whole = (_step_seconds(model, sizes, device, dense=dense) for dense in (False, True))
+    for (length, seqs), ours, twin in zip(sizes, by_index, whole, strict=True):
+        yield {
+            "what": f"decode step of {model}",
+            "length": length,
+            "sequences": seqs,
+            "dsa_ms": round(ours * 1e3, 3),
+            "dense_ms": round(twin * 1e3, 3),
+            "dense / dsa": round(twin / ours, 2),
+        }
+
+
+def _step_seconds(
+    model: str, sizes: Sequence[tuple[int, int]], device: torch.device, *, dense: bool
+) -> list[float]:
+    """Seconds of a step of each size. Nothing refers to the engine afterwards, since there may not
+    be memory for two."""
     most = max(seqs for _, seqs in sizes)
     pages = most + max(seqs * -(-length // _PAGE) for length, seqs in sizes)
     own, layers = _Sizes.of(PRESETS[model]), PRESETS[model]["num_hidden_layers"]
@@ -254,37 +271,27 @@ def _steps(model: str, sizes: Sequence[tuple[int, int]], device: torch.device) -
     row_bytes = dtype.itemsize * layers * (own.latent + own.rope + own.index_width)
     # On CUDA each step is recorded below, at its own length.
     options = {"disable_cuda_graph": True} if cuda else {}
-    times: dict[tuple[int, int], list[float]] = {size: [] for size in sizes}
-    for dense in (False, True):
-        with measured(
-            model=model,
-            load_format="dummy",
-            dtype=str(dtype).removeprefix("torch."),
-            device=device.type,
-            page_size=_PAGE,
-            max_running_requests=most,
-            kv_cache_gib=pages * _PAGE * row_bytes / 2**30,
-            disable_dsa=dense,
-            **options,
-        ) as llm:
-            runner = llm.engine.runner
-            for tensor in runner._pool.tensors():
-                assert len(tensor) > pages - most, "the cache holds the largest step"
-                tensor.normal_()
-            for length, seqs in sizes:
-                inputs = _inputs(runner._device, seqs, 1, length, len(runner._tables))
-                metadata = runner.backend.prepare(inputs.batch)
-                call = partial(runner._forward, inputs, metadata, None)
-                times[length, seqs] += _medians([call], device, 3)
-    for (length, seqs), (by_index, whole) in times.items():
-        yield {
-            "what": f"decode step of {model}",
-            "length": length,
-            "sequences": seqs,
-            "dsa_ms": round(by_index * 1e3, 3),
-            "dense_ms": round(whole * 1e3, 3),
-            "dense / dsa": round(whole / by_index, 2),
-        }
+    with measured(
+        model=model,
+        load_format="dummy",
+        dtype=str(dtype).removeprefix("torch."),
+        device=device.type,
+        page_size=_PAGE,
+        max_running_requests=most,
+        kv_cache_gib=pages * _PAGE * row_bytes / 2**30,
+        disable_dsa=dense,
+        **options,
+    ) as llm:
+        runner, times = llm.engine.runner, []
+        for tensor in runner._pool.tensors():
+            assert len(tensor) > pages - most, "the cache holds the largest step"
+            tensor.normal_()
+        for length, seqs in sizes:
+            inputs = _inputs(runner._device, seqs, 1, length, len(runner._tables))
+            metadata = runner.backend.prepare(inputs.batch)
+            call = partial(runner._forward, inputs, metadata, None)
+            times += _medians([call], device, 3)
+    return times
 
 
 def _per_set(call: Callable[[int], Any]) -> float:
