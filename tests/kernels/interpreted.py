@@ -303,8 +303,9 @@ def test_sparse_attention(name: str, few: int, monkeypatch: pytest.MonkeyPatch) 
     whole = described and CASES[name].cache is None
     monkeypatch.setattr(sparse_extend, "_worth_describing", lambda *_: whole)
     found, expected = (run(CASES[name], CPU, kernels=kernels) for kernels in (True, False))
-    torch.testing.assert_close(found.out, expected.out, rtol=0, atol=1e-5)
-    torch.testing.assert_close(found.vectors, expected.vectors, rtol=0, atol=1e-5, equal_nan=True)
+    error = 1e-5 if CASES[name].dtype == torch.float32 else 3e-3
+    torch.testing.assert_close(found.out, expected.out, rtol=0, atol=error)
+    torch.testing.assert_close(found.vectors, expected.vectors, rtol=0, atol=error, equal_nan=True)
     assert torch.equal(found.sealed, expected.sealed)
     for row, selection in expected.selections.items():
         k = selection.page_index.shape[-1]

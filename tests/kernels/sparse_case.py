@@ -206,6 +206,7 @@ CASES: dict[str, Case] = {
     "fp8": Case([1, 40, 1], [48, 140, 300], traced=[0, 40], cache=FP8),
     "fp8-by-lse": Case([5, 33], [5, 133], options={"fusion": "lse"}, cache=FP8),
     "fp8-quest-decode": Case(*DECODE, policy="quest", options={"sinks": 2}, cache=FP8),
+    "fp8-half": Case(*DECODE, cache=FP8, dtype=torch.float16),
     "fp8-landmark-key": Case([1, 1], [160, 64], policy="landmark-key", cache=FP8),
     "fp8-mean": Case([1, 20], [704, 400], policy="mean", page_size=64, topk=2, cache=FP8),
 }

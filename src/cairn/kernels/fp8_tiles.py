@@ -27,6 +27,20 @@ def slice_size(pool, page_size, dim):
     return (page_size + scale_rows) * dim
 
 
+@triton.constexpr_function
+def reads_pairs(pool, query):
+    """Whether tiles are read as pairs of columns (see `unpack_pairs`), for queries of 16 bits."""
+    return is_fp8(pool) and query.dtype.element_ty.primitive_bitwidth == 16
+
+
+@triton.jit
+def as_tile(rows, PAIRS: tl.constexpr):
+    """Pointers to rows, or to their pairs of columns."""
+    if PAIRS:
+        rows = rows.to(tl.pointer_type(tl.int16), bitcast=True)
+    return rows
+
+
 @triton.jit
 def fit_query(q, pool):
     """The query in the type in which it is multiplied with keys."""

@@ -24,7 +24,15 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cairn.kernels.fp8_rows import FP8, page_rows
-from cairn.kernels.fp8_tiles import fit_query, is_fp8, load_scales, slice_size, unpack_pairs
+from cairn.kernels.fp8_tiles import (
+    as_tile,
+    fit_query,
+    is_fp8,
+    load_scales,
+    reads_pairs,
+    slice_size,
+    unpack_pairs,
+)
 from cairn.kernels.launch import direct
 from cairn.kernels.pdl import pdl_options
 from cairn.kernels.sizes import power_of_two
@@ -295,7 +303,7 @@ def _decode_kernel(
     head = kv_head * GROUP + offs_g % GROUP
     sees = length - count + own_row  # [BLOCK_G] the last key that each row sees
     # Rows of 8 bits are read as pairs: columns 0, 2, 4... here, and 1, 3, 5... in `odd` tiles.
-    PAIRS: tl.constexpr = is_fp8(pool) and query.dtype.element_ty.primitive_bitwidth == 16
+    PAIRS: tl.constexpr = reads_pairs(pool, query)
     EACH: tl.constexpr = 2 if PAIRS else 1
     offs_p = tl.arange(0, BLOCK_D // EACH)
     in_pairs = offs_p < DIM // EACH
@@ -314,9 +322,7 @@ def _decode_kernel(
     SLICE: tl.constexpr = slice_size(pool, PAGE_SIZE, DIM)
     keys = pool + kv_head * SLICE
     values = keys + KV_HEADS * SLICE
-    ELEMENT: tl.constexpr = tl.int16 if PAIRS else pool.dtype.element_ty
-    key_tile = keys.to(tl.pointer_type(ELEMENT), bitcast=True)
-    value_tile = values.to(tl.pointer_type(ELEMENT), bitcast=True)
+    key_tile, value_tile = as_tile(keys, PAIRS), as_tile(values, PAIRS)
     table = page_table + seq * table_stride
     for start in range(begin, end, BLOCK_N):
         n = start + offs_n
@@ -334,12 +340,12 @@ def _decode_kernel(
         k = tl.load(
             key_tile + slot[None, :] + offs_p[:, None],
             mask=seen[None, :] & in_pairs[:, None],
-            other=0,
+            other=0.0,
         )  # [BLOCK_D / EACH, BLOCK_N]
         v = tl.load(
             value_tile + slot[:, None] + offs_p[None, :],
             mask=seen[:, None] & in_pairs[None, :],
-            other=0,
+            other=0.0,
         )  # [BLOCK_N, BLOCK_D / EACH]
         if PAIRS:
             k, odd_k = unpack_pairs(k)

@@ -7,12 +7,15 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cairn.kernels.fp8_tiles import (
+    as_tile,
     fit_query,
     inverse_of,
     is_fp8,
     load_scales,
     log2_of,
+    reads_pairs,
     slice_size,
+    unpack_pairs,
 )
 from cairn.kernels.launch import direct
 from cairn.kernels.paged_decode import merge_splits
@@ -167,7 +170,7 @@ def choose_kernel(
 
 @triton.jit
 def _read_page(
-    q,  # [BLOCK_G, DIM]
+    queries,  # [BLOCK_G, DIM]; if PAIRS, even and odd columns
     pool,  # at the kv head's keys of page 0
     page,
     there,  # if false, the page is skipped
@@ -176,23 +179,35 @@ def _read_page(
     scale,
     most,
     total,
-    acc,
+    accs,  # like `queries`
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HIDE_LAST: tl.constexpr,
     BY_LSE: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
-    """Add a page to most, total and acc, weighted by its score, or by its log-sum-exp if BY_LSE."""
-    offs_d = tl.arange(0, DIM)
+    """Add a page to most, total and accs, weighted by its score or, if BY_LSE, log-sum-exp."""
+    EACH: tl.constexpr = 2 if PAIRS else 1
+    q, odd_q = queries
+    acc, odd_acc = accs
+    offs_d = tl.arange(0, DIM // EACH)
     offs_n = tl.arange(0, PAGE_SIZE)
     SLICE: tl.constexpr = slice_size(pool, PAGE_SIZE, DIM)
     keys = pool + page * (2 * KV_HEADS * SLICE)
     values = keys + KV_HEADS * SLICE
     read = (offs_n >= 0) & there
-    k = tl.load(keys + offs_n[None, :] * DIM + offs_d[:, None], mask=read[None, :], other=0.0)
-    v = tl.load(values + offs_n[:, None] * DIM + offs_d[None, :], mask=read[:, None], other=0.0)
-    logits = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+    rows = offs_n * (DIM // EACH)
+    key_tile, value_tile = as_tile(keys, PAIRS), as_tile(values, PAIRS)
+    k = tl.load(key_tile + rows[None, :] + offs_d[:, None], mask=read[None, :], other=0.0)
+    v = tl.load(value_tile + rows[:, None] + offs_d[None, :], mask=read[:, None], other=0.0)
+    if PAIRS:
+        k, odd_k = unpack_pairs(k)
+        v, odd_v = unpack_pairs(v)
+    logits = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+    if PAIRS:
+        logits = tl.dot(odd_q, odd_k, logits)
+    logits *= scale
     if is_fp8(pool):
         logits *= load_scales(keys, offs_n, read, PAGE_SIZE, DIM)[None, :]
     if HIDE_LAST:
@@ -218,12 +233,16 @@ def _read_page(
     weight = tl.exp(mass - safe)
     acc = acc * fade[:, None]
     if is_fp8(pool):  # the product of both weights may be too small for float16
-        inside = tl.dot(shares.to(q.dtype), v.to(q.dtype), input_precision="ieee")
+        shares = shares.to(q.dtype)
+        inside = tl.dot(shares, v.to(q.dtype), input_precision="ieee")
         acc += inside * (weight / inside_total)[:, None]
+        if PAIRS:
+            inside = tl.dot(shares, odd_v)
+            odd_acc = odd_acc * fade[:, None] + inside * (weight / inside_total)[:, None]
     else:
         shares = shares * (weight / inside_total)[:, None]
         acc = tl.dot(shares.to(v.dtype), v, acc, input_precision="ieee")
-    return new_most, total * fade + weight, acc
+    return new_most, total * fade + weight, (acc, odd_acc)
 
 
 @direct
@@ -300,16 +319,19 @@ def pages_kernel(
     offs_d = tl.arange(0, DIM)
     in_group = offs_g < GROUP
     head = kv_head * GROUP + offs_g
-    q = tl.load(
-        query + row * query_stride + head[:, None] * DIM + offs_d[None, :],
-        mask=in_group[:, None],
-        other=0.0,
-        cache_modifier=".cg",
-    )
-    q = fit_query(q, pool)
+    PAIRS: tl.constexpr = reads_pairs(pool, query)
+    EACH: tl.constexpr = 2 if PAIRS else 1
+    own_query = query + row * query_stride + head[:, None] * DIM
+    own_query += EACH * tl.arange(0, DIM // EACH)[None, :]
+    q = tl.load(own_query, mask=in_group[:, None], other=0.0, cache_modifier=".cg")
+    queries = (fit_query(q, pool), fit_query(q, pool))
+    if PAIRS:
+        odd = tl.load(own_query + 1, mask=in_group[:, None], other=0.0, cache_modifier=".cg")
+        queries = (fit_query(q, pool), fit_query(odd, pool))
     most = tl.full((BLOCK_G,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_G,), tl.float32)
-    acc = tl.zeros((BLOCK_G, DIM), tl.float32)
+    nothing = tl.zeros((BLOCK_G, DIM // EACH), tl.float32)
+    accs = (nothing, nothing)
 
     if LOCATED:
         slot = tl.arange(0, triton.next_power_of_2(TOPK))
@@ -333,10 +355,10 @@ def pages_kernel(
         for wanted in range(part, count, PAGE_PARTS):
             index = tl.load(chosen + wanted, cache_modifier=".cg")
             page = tl.load(own_located + wanted, cache_modifier=".cg").to(tl.int64)
-            most, total, acc = _read_page(
-                q, own_pool, tl.abs(page), page >= 0, own_scores + index,
-                in_group, scale, most, total, acc,
-                KV_HEADS, DIM, PAGE_SIZE, HIDE_LAST, BY_LSE,
+            most, total, accs = _read_page(
+                queries, own_pool, tl.abs(page), page >= 0, own_scores + index,
+                in_group, scale, most, total, accs,
+                KV_HEADS, DIM, PAGE_SIZE, HIDE_LAST, BY_LSE, PAIRS,
             )  # fmt: skip
         # Distribute the remaining pages anew; read each once all of its pieces have arrived.
         page = tl.load(own_located + slot, mask=slot < count, other=0, cache_modifier=".cg")
@@ -350,20 +372,23 @@ def pages_kernel(
             seen = tl.atomic_add(pieces, 0, sem="acquire")
             while seen < PIECES:
                 seen = tl.atomic_add(pieces, 0, sem="acquire")
-            most, total, acc = _read_page(
-                q, own_pool, coming.to(tl.int64), True, own_scores + index,
-                in_group, scale, most, total, acc,
-                KV_HEADS, DIM, PAGE_SIZE, HIDE_LAST, BY_LSE,
+            most, total, accs = _read_page(
+                queries, own_pool, coming.to(tl.int64), True, own_scores + index,
+                in_group, scale, most, total, accs,
+                KV_HEADS, DIM, PAGE_SIZE, HIDE_LAST, BY_LSE, PAIRS,
             )  # fmt: skip
     else:
         for wanted in range(part, count, PAGE_PARTS):
             index = tl.max(tl.where(place == wanted, kept_index, -1))
             page = tl.load(page_table + seq * table_stride + index).to(tl.int64)
-            most, total, acc = _read_page(
-                q, own_pool, page, True, own_scores + index, in_group, scale,
-                most, total, acc, KV_HEADS, DIM, PAGE_SIZE, HIDE_LAST, BY_LSE,
+            most, total, accs = _read_page(
+                queries, own_pool, page, True, own_scores + index, in_group, scale,
+                most, total, accs, KV_HEADS, DIM, PAGE_SIZE, HIDE_LAST, BY_LSE, PAIRS,
             )  # fmt: skip
 
+    acc, odd_acc = accs
+    if PAIRS:
+        acc = tl.interleave(acc, odd_acc)
     if (part == 0) & (kv_head == 0) & (seq == 0):
         tl.store(launches, tl.load(launches, cache_modifier=".cg") + 1)
     own = (seq * PARTS + WINDOW_PARTS + part).to(tl.int64) * HEADS + head

@@ -9,10 +9,18 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cairn.kernels.fp8_tiles import fit_query, is_fp8, load_scales, slice_size
+from cairn.kernels.fp8_tiles import (
+    as_tile,
+    fit_query,
+    is_fp8,
+    load_scales,
+    reads_pairs,
+    slice_size,
+    unpack_pairs,
+)
 from cairn.kernels.landmark import pool_page
 from cairn.kernels.launch import direct
-from cairn.kernels.softmax import LOG2E, softmax_result, softmax_step
+from cairn.kernels.softmax import LOG2E, softmax_result, softmax_weights
 from cairn.kernels.sparse_shape import candidate_limit, load_scoring
 
 
@@ -68,6 +76,7 @@ def score_kernel(
     BLOCK_S: tl.constexpr = 1 if SHARED == 1 else max(16, triton.next_power_of_2(SHARED))
     BLOCK_G: tl.constexpr = max(16, triton.next_power_of_2(GROUP))
     SLICE: tl.constexpr = slice_size(pool, PAGE_SIZE, DIM)
+    PAIRS: tl.constexpr = reads_pairs(pool, query)
     length = tl.load(kv_lens + seq).to(tl.int32)
     row = tl.load(rows + seq).to(tl.int64)
     if row < 0:
@@ -119,38 +128,50 @@ def score_kernel(
         offs_n = tl.arange(0, PAGE_SIZE)
         in_group = offs_g < GROUP
         head = kv_head * GROUP + offs_g
-        q = tl.load(
-            query + row * query_stride + head[:, None] * DIM + offs_d[None, :],
-            mask=in_group[:, None],
-            other=0.0,
-        )
-        q = fit_query(q, pool)
+        EACH: tl.constexpr = 2 if PAIRS else 1
+        offs_p = tl.arange(0, DIM // EACH)
+        own_query = query + row * query_stride + head[:, None] * DIM + EACH * offs_p[None, :]
+        q = fit_query(tl.load(own_query, mask=in_group[:, None], other=0.0), pool)
+        if PAIRS:
+            odd_q = fit_query(tl.load(own_query + 1, mask=in_group[:, None], other=0.0), pool)
         most = tl.full((BLOCK_G,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_G,), tl.float32)
-        acc = tl.zeros((BLOCK_G, DIM), tl.float32)
+        acc = tl.zeros((BLOCK_G, DIM // EACH), tl.float32)
+        odd_acc = acc
         for index in range(limit + part, tl.cdiv(length, PAGE_SIZE), WINDOW_PARTS):
             page = tl.load(kv_table + seq * table_stride + index).to(tl.int64)
-            base = pool + (page * (2 * KV_HEADS) + kv_head) * SLICE
+            keys = pool + (page * (2 * KV_HEADS) + kv_head) * SLICE
+            values = keys + KV_HEADS * SLICE
             there = index * PAGE_SIZE + offs_n < length
+            inside = offs_n * (DIM // EACH)
+            key_tile, value_tile = as_tile(keys, PAIRS), as_tile(values, PAIRS)
             k = tl.load(
-                base + offs_n[None, :] * DIM + offs_d[:, None], mask=there[None, :], other=0.0
+                key_tile + inside[None, :] + offs_p[:, None], mask=there[None, :], other=0.0
             )
             v = tl.load(
-                base + KV_HEADS * SLICE + offs_n[:, None] * DIM + offs_d[None, :],
-                mask=there[:, None],
-                other=0.0,
+                value_tile + inside[:, None] + offs_p[None, :], mask=there[:, None], other=0.0
             )
-            logits = tl.dot(q, k.to(q.dtype), input_precision="ieee") * (scale * LOG2E)
+            if PAIRS:
+                k, odd_k = unpack_pairs(k)
+                v, odd_v = unpack_pairs(v)
+            logits = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+            if PAIRS:
+                logits = tl.dot(odd_q, odd_k, logits)
+            logits *= scale * LOG2E
             value_scale = None
             if is_fp8(pool):
-                logits *= load_scales(base, offs_n, there, PAGE_SIZE, DIM)[None, :]
-                value_scale = load_scales(base + KV_HEADS * SLICE, offs_n, there, PAGE_SIZE, DIM)
+                logits *= load_scales(keys, offs_n, there, PAGE_SIZE, DIM)[None, :]
+                value_scale = load_scales(values, offs_n, there, PAGE_SIZE, DIM)
             if HIDE_LAST:
                 there = there & (offs_n < PAGE_SIZE - 1)
             logits = tl.where(there[None, :], logits, float("-inf"))
-            most, total, acc = softmax_step(
-                logits, v.to(q.dtype), most, total, acc, False, value_scale
-            )
+            weights, fade, most, total = softmax_weights(logits, most, total, False, value_scale)
+            weights = weights.to(q.dtype)
+            acc = tl.dot(weights, v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
+            if PAIRS:
+                odd_acc = tl.dot(weights, odd_v, odd_acc * fade[:, None])
+        if PAIRS:
+            acc = tl.interleave(acc, odd_acc)
         place = (seq * PARTS + part).to(tl.int64) * HEADS + head
         out, lse = softmax_result(most, total, acc)
         tl.store(partial + place[:, None] * DIM + offs_d[None, :], out, mask=in_group[:, None])
