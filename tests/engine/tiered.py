@@ -27,6 +27,7 @@ from tests.helpers import (
 
 PAGE = 16
 DENSE = {"attention_backend": "hsa", "hsa_topk": 2, "hsa_window": 20, "hsa_sinks": 1}
+DENSE["hsa_policy"] = "quest"  # the default with a tier, but not without one
 SPARSE = {**DENSE, "hsa_prefill": "sparse"}
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "quest": (TINY_LLAMA, SPARSE),
