@@ -413,6 +413,8 @@ def test_experts_beside_transformers(capsys: pytest.CaptureFixture[str]) -> None
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["rows"] for row in record["results"]] == [1, 3]
     assert all(row["cairn_us"] > 0 and row["ratio"] > 0 for row in record["results"])
+    assert main(["bench", "products"]) == 2
+    assert "bench products measures CUDA kernels" in capsys.readouterr().err
     assert main(["bench", "moe", "--model", "qwen3-0.6b"]) == 2
     assert "bench moe has qwen3-30b-a3b, moe-toy" in capsys.readouterr().err
 

@@ -19,6 +19,7 @@ from cairn.models.gpu_matrix import gpu_matrix
 
 CODE_FORMS = ("AWQ", "GPTQ", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q8_0", "Q2_K")
 """Forms of `Codes`: AWQ and GPTQ with groups of 128, asymmetric and symmetric."""
+Multiply = Callable[[torch.Tensor], torch.Tensor]
 _READ = 2**28  # bytes of the matrices that are multiplied in turn: more than a GPU caches
 
 
@@ -35,16 +36,25 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    from cairn.kernels.precompile import collecting, compile_all
+
     device = torch.device("cuda")
     bandwidth = read_bandwidth(device)
-    pairs = zip(arguments.shapes[::2], arguments.shapes[1::2], strict=True)
-    for outputs, columns in pairs:
+    for at in range(0, len(arguments.shapes), 2):
+        outputs, columns = arguments.shapes[at : at + 2]
+        inputs = [torch.randn(n, columns, device=device).bfloat16() for n in arguments.rows]
+        given = {
+            form: _matrices(form, outputs, columns, device) for form in ("bf16", *arguments.forms)
+        }
+        with collecting() as kernels:
+            for _, products in given.values():
+                for x in inputs:
+                    products[0](x)
+        compile_all(kernels)
         of_bf16: dict[int, float] = {}
-        for form in ("bf16", *arguments.forms):
-            nbytes, products = _matrices(form, outputs, columns, device)
-            for rows in arguments.rows:
-                x = torch.randn(rows, columns, dtype=torch.bfloat16, device=device)
-                seconds = time_cuda(lambda: [multiply(x) for multiply in products]) / len(products)  # noqa: B023
+        for form, (nbytes, products) in given.items():
+            for x in inputs:
+                rows, seconds = len(x), _seconds(products, x)
                 of_bf16.setdefault(rows, seconds)
                 yield {
                     "form": form,
@@ -60,7 +70,9 @@ def _run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     yield {"form": "plain read of 2 GiB", "TB/s": round(bandwidth / 1e12, 2)}
 
 
-Multiply = Callable[[torch.Tensor], torch.Tensor]
+def _seconds(products: Sequence[Multiply], x: torch.Tensor) -> float:
+    """Of one product, where all are computed in turn."""
+    return time_cuda(lambda: [multiply(x) for multiply in products]) / len(products)
 
 
 def _matrices(

@@ -390,6 +390,29 @@ def _few_rows_kernel(
     tl.store(place, result.to(out.dtype.element_ty), mask=stored)
 
 
+@triton.jit
+def _weight(w, factor, added, i: tl.constexpr, BITS: tl.constexpr):
+    """The weights of code i of each word."""
+    return (w >> i * BITS & (1 << BITS) - 1).to(tl.float32) * factor + added
+
+
+@triton.jit
+def _four(
+    w,
+    factor,
+    added,
+    i: tl.constexpr,
+    j: tl.constexpr,
+    k: tl.constexpr,
+    m: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Weights of four codes, [..., 2, 2]: the second bit of a code's number, then the first."""
+    evens = tl.join(_weight(w, factor, added, i, BITS), _weight(w, factor, added, j, BITS))
+    odds = tl.join(_weight(w, factor, added, k, BITS), _weight(w, factor, added, m, BITS))
+    return tl.join(evens, odds)
+
+
 @direct
 @triton.jit(do_not_specialize=["count"])
 def _widen_kernel(
@@ -416,7 +439,6 @@ def _widen_kernel(
 ):
     CODES: tl.constexpr = 32 // BITS
     WORDS: tl.constexpr = 32 // CODES
-    HALF: tl.constexpr = CODES // SUBS
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
     if PDL:
@@ -428,17 +450,35 @@ def _widen_kernel(
     here = (n < count)[:, None] & (at < IN // CODES)[None, :]
     w = tl.load(words + row * (IN // CODES) + at[None, :], mask=here, other=0)
     block = at // WORDS
-    place = out + n.to(tl.int64)[:, None] * IN + (block * 32 + at % WORDS)[None, :]
-    for sub in tl.static_range(SUBS):
+    a, b, c, d = _load_scales(
+        scale, minimum, sub_scale, sub_minimum, row, block[None, :], here, 0,
+        IN, SUPER, SUBS, MINIMUM, SUB_SCALE, SUB_MINIMUM,
+    )  # fmt: skip
+    low, low_added = _combined(a, b, c, d, OFFSET, MINIMUM, SUB_SCALE, SUB_MINIMUM)
+    high, high_added = low, low_added
+    if SUBS == 2:
         a, b, c, d = _load_scales(
-            scale, minimum, sub_scale, sub_minimum, row, block[None, :], here, sub,
+            scale, minimum, sub_scale, sub_minimum, row, block[None, :], here, 1,
             IN, SUPER, SUBS, MINIMUM, SUB_SCALE, SUB_MINIMUM,
         )  # fmt: skip
-        own, added = _combined(a, b, c, d, OFFSET, MINIMUM, SUB_SCALE, SUB_MINIMUM)
-        for i in tl.static_range(sub * HALF, (sub + 1) * HALF):
-            code = (w >> i * BITS & (1 << BITS) - 1).to(tl.float32)
-            weight = code * own + added
-            tl.store(place + WORDS * i, weight.to(out.dtype.element_ty), mask=here)
+        high, high_added = _combined(a, b, c, d, OFFSET, MINIMUM, SUB_SCALE, SUB_MINIMUM)
+    # [..., code]: joined by the highest bit of a code's number first
+    if CODES == 8:
+        first = _four(w, low, low_added, 0, 2, 1, 3, BITS)
+        second = _four(w, high, high_added, 4, 6, 5, 7, BITS)
+        codes = tl.permute(tl.join(first, second), (0, 1, 4, 2, 3))
+    else:
+        first = tl.join(_weight(w, low, low_added, 0, BITS), _weight(w, low, low_added, 1, BITS))
+        second = tl.join(
+            _weight(w, high, high_added, 2, BITS), _weight(w, high, high_added, 3, BITS)
+        )
+        codes = tl.permute(tl.join(first, second), (0, 1, 3, 2))
+    by_block = tl.reshape(codes, (BLOCK_N, BLOCK_W // WORDS, WORDS, CODES))
+    columns = tl.reshape(tl.permute(by_block, (0, 1, 3, 2)), (BLOCK_N, BLOCK_W * CODES))
+    column = tl.program_id(1) * BLOCK_W * CODES + tl.arange(0, BLOCK_W * CODES)
+    place = out + n.to(tl.int64)[:, None] * IN + column[None, :]
+    stored = (n < count)[:, None] & (column < IN)[None, :]
+    tl.store(place, columns.to(out.dtype.element_ty), mask=stored)
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
