@@ -68,7 +68,7 @@ def main() -> None:
     for page_size, window in ((64, 0), (64, 100), (16, 100), (512, 0)):
         shape = {**HEADS, "PAGE_SIZE": page_size, "WINDOW": window, "HIDE_LAST": window > 0}
         shape |= {"WITH_LSE": True}
-        splits = {"rows": I32, "item_seq": I32, "item_indptr": I32}
+        splits = {"rows": I32, "item_seq": I32, "item_indptr": I32, "head_stride": "i32"}
         splits |= {"partial": FP32, "partial_lse": FP32, "arrivals": I32, "group_arrivals": I32}
         block_n = 16 if page_size == 16 else 64
         types = {**ATTENTION, **splits}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -580,6 +581,49 @@ def test_drafts_are_checked_in_recorded_steps(
             key: step.graph for key, step in runner.graphs._graphs.items() if key[0].few
         }
         assert sum(step.replays for step in replayed.values()) > 2
+
+
+def test_drafts_read_the_pages_that_the_first_one_selected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are as many pages before the window as are selected, so all drafts come true."""
+    _use_few_programs(monkeypatch)
+    monkeypatch.setattr(KernelSparse, "refusal", staticmethod(lambda *_: None))
+    monkeypatch.setattr(TritonBackend, "unavailable_reason", staticmethod(lambda _: None))
+    monkeypatch.setattr(graphs, "_MIXED_ROWS", (32,))
+    config = {**TINY_LLAMA, "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    folder = write_model(tmp_path, config)
+    rerun_steps(monkeypatch)
+    prompts = [tokens_of(n, seed=n, vocab=64) for n in (55, 52)]
+    asked = SamplingParams(max_tokens=7, ignore_eos=True)
+    with LLM(
+        folder,
+        device="cpu",
+        dtype="float32",
+        kv_cache_gib=0.05,
+        max_running_requests=2,
+        attention_backend="triton",
+        page_size=16,
+        speculative="sparse",
+        speculative_tokens=3,
+        hsa_topk=2,
+        hsa_window=20,
+        hsa_dense_below=0,
+    ) as llm:
+        speculation, runner = llm.engine.scheduler.speculation, llm.engine.runner
+        assert speculation is not None
+        speculation.pace = Always()
+        poison_free_memory(llm.engine)
+        plain = llm.generate(prompts, replace(asked, speculation=False))
+        runner.record_graphs(32)
+        results = llm.generate(prompts, asked, cache_salt="drafts")
+        assert [own.token_ids for own in results] == [own.token_ids for own in plain]
+        stats = llm.engine.scheduler.stats
+        assert stats.accepted == stats.drafted >= 8
+        assert runner.graphs is not None
+        steps: Any = runner.graphs._graphs.items()
+        assert {"kept", "sparse"} <= {key[0].kind for key, step in steps if step.graph.replays}
+        llm.engine.scheduler.check()
 
 
 def test_a_whole_engine_on_sparse_kernels_with_a_host_tier(

@@ -229,6 +229,8 @@ class SparseParts:
     tier: HiSparseCoordinator | None = None
     in_stage: AttentionBackend | None = None
     """A dense backend over the tier's stage, if prompts are read densely."""
+    drafts: bool = False
+    """Sparse rows only draft."""
 
 
 class SparseBackend(Backend):

@@ -8,10 +8,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-GraphKind = Literal["dense", "sparse", "resident", "both"]
+GraphKind = Literal["dense", "sparse", "resident", "kept", "both"]
 """How sparse layers attend in a recorded step. dense: all rows attend densely. sparse: all rows
-select pages. resident: like sparse, with `AttentionBatch.resident`. both: some rows are dense, some
-sparse."""
+select pages. resident: like sparse, with `AttentionBatch.resident`. kept: all rows read pages that
+were selected before, with `AttentionBatch.kept`. both: some rows are dense, some sparse."""
 
 
 NOT_SENT = torch.empty(0, device="meta")
@@ -53,6 +53,9 @@ class AttentionBatch:
     recorded: GraphKind | None = None
     """The kind of graph that this batch is recorded for; None outside recording. While recording,
     the lengths on the host are placeholders: replayed steps set the lengths on the device."""
+    kept: bool = False
+    """Each sequence drafts, and may read the pages that the last step with a graph of kind "sparse"
+    selected for it. It was a step of the same sequences, and of others behind them."""
     few: bool = False
     """It is recorded for steps in which sequences have few rows (`Graph.few`)."""
     device: torch.device = NOT_SENT.device

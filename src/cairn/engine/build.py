@@ -246,6 +246,7 @@ def build_runner(
                 landmarks=landmarks,
                 tier=tier,
                 in_stage=in_stage,
+                drafts=choices.sparse_drafts,
             )
         )
         notes.extend(backend.notes)

@@ -289,11 +289,14 @@ class StepGraphs:
         graph: Graph,
         size: StepSize,
         draws: Draws[np.ndarray] | None,
+        *,
+        new_tables: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Replay a step, for a decode graph of single rows one whose rows are sequences. Returns
         its logits [samples, vocab] and tokens [samples].
 
-        The next run overwrites both. Without `draws` the tokens are meaningless.
+        The next run overwrites both. Without `draws` the tokens are meaningless. If `new_tables` is
+        False, the first tables are those of the run before.
         """
         wanted = host.sampled_rows
         recorded = self._graphs[graph, size]
@@ -309,8 +312,9 @@ class StepGraphs:
         logit_rows[places] = wanted
         arrays = host.padded_arrays(*size, mixed=graph.mixed)
         send(pack((*own.arrays(), logit_rows, *arrays)), recorded.packed)
-        tables = host.pack_tables(self._generations, size.seqs)
-        recorded.tables[:, :, : tables.shape[2]].copy_(to_device(tables, self._device))
+        if new_tables:
+            tables = host.pack_tables(self._generations, size.seqs)
+            recorded.tables[:, :, : tables.shape[2]].copy_(to_device(tables, self._device))
         recorded.graph.replay()
         count = len(places)
         if np.array_equal(places, np.arange(count)):

@@ -249,6 +249,39 @@ class StepInputs:
         )
         return replace(self, batch=batch, seq=np.arange(count))
 
+    def drafting(self, places: np.ndarray, later: int) -> StepInputs:
+        """The step that follows this one so much later if the model drafts, for the first
+        sequences. Each has one row, whose token is stored at `places` [seqs] of the device."""
+        count = len(places)
+        batch = self.batch
+        cut = replace(
+            batch,
+            query_lens=batch.query_lens[:count],
+            kv_lens=batch.kv_lens[:count] + later,
+            cu_query=batch.cu_query[: count + 1],
+            prompt_rows=batch.prompt_rows[:count],
+            groups=tuple(
+                GroupTables(
+                    host_pages=group.host_pages[:count],
+                    host_generations=group.host_generations[:count],
+                )
+                for group in batch.groups
+            ),
+        )
+        positions = self.positions[:count] + later
+        return replace(
+            self,
+            batch=cut,
+            token_ids=np.zeros(count, dtype=np.int64),
+            sources=places,
+            positions=positions,
+            lengths=np.maximum(self.lengths[:count], positions + 1),
+            cache_rows=self.cache_rows[:count] + later,
+            seq=self.seq[:count],
+            is_token=self.is_token[:count],
+            sampled_rows=self.sampled_rows[:count],
+        )
+
     def padded_arrays(self, num_rows: int, num_seqs: int, *, mixed: bool) -> list[np.ndarray]:
         """All arrays to send for a recorded step of this size, padded with rows on the null page.
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import repeat
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ import torch
 from cairn.attention.attend import Attend
 from cairn.attention.backend import AttentionBackend, Graph, SparseBackend
 from cairn.attention.batch import AttentionBatch, to_device
-from cairn.engine.graphs import StepGraphs, most_decode_rows, recorded_sizes
+from cairn.engine.graphs import StepGraphs, StepSize, most_decode_rows, recorded_sizes
 from cairn.engine.inputs import Draws, StepInputs
 from cairn.engine.logprobs import TokenLogprob, token_logprobs
 from cairn.engine.memory_plan import MemoryPlan
@@ -282,19 +283,19 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
         self._apply(plan)
-        if guesses := max(own.guesses for own in plan.advances):
-            for guess in range(1, 1 + guesses):
-                self._guess(plan, guess)
+        if any(own.guesses for own in plan.advances):
+            self._guess(plan)
             # What drafts completed is computed again.
             self._forget([(own, own.start + own.guesses) for own in plan.advances])
         host = self._inputs(plan)
         sampling = [advance for advance in plan.advances if advance.samples]
         result = StepResult()
         scored, pooled = self._scored_rows(plan, host), self._pooled_rows(plan, host)
-        replayed = None if scored or pooled else self._replay(plan, host, sampling)
-        if replayed is not None:
-            logits, tokens = replayed
-            if tokens is not None:
+        form = None if scored or pooled else self._form(host, drafted=plan.drafted > 0)
+        if form is not None:
+            draws = self._sampler.plain_draws(sampling)
+            logits, tokens = self._replay(host, form, draws)
+            if draws is not None:
                 return self._in_flight(plan, sampling, tokens, result)
         else:
             if plan.drafted and self._device.type == "cpu" and self._sparse is None:
@@ -309,40 +310,64 @@ class Runner:
             begin += len(wanted)
         return self._in_flight(plan, sampling, tokens, result)
 
-    def _guess(self, plan: StepPlan, guess: int) -> None:
-        """Let the model make this draft, from 1, of all requests that have so many."""
-        guessing = [own.guessing(guess) for own in plan.advances if own.guesses >= guess]
-        plan, result = StepPlan(tuple(guessing)), StepResult()
-        host = self._inputs(plan)
-        replayed = self._replay(plan, host, guessing)
-        if replayed is None:
-            logits = self._eager(plan, guessing, host, host.sampled_rows, {}, result)
-        elif replayed[1] is None:
-            logits, _ = replayed
-        else:
-            return  # sampled as well
-        self._sample(guessing, logits, result)
+    def _guess(self, plan: StepPlan) -> None:
+        """Let the model draft, token after token. The host prepares the first draft of each request
+        and counts on from there."""
+        # Requests with fewer drafts come last, so that the others keep their places.
+        drafting = sorted(plan.advances, key=lambda own: -own.guesses)
+        drafting = [own for own in drafting if own.guesses]
+        guesses = np.array([own.guesses for own in drafting])
+        first = [own.guessing(1) for own in drafting]
+        begun = self._inputs(StepPlan(tuple(first)), stop=max(own.stop for own in drafting))
+        places = np.array([own.slot for own in drafting]) * self._per_slot
+        kept = sent = False
+        for later in range(guesses[0]):
+            count = int((guesses > later).sum())
+            host = begun
+            if later:
+                host = begun.drafting(places[:count] + later, later)
+                host = replace(host, batch=replace(host.batch, kept=kept))
+            form = self._form(host, drafted=False)
+            if form is None:
+                now = [own.guessing(1 + later) for own in drafting[:count]]
+                rows = host.sampled_rows
+                result = StepResult()
+                logits = self._eager(StepPlan(tuple(now)), now, host, rows, {}, result)
+                self._sample(now, logits, result)
+                continue
+            draws = self._sampler.plain_draws(first[:count], later)
+            logits, _ = self._replay(host, form, draws, new_tables=not sent)
+            sent = True
+            if draws is None:
+                now = [own.guessing(1 + later) for own in drafting[:count]]
+                self._sample(now, logits, StepResult())
+            # The pages that the first draft selected serve the others too.
+            kept = kept or (not later and form.graph == Graph("sparse", mixed=False))
 
-    def _replay(
-        self, plan: StepPlan, host: StepInputs, sampling: list[Advance]
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Replay a step from a graph; None if no graph fits.
-
-        Returns the logits of the sampled rows, and their tokens if all of them are sampled without
-        filters and scores.
-        """
+    def _form(self, host: StepInputs, *, drafted: bool) -> _Form | None:
+        """How to replay a step from a graph; None if no graph fits."""
         if self.graphs is None:
             return None
-        for step, mixed in _forms(plan, host):
+        for step, mixed in _forms(host, drafted=drafted):
             graph = self.backend.graph_for(step.batch, mixed=mixed)
             size = None if graph is None else self.graphs.size_for(graph, step)
-            if graph is None or size is None:
-                continue
-            draws = self._sampler.plain_draws(sampling)
-            with self._launching(host.batch, graph):
-                logits, tokens = self.graphs.run(step, graph, size, draws)
-            return logits, None if draws is None else tokens
+            if graph is not None and size is not None:
+                return _Form(step, graph, size)
         return None
+
+    def _replay(
+        self,
+        host: StepInputs,
+        form: _Form,
+        draws: Draws[np.ndarray] | None,
+        *,
+        new_tables: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Replay a step. Returns the logits of the sampled rows, and their tokens if there are
+        `draws`."""
+        assert self.graphs is not None
+        with self._launching(host.batch, form.graph):
+            return self.graphs.run(*form, draws, new_tables=new_tables)
 
     @contextmanager
     def _launching(self, batch: AttentionBatch, graph: Graph | None) -> Iterator[None]:
@@ -487,10 +512,12 @@ class Runner:
         if again and self._sparse is not None:
             self._sparse.forget(np.concatenate(again, axis=1))
 
-    def _inputs(self, plan: StepPlan) -> StepInputs:
+    def _inputs(self, plan: StepPlan, stop: int = 0) -> StepInputs:
+        """The rows of a plan, with page tables for at least `stop` tokens."""
         geometry, residency = self._geometry, self._residency
         slots = np.array([advance.slot for advance in plan.advances])
-        width = table_width(geometry.pages(max(advance.stop for advance in plan.advances)))
+        stop = max(stop, *(advance.stop for advance in plan.advances))
+        width = table_width(geometry.pages(stop))
         tables, lives = self._tables[:, slots, :width], self._generations[:, slots, :width]
         host = StepInputs.of(plan, geometry, tables, lives, self._landmark_id, self._per_slot)
         if residency is None:
@@ -558,11 +585,19 @@ class Runner:
         result.prompt_logprobs[advance.request_id] = token_logprobs(logits, tokens, most)
 
 
-def _forms(plan: StepPlan, host: StepInputs) -> Iterator[tuple[StepInputs, bool]]:
+class _Form(NamedTuple):
+    """How a step is replayed."""
+
+    step: StepInputs
+    graph: Graph
+    size: StepSize
+
+
+def _forms(host: StepInputs, *, drafted: bool) -> Iterator[tuple[StepInputs, bool]]:
     """The ways to replay a step, best first, and whether they need a mixed graph."""
     if not host.only_decodes:
         yield host, True
-    elif not plan.drafted:
+    elif not drafted:
         yield host.as_sequences(), False
         yield host, True
     else:

@@ -37,14 +37,16 @@ class _Samples(NamedTuple):
     owner: np.ndarray  # [samples] index of the advance
     slots: np.ndarray  # [samples]
     positions: np.ndarray  # [samples] of the sampled token
+    guess: np.ndarray  # [samples] number of the draft, 0 for others; -1 behind an advance's first
 
     @classmethod
     def of(cls, advances: Sequence[Advance]) -> _Samples:
         count = len(advances)
-        columns = [(own.slot, own.stop, own.samples) for own in advances]
-        slots, stops, samples = np.array(columns, dtype=np.int64).reshape(count, 3).T
+        columns = [(own.slot, own.stop, own.samples, own.guess) for own in advances]
+        slots, stops, samples, guess = np.array(columns, dtype=np.int64).reshape(count, 4).T
         owner, before = sampled_tokens(stops, samples)
-        return cls(owner, slots[owner], before + 1)
+        first = np.diff(owner, prepend=-1) > 0
+        return cls(owner, slots[owner], before + 1, np.where(first, guess[owner], -1))
 
 
 class Sampler:
@@ -133,26 +135,26 @@ class Sampler:
 
     # -- every step ---------------------------------------------------------------------------
 
-    def plain_draws(self, advances: Sequence[Advance]) -> Draws[np.ndarray] | None:
+    def plain_draws(self, advances: Sequence[Advance], later: int = 0) -> Draws[np.ndarray] | None:
         """How these requests draw tokens; None if one needs filters, penalties, bias, min_tokens,
-        a mask or log-probabilities."""
-        _, slots, positions = _Samples.of(advances)
+        a mask or log-probabilities. Advances that draft may do so a few tokens `later`."""
+        samples = _Samples.of(advances)
+        _, slots, positions, _ = samples
         masked = any(advance.allowed for advance in advances)
         if masked or self._special[slots].any():
             return None
-        places = self.places(advances)
-        return Draws(places, _seeds(self._seeds[slots], positions), self._temperatures[slots])
+        seeds = _seeds(self._seeds[slots], positions + later)
+        return Draws(self._places(samples) + later, seeds, self._temperatures[slots])
 
     def places(self, advances: Sequence[Advance]) -> np.ndarray:
         """Where each sampled token [samples] is stored: the first one of an advance as the newest
         of its slot or as a draft, others at the spare place, behind those of all slots."""
+        return self._places(_Samples.of(advances))
+
+    def _places(self, samples: _Samples) -> np.ndarray:
         spare = len(self._seeds) * self._per_slot
-        places = np.full(sum(own.samples for own in advances), spare, dtype=np.int64)
-        first = 0
-        for own in advances:
-            places[first] = own.slot * self._per_slot + own.guess
-            first += own.samples
-        return places
+        own = samples.slots * self._per_slot + samples.guess
+        return np.where(samples.guess < 0, spare, own)
 
     def sample(
         self, logits: torch.Tensor, advances: Sequence[Advance], newest: torch.Tensor | None = None
@@ -162,7 +164,7 @@ class Sampler:
         `newest` [places] are the tokens that the device keeps, for drafts that only it knows.
         """
         samples = _Samples.of(advances)
-        _, slots, positions = samples
+        _, slots, positions, _ = samples
         drafts = self._drafts(advances, newest) if self._penalized[slots].any() else None
         logits = self._adjusted(logits, advances, samples, drafts)
         random, filtered = self._temperatures[slots] > 0, self._filtered[slots]
@@ -191,7 +193,7 @@ class Sampler:
         drafts: torch.Tensor | None,
     ) -> torch.Tensor:
         """Logits after bias, penalties, min_tokens and token masks; unchanged if none applies."""
-        owner, slots, positions = samples
+        owner, slots, positions, _ = samples
         num_output = positions - np.array([advance.prompt_len for advance in advances])[owner]
         masked = np.array([bool(advance.allowed) for advance in advances])[owner]
         bias, ends = self._biased[slots], num_output < self._min_tokens[slots]

@@ -236,11 +236,11 @@ def merge_splits(
 
 
 @direct
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "head_stride"])
 def _decode_kernel(
     query,  # [rows, HEADS, DIM]
     pool,  # [pages, 2 * KV_HEADS, PAGE_SIZE, DIM]
-    page_table,  # [seqs, ...]
+    page_table,  # [seqs, ...], or [seqs, KV_HEADS, ...]
     kv_lens,  # [seqs]
     rows,  # [seqs] first row of each sequence's query; if ROWS > 1, [seqs + 1]
     item_seq,
@@ -254,6 +254,7 @@ def _decode_kernel(
     scale,
     query_stride,
     table_stride: tl.int32,
+    head_stride: tl.int32,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -323,7 +324,7 @@ def _decode_kernel(
     keys = pool + kv_head * SLICE
     values = keys + KV_HEADS * SLICE
     key_tile, value_tile = as_tile(keys, PAIRS), as_tile(values, PAIRS)
-    table = page_table + seq * table_stride
+    table = page_table + seq * table_stride + kv_head * head_stride
     for start in range(begin, end, BLOCK_N):
         n = start + offs_n
         seen = n < end
@@ -433,7 +434,7 @@ def _decode_kernel(
 def paged_decode(
     query: torch.Tensor,  # [rows, heads, dim], heads contiguous
     pool: torch.Tensor,  # [pages, 2 * kv_heads, page_size, dim]
-    page_table: torch.Tensor,  # [seqs, pages] int32
+    page_table: torch.Tensor,  # [seqs, pages] int32, or [seqs, kv_heads, pages]
     kv_lens: torch.Tensor,  # [seqs] int32
     rows: torch.Tensor,  # [seqs] int32, query row of each sequence; see `rows_per_seq`
     splits: DecodeSplits,  # planned by `plan_splits` for these lengths
@@ -478,6 +479,7 @@ def paged_decode(
         scale,
         query.stride(0),
         page_table.stride(0),
+        page_table.stride(1) if page_table.ndim == 3 else 0,
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,

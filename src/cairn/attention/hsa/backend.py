@@ -74,7 +74,9 @@ class HSABackend(SparseBackend):
         self.kernels: KernelSparse | None = None
         if kernels or (kernels is None and refused is None):
             swap = None if tier is None else tier.swap
-            self.kernels = KernelSparse(config, shape, pool, landmarks, parts.max_pages, swap)
+            self.kernels = KernelSparse(
+                config, shape, pool, landmarks, parts.max_pages, swap, drafts=parts.drafts
+            )
             self.notes = self.kernels.notes
             self.reads_generations = True
         elif shape.device.type == "cuda":
@@ -95,6 +97,8 @@ class HSABackend(SparseBackend):
             self._tiered = TieredDense(dense, parts.in_stage, tier, config.layers, self._groups)
         self._wide = torch.promote_types(shape.dtype, torch.float32)
         self.graphs = self._recordable(has_tier=tier is not None)
+        if parts.drafts and Graph("sparse", mixed=False) in self.graphs:
+            self.graphs.append(Graph("kept", mixed=False))
 
     def _recordable(self, *, has_tier: bool) -> list[Graph]:
         dense = {graph.mixed for graph in self._dense.graphs}
@@ -132,7 +136,7 @@ class HSABackend(SparseBackend):
         if len(batch.traced_rows):
             return None
         dense = self._dense_seqs(batch)
-        kind: GraphKind = "resident" if batch.resident else "sparse"
+        kind: GraphKind = "resident" if batch.resident else "kept" if batch.kept else "sparse"
         if dense.any() or mixed:
             kind = "dense" if dense.all() else "both"
         if mixed and ((batch.query_lens > 1) & ~dense).any():
@@ -145,6 +149,8 @@ class HSABackend(SparseBackend):
         return graph if graph in self.graphs else None
 
     def launching(self, batch: AttentionBatch, graph: Graph | None) -> None:
+        if graph is not None and graph.kind == "kept":
+            return  # pages that drafts complete get their landmarks when they are checked
         seq, place, _ = completed_pages(batch)
         if not len(seq):
             return
@@ -161,7 +167,7 @@ class HSABackend(SparseBackend):
         if self.kernels is None:
             return False
         if graph is not None:
-            return graph.kind in ("sparse", "resident")
+            return graph.kind in ("sparse", "resident", "kept")
         return bool((batch.query_lens == 1).all() and not self._dense_seqs(batch).any())
 
     def replayed(self, batch: AttentionBatch, graph: Graph) -> None:
@@ -226,6 +232,8 @@ class HSABackend(SparseBackend):
             kernels, kv_lens = self.kernels.prepare_both(batch)
             own = replace(batch, device_kv_lens=kv_lens)
             dense_rows = self._dense.prepare(own, {self._groups.kv})
+        elif batch.recorded == "kept":
+            kernels = self.kernels.prepare_kept(batch)
         else:
             kernels = self.kernels.prepare_decode(batch)
         return HSAMetadata(dense, dense_rows, none, kernels, (), None, batch)

@@ -72,12 +72,23 @@ class LayerRows(NamedTuple):
     out: torch.Tensor
 
 
+@dataclass(slots=True)
+class KeptPages:
+    """Sequences with one new row, which read the pages that were selected before and their window,
+    as sequences of these pages alone."""
+
+    batch: AttentionBatch
+    tables: torch.Tensor  # [layers, seqs, kv_heads, pages], made by `begin`
+    kv_lens: torch.Tensor  # [seqs]
+
+
 @dataclass(frozen=True, slots=True)
 class KernelMetadata:
     decode: DecodeRows | None
     chunks: ChunkRows | None
     completed: CompletedPages | None = None
     """Pages whose landmarks every layer saves before it selects pages."""
+    kept: KeptPages | None = None
 
 
 class KernelSparse:
@@ -89,7 +100,10 @@ class KernelSparse:
         landmarks: LandmarkPool,
         max_pages: int,
         swap: DeviceSwap | None = None,
+        *,
+        drafts: bool = False,
     ) -> None:
+        """With `drafts`, the pages that a step selects are kept for drafts after it."""
         from cairn.kernels.sparse_scratch import ResidentFrames, SparseScratch
         from cairn.kernels.sparse_shape import SparseShape
 
@@ -135,6 +149,14 @@ class KernelSparse:
             table = torch.zeros(shape.max_seqs, max_pages, dtype=torch.int32, device=shape.device)
             self._frames = ResidentFrames(swap.frame_of, table, swap.resident_reads)
         self._every_row = torch.arange(shape.max_seqs, dtype=torch.int32, device=shape.device)
+        self._kept: torch.Tensor | None = None  # [layers, seqs, kv_heads, k] places, -1 for none
+        if drafts:
+            from cairn.kernels.paged_decode import DecodeSplits
+
+            size = (len(config.layers), *self._scratch.selected.shape)
+            self._kept = torch.zeros(size, dtype=torch.int32, device=shape.device)
+            heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
+            self._splits = DecodeSplits.empty(shape.max_seqs, *heads, shape.device)
 
     def _load_unions(self, shape: AttentionShape) -> str | None:
         """Compile or load the CUDA C++ kernel; returns why it is not available, else None."""
@@ -227,6 +249,45 @@ class KernelSparse:
         )
         return KernelMetadata(whole, None)
 
+    def prepare_kept(self, batch: AttentionBatch) -> KernelMetadata:
+        """Metadata of a step in which every sequence reads pages that were selected before."""
+        kept = KeptPages(batch, self._every_row, batch.device_kv_lens)
+        return KernelMetadata(None, None, kept=kept)
+
+    def _begin_kept(self, kept: KeptPages) -> None:
+        """Make a page table of each layer and kv head: selected pages, then those of the window."""
+        from cairn.kernels.paged_decode import plan_splits
+
+        assert self._kept is not None
+        size, batch = self._shape.page_size, kept.batch
+        lens, table = batch.device_kv_lens, batch.groups[self._groups.kv].page_table.long()
+        places = self._kept[:, : len(lens)].long().clamp(min=0)
+        layers, _, kv_heads, count = places.shape
+        first = (lens - self._shape.window).clamp(min=0) // size  # page of the window
+        # Enough for the window, and so many that tables of layers are aligned to 16 bytes.
+        pages = -(-(count + self._shape.window // size + 2) // 4) * 4 - count
+        own = first[:, None] + torch.arange(pages, device=lens.device)
+        window = table.gather(1, own.clamp(max=table.shape[1] - 1))  # [seqs, pages]
+        selected = table[None, :, None].expand(layers, -1, kv_heads, -1).gather(3, places)
+        window = window[None, :, None].expand(layers, -1, kv_heads, -1)
+        kept.tables = torch.cat((selected, window), 3).int()
+        kept.kv_lens = lens + (count - first) * size
+        plan_splits(self._splits, kept.kv_lens, kv_heads=kv_heads, page_size=size, window=None)
+
+    def _read_kept(self, own: LayerRows, kept: KeptPages) -> None:
+        from cairn.kernels.paged_decode import paged_decode
+
+        paged_decode(
+            own.query,
+            self._pool.part(own.layer),
+            kept.tables[self._config.layers.index(own.layer)],
+            kept.kv_lens,
+            self._every_row[: len(kept.kv_lens)],
+            self._splits,
+            own.out,
+            scale=self._shape.scale,
+        )
+
     def prepare_both(self, batch: AttentionBatch) -> tuple[KernelMetadata, torch.Tensor]:
         """Metadata of a recorded step that finds its sparse sequences on the device: those with one
         new row that is not dense.
@@ -307,6 +368,8 @@ class KernelSparse:
         return fitting_runs(seqs, pages, len(self._swap.stage))
 
     def begin(self, metadata: KernelMetadata) -> None:
+        if metadata.kept is not None:
+            self._begin_kept(metadata.kept)
         if metadata.decode is None:
             return
         from cairn.kernels.sparse_scratch import begin
@@ -344,6 +407,8 @@ class KernelSparse:
             selected = self._chunks(own, metadata.chunks)
         if metadata.decode is not None:
             self._decode(own, metadata.decode)
+        if metadata.kept is not None:
+            self._read_kept(own, metadata.kept)
         return selected
 
     def selected(
@@ -378,6 +443,9 @@ class KernelSparse:
             locate=partial(self._locate, own.layer, decode) if searches else None,
             frames=self._frames if decode.resident else None,
         )
+        if self._kept is not None:
+            chosen = self._scratch.selected[: len(decode.rows)]
+            self._kept[self._config.layers.index(own.layer), : len(chosen)].copy_(chosen)
 
     def _locate(self, layer: int, decode: DecodeRows, selected: torch.Tensor) -> Located:
         """Find the selected pages [seqs, kv_heads, k] on the device, or copy them there."""
