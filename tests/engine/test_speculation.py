@@ -36,11 +36,20 @@ from tests.helpers import (
     write_model,
 )
 
+INDEXED = {
+    **TINY_LATENT,
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "index_n_heads": 4,
+    "index_head_dim": 32,
+    "index_topk": 24,
+}
+"""An index selects the rows that each query reads."""
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": (TINY_LLAMA, {}),
     "olmo3": (TINY_OLMO3, {}),
     "hils": (TINY_HILS, {}),
     "latents": (TINY_LATENT, {}),
+    "indexed": (INDEXED, {}),
     "prompts": (TINY_LLAMA, SPARSE),
     "sparse": (
         TINY_LLAMA,
@@ -126,7 +135,7 @@ def engine(
                 prompt = tokens_of(length, seed=length % 3)
                 plain[length, params] = prompt, llm.generate(prompt, params)
     # Fewer pages than four requests need; latents are not keys and values.
-    budget = 1e-3 if name == "latents" else kv_gib(folder, 16)
+    budget = 1e-3 if name in ("latents", "indexed") else kv_gib(folder, 16)
     with load(folder, kv_cache_gib=budget, **options) as llm:
         yield llm, plain
 
@@ -135,19 +144,22 @@ def run(llm: LLM, jobs: list[Request], events: st.DataObject | None = None) -> N
     """Step until all is done, with a check after every step, and events in between."""
     scheduler = llm.engine.scheduler
     outputs = llm.frontend.submit(jobs)
-    while llm.engine.has_work:
-        if events is not None:
-            event = events.draw(st.sampled_from(["", "", "", "", "retract", "abort"]))
-            running = [own for own in jobs if own.state is State.RUNNING]
-            if event and running:
-                chosen = events.draw(st.sampled_from(running))
-                if event == "abort":
-                    llm.abort(chosen.id)
-                else:
-                    scheduler._retract(chosen)
+    try:
+        while llm.engine.has_work:
+            if events is not None:
+                event = events.draw(st.sampled_from(["", "", "", "", "retract", "abort"]))
+                running = [own for own in jobs if own.state is State.RUNNING]
+                if event and running:
+                    chosen = events.draw(st.sampled_from(running))
+                    if event == "abort":
+                        llm.abort(chosen.id)
+                    else:
+                        scheduler._retract(chosen)
+            llm.frontend.step()
+            scheduler.check()
+    finally:  # an example that has drawn too much ends in the middle
+        llm.frontend.abort_all()
         llm.frontend.step()
-        scheduler.check()
-    llm.frontend.step()
     scheduler.check()
     assert all(output.result is not None for output in outputs)
 

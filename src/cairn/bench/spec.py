@@ -47,7 +47,7 @@ def command(arguments: argparse.Namespace) -> int:
                     _wrong(llm, batch, arguments.repeat) for batch in ([1, 64] if cuda else [1])
                 ]
     if "prose" in arguments.parts:
-        rows += _prose(arguments, options, dense)
+        rows += _prose(arguments, options)
     show_rows("spec", rows, arguments.output)
     return 0
 
@@ -108,35 +108,29 @@ def _in_turn(
     return best[False], best[True], requests[True]
 
 
-# -- prose at long contexts: an engine with dense attention, and one that drafts sparsely ---------
+# -- prose at long contexts, drafted with sparse attention ----------------------------------------
 
 
-def _prose(
-    arguments: argparse.Namespace, options: dict[str, Any], dense: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """Continue long prose greedily, in several batches, with several numbers of drafts."""
-    most = max(arguments.batches)
-    running = {"max_running_requests": most}
-    plain: dict[int, float] = {}
-    outputs: list[list[int]] = []
-    with measured(**{**running, **dense}) as llm:
-        prompts = _windows(llm, arguments, most)
-        for batch in arguments.batches:
-            plain[batch], requests = _continue(llm, prompts[:batch], arguments.output_len)
-            outputs = max(outputs, [own.output_ids for own in requests], key=len)
+def _prose(arguments: argparse.Namespace, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Continue long prose greedily, in several batches, without drafts and with several numbers of
+    them."""
     rows = []
+    most = max(arguments.batches)
     sparse = {"speculative": "sparse", "speculative_tokens": max(arguments.tokens)}
-    with measured(**{**running, **options}, **sparse) as llm:
+    with measured(**{"max_running_requests": most, **options, **sparse}) as llm:
+        prompts = _windows(llm, arguments, most)
         speculation = llm.engine.scheduler.speculation
         assert speculation is not None
         watched = llm.engine.scheduler.speculation = as_subclass(_Watched, speculation)
         for batch in arguments.batches:
+            given = llm, prompts[:batch], arguments.output_len
+            plain, expected = _continue(*given, drafts=False)
             for watched.most in arguments.tokens:
                 watched.pace, watched.checks = Pace(), []
-                speed, requests = _continue(llm, prompts[:batch], arguments.output_len)
-                row = _row("prose", "sparse", llm, requests, plain[batch], speed)
-                pairs = zip(requests, outputs, strict=False)
-                same = sum(_equal(own.output_ids, text) for own, text in pairs)
+                speed, requests = _continue(*given, drafts=True)
+                row = _row("prose", "sparse", llm, requests, plain, speed)
+                pairs = zip(requests, expected, strict=True)
+                same = sum(_equal(own.output_ids, other.output_ids) for own, other in pairs)
                 rows.append(
                     {
                         **row,
@@ -185,11 +179,14 @@ def _windows(llm: LLM, arguments: argparse.Namespace, count: int) -> list[list[i
     return [tokens[i * apart : i * apart + length] for i in range(count)]
 
 
-def _continue(llm: LLM, prompts: list[list[int]], tokens: int) -> tuple[float, list[Request]]:
+def _continue(
+    llm: LLM, prompts: list[list[int]], tokens: int, *, drafts: bool
+) -> tuple[float, list[Request]]:
     """Tokens per second while requests get this many tokens on average, as if all went on like
     those that do not repeat themselves yet. The requests are ended."""
     room = llm.engine.max_tokens - len(prompts[0])
-    requests = _start(llm, prompts, SamplingParams(max_tokens=room, ignore_eos=True))
+    params = SamplingParams(max_tokens=room, ignore_eos=True, speculation=drafts)
+    requests = _start(llm, prompts, params)
     _now()
     made, times = [[own.num_output for own in requests]], [time.perf_counter()]
     while sum(made[-1]) < tokens * len(requests):
