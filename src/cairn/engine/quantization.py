@@ -13,7 +13,7 @@ from cairn.models.loader import use_kernels
 from cairn.models.quantize import ROUNDINGS
 
 _FLOATS = ("F32", "F16", "BF16")
-_FP8_CAPABILITY = (8, 9)  # of GPUs that have FP8 numbers
+FP8_CAPABILITY = (8, 9)  # of GPUs that have FP8 numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def _refusal(
             return "kernels on CUDA do not read int8 weights"
         capability = torch.cuda.get_device_capability(device)
         is_fp8 = "FP8" in types if config.quantization in ("auto", "keep") else None
-        if (is_fp8 or config.quantization == "fp8") and capability < _FP8_CAPABILITY:
+        if (is_fp8 or config.quantization == "fp8") and capability < FP8_CAPABILITY:
             major, minor = capability
             return f"FP8 needs compute capability 8.9; this GPU has {major}.{minor}"
         return None

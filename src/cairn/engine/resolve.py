@@ -31,6 +31,7 @@ from cairn.engine.hisparse_options import (
     imply,
     split_group,
 )
+from cairn.engine.quantization import FP8_CAPABILITY
 from cairn.engine.scheduler import Limits
 from cairn.errors import ConfigError
 from cairn.kernels.fp8_rows import FP8
@@ -119,7 +120,7 @@ def resolve(
     sparse = attention.sparse
     geometry = PageGeometry(attention.page_size, spec.tokens_per_page(attention.page_size))
     context = _context_length(config, spec)
-    groups = spec.groups(_cache_dtype(config, spec, attention, dtype))
+    groups = spec.groups(_cache_dtype(config, spec, attention, dtype, device))
     limits = _limits(config, device)
     shape = attention_shape(spec, sparse, geometry, groups, dtype, device)
     refused = None
@@ -212,7 +213,11 @@ def landmark_shape(sparse: SparseConfig, dtype: torch.dtype) -> LandmarkShape | 
 
 
 def _cache_dtype(
-    config: EngineConfig, spec: ModelSpec, attention: AttentionPlan, dtype: torch.dtype
+    config: EngineConfig,
+    spec: ModelSpec,
+    attention: AttentionPlan,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> torch.dtype:
     """The type of the cached data; `dtype` is the type of the weights."""
     if config.kv_cache_dtype == "auto":
@@ -224,6 +229,12 @@ def _cache_dtype(
                 f"kv_cache_dtype is 'fp8', and layers of {spec.architecture} keep {what}; it has "
                 "keys and values of heads whose size is a multiple of 8: use auto"
             )
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        major, minor = torch.cuda.get_device_capability(device)
+        raise ConfigError(
+            f"kv_cache_dtype is 'fp8', which needs compute capability 8.9; this GPU has {major}."
+            f"{minor}: use auto"
+        )
     if attention.backend is not None and not attention.backend.reads_fp8:
         raise ConfigError(
             f"kv_cache_dtype is 'fp8' and attention_backend is {attention.backend.name!r}, which "

@@ -110,8 +110,8 @@ def write_tensors(
             _check_shape(path, name, tuple(tensor.shape), slot.shape)
             if isinstance(tensor, torch.Tensor) and tensor.dtype not in _TYPES:
                 raise LoadError(
-                    f"{path}: tensor {name} has type {tensor.dtype}; only float weights are read, "
-                    "and FP8 with scales of blocks"
+                    f"{path}: tensor {name} has type {tensor.dtype} and no scales; only float "
+                    "weights are read without"
                 )
             _fill_slot(slot, tensor)
     _check_names(model, names, source)

@@ -130,7 +130,12 @@ class _Rules:
         compiled = self._fresh is not None
         signal.setitimer(signal.ITIMER_PROF, MASK_SECONDS if compiled else COMPILE_SECONDS)
         try:
-            return Mask(choice, [self._mask(choice, tokens), *self._ahead(choice, drafts)])
+            masks = [self._mask(choice, tokens)]
+            try:
+                masks.extend(self._ahead(choice, drafts))
+            except BaseException:  # of drafts only: the answer goes on without their masks
+                masks = masks[:1]
+            return Mask(choice, masks)
         except BaseException as error:  # a panic of the library is no Exception
             return Mask(choice, [], str(error).split("\n", 1)[0][:_LONGEST_ERROR])
         finally:
@@ -156,7 +161,7 @@ class _Rules:
 
     def _ahead(self, choice: int, drafts: Sequence[int]) -> Iterator[bytes]:
         """The masks after drafts, while the grammar allows them and there is time. They move a copy
-        of the matcher: what goes wrong with drafts does not concern the answer."""
+        of the matcher, so that an error with drafts does not concern the answer."""
         begin = time.process_time()
         ahead: LLMatcher | None = None
         for draft in drafts:
