@@ -119,6 +119,8 @@ def _prose(arguments: argparse.Namespace, options: dict[str, Any]) -> list[dict[
     sparse = {"speculative": "sparse", "speculative_tokens": max(arguments.tokens)}
     with measured(**{"max_running_requests": most, **options, **sparse}) as llm:
         prompts = _windows(llm, arguments, most)
+        # Cached prompts let all requests begin at the same time.
+        _start(llm, prompts, SamplingParams(max_tokens=1))
         speculation = llm.engine.scheduler.speculation
         assert speculation is not None
         watched = llm.engine.scheduler.speculation = as_subclass(_Watched, speculation)
@@ -182,14 +184,14 @@ def _windows(llm: LLM, arguments: argparse.Namespace, count: int) -> list[list[i
 def _continue(
     llm: LLM, prompts: list[list[int]], tokens: int, *, drafts: bool
 ) -> tuple[float, list[Request]]:
-    """Tokens per second while requests get this many tokens on average, as if all went on like
+    """Tokens per second while requests get this many more tokens on average, as if all went on like
     those that do not repeat themselves yet. The requests are ended."""
     room = llm.engine.max_tokens - len(prompts[0])
     params = SamplingParams(max_tokens=room, ignore_eos=True, speculation=drafts)
     requests = _start(llm, prompts, params)
     _now()
     made, times = [[own.num_output for own in requests]], [time.perf_counter()]
-    while sum(made[-1]) < tokens * len(requests):
+    while sum(made[-1]) - sum(made[0]) < tokens * len(requests):
         llm.frontend.step()
         made.append([own.num_output for own in requests])
         times.append(time.perf_counter())
