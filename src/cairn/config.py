@@ -132,7 +132,7 @@ class EngineConfig:
     quantization: str = option(
         "auto",
         "Keep matrices as they are in the file, convert them to the model's type (none), or round "
-        "them to fp8, int8 or int4. auto keeps them where kernels read them.",
+        "them to fp8, int8 or int4. auto keeps them where kernels read them, on CUDA only FP8.",
         "auto",
         "keep",
         "none",
