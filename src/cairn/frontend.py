@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
 from cairn.config import EngineConfig
-from cairn.engine.budgets import TOKENS, choose_budgets
+from cairn.engine.budgets import choose_budgets
 from cairn.engine.build import build_engine
 from cairn.engine.engine import Engine, Progress
 from cairn.engine.locate import locate
@@ -60,12 +60,18 @@ def _with_budgets(
             f"hsa_budget is 'auto', which reads a text, and {config.model} has no tokenizer.json; "
             "add one, or list the pages of each layer"
         )
+    if config.enable_hisparse:
+        raise ConfigError(
+            "hsa_budget is 'auto', which looks at all pages on the device, and enable_hisparse "
+            "moves pages to the host; list the pages of each layer instead (without "
+            "enable_hisparse, and with the same hsa_policy, the engine chooses and logs them)"
+        )
     engine = build_engine(replace(config, hsa_budget=None), source)
     try:
-        if engine.sparse is None or engine.spec.sparsity is not None or config.speculative:
+        sparse, trained = engine.sparse, engine.spec.sparsity is not None
+        if sparse is None or sparse.policy is None or trained or config.speculative:
             return config  # which is refused
-        most = min(TOKENS, engine.max_tokens - 2)
-        budgets = choose_budgets(engine, tokenizer.encode(bundled_prose())[:most])
+        budgets = choose_budgets(engine, tokenizer.encode(bundled_prose()))
     finally:
         engine.close()
     return replace(config, hsa_budget=",".join(map(str, budgets)), hsa_topk=None)

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from cairn import LLM
 from cairn.engine.budgets import share_out
 from cairn.errors import ConfigError
-from tests.helpers import TINY_LLAMA, byte_tokenizer, tokens_of, write_model
+from tests.helpers import TINY_LATENT, TINY_LLAMA, byte_tokenizer, tokens_of, write_model
 
 SPARSE: dict[str, Any] = {"attention_backend": "hsa", "hsa_window": 16, "hsa_dense_below": 0}
 GAINS = st.lists(
@@ -36,9 +37,12 @@ def test_no_other_shares_gain_more(gains: list[list[int]], total: int, least: in
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = {**TINY_LLAMA, "vocab_size": 256}
+    config = {**TINY_LLAMA, "vocab_size": 256, "max_position_embeddings": 8192}
     folder = write_model(tmp_path_factory.mktemp("budgets"), config)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.self_attn.q_proj.weight"] *= 30  # so that layer 0 looks at few pages
+    save_file(weights, folder / "model.safetensors")
     return folder
 
 
@@ -66,6 +70,42 @@ def test_auto_shares_out_as_many_pages_as_top_k(folder: Path) -> None:
         listed = ",".join(map(str, sparse.budgets))
         assert any(f"pages by layer {listed}" in note for note in llm.engine.notes)
         assert llm.config.hsa_budget == "auto"
+
+
+@pytest.mark.parametrize(("policy", "topk"), [(None, 111), ("quest", 32)])
+def test_auto_shares_out_the_pages_of_default_options(
+    folder: Path, policy: str | None, topk: int
+) -> None:
+    """Rows are dense below some position, which does not matter for what is chosen."""
+    options: dict[str, Any] = {"attention_backend": "hsa", "hsa_policy": policy}
+    with LLM(folder, device="cpu", hsa_budget="auto", **options) as llm:
+        sparse = llm.engine.sparse
+        assert sparse is not None and sparse.budgets is not None
+        assert sum(sparse.budgets) == 2 * topk and sparse.budgets[0] < topk
+
+
+def test_auto_needs_more_pages_than_top_k(folder: Path) -> None:
+    options: dict[str, Any] = {"hsa_policy": "quest", "context_length": 3000}
+    with pytest.raises(ConfigError, match=r"hsa_topk 32; .* 2998 can be read: lower hsa_topk"):
+        LLM(folder, device="cpu", attention_backend="hsa", hsa_budget="auto", **options)
+
+
+def test_auto_is_refused_with_a_host_tier_before_the_model_is_read(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, TINY_LLAMA)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    for weights in folder.glob("*.safetensors"):
+        weights.write_bytes(b"no weights")
+    with pytest.raises(ConfigError, match=r"hsa_budget is 'auto'.* list the pages of each layer"):
+        LLM(folder, device="cpu", hsa_budget="auto", enable_hisparse=True, **SPARSE)
+
+
+def test_auto_is_refused_for_models_with_an_index(tmp_path: Path) -> None:
+    index = {"index_n_heads": 4, "index_head_dim": 32, "index_topk": 24}
+    own = {**TINY_LATENT, **index, "vocab_size": 256, "architectures": ["DeepseekV32ForCausalLM"]}
+    folder = write_model(tmp_path, own)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    with pytest.raises(ConfigError, match=r"hsa_budget is given; .* has its own index"):
+        LLM(folder, device="cpu", hsa_budget="auto")
 
 
 @pytest.mark.parametrize(

@@ -287,6 +287,18 @@ def test_what_cannot_go_together_is_refused(tmp_path: Path) -> None:
             LLM(folder, device="cpu", **options)
 
 
+def test_drafts_can_read_the_sinks_and_the_window_only(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, TINY_LLAMA)
+    drafts: dict[str, Any] = {"speculative": "sparse", "hsa_policy": "streaming", "hsa_window": 20}
+    texts = []
+    for options in ({}, drafts):
+        with load(folder, **options) as llm:
+            made = llm.generate(tokens_of(90), max_tokens=20, ignore_eos=True)
+            texts.append(made.token_ids)
+    assert made.usage.drafted_tokens > 0
+    assert texts[0] == texts[1]
+
+
 def step(count: int, *, drafted: int = 0) -> StepPlan:
     """A step of so many requests, one of which has drafts."""
     advances = [Advance(str(i), i, 5, 6, array("q", [1]), 5, 1) for i in range(count)]

@@ -35,6 +35,7 @@ def test_policies_read_what_the_budget_says(
     record: dict[str, Any] = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     dense, *rows = record["results"]
     assert dense["policy"] == "dense" and dense["bytes"] == 1 and dense["ratio"] == 1
+    assert dense["facts"] == 0  # of random weights, so there is nothing to keep
     assert [row["policy"] for row in rows] == policies.split(",")
     for row in rows:
         if row["policy"] == "top-p":
@@ -43,6 +44,7 @@ def test_policies_read_what_the_budget_says(
             assert row["bytes"] == pytest.approx(0.4, abs=0.01)
         expected = 0 if row["policy"] == "streaming" else 1 / 16
         assert row["landmarks"] == pytest.approx(expected)
+        assert row["kept"] is row["kept_low"] is row["kept_high"] is None
         assert row["ratio"] > 0 and 0 <= row["facts"] <= 1 and 0 <= row["ruler"] <= 1
         assert "--attention-backend hsa" in row["flags"]
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -58,6 +60,8 @@ def test_kept_is_a_ratio_of_paired_answers() -> None:
     base = [True, True, False, True] * 25
     assert kept(base, base) == (1.0, 1.0, 1.0)
     assert kept([False] * 100, base) == (0.0, 0.0, 0.0)
-    share, low, high = kept([True, False, False, True] * 25, base)
+    found = kept([True, False, False, True] * 25, base)
+    assert found is not None
+    share, low, high = found
     assert share == pytest.approx(2 / 3, abs=1e-4) and 0.5 < low < share < high < 0.8
-    assert kept([False] * 4, [False] * 4) == (1.0, 0.0, 1.0)
+    assert kept([True, False], [False, False]) is None

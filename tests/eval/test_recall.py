@@ -170,8 +170,8 @@ def test_nothing_far_away_is_nothing_lost() -> None:
 
 
 def test_query_places() -> None:
-    assert query_places(100, 4) == [62, 75, 87, 100]
-    assert query_places(5, 16) == [2, 3, 4, 5]
+    assert query_places(50, 100, 4) == [62, 75, 87, 100]
+    assert query_places(2, 5, 16) == [2, 3, 4, 5]
 
 
 def test_budgets_become_pages(folder: Path) -> None:

@@ -123,7 +123,9 @@ def _sparse_drafts(
         )
     kind = sparse_class([AUTO_SPARSE])
     assert kind is not None
-    policy, topk = config.hsa_policy or KERNEL_POLICY, config.hsa_topk or _DRAFT_TOPK
+    policy, topk = config.hsa_policy or KERNEL_POLICY, config.hsa_topk
+    if topk is None and not policy_class(policy).sinks_only:
+        topk = _DRAFT_TOPK
     config = replace(config, hsa_policy=policy, hsa_topk=topk)
     sparse, page_size = training_free(config, spec, "", kind)
     summary = _summary(spec, sparse, page_size, kind)

@@ -20,19 +20,34 @@ from cairn.errors import ConfigError
 from cairn.memory.kv_pool import KVPool
 from cairn.sparsity.config import SparseConfig
 
-TOKENS = 4096
-"""Of the text that is read to choose budgets."""
+_TOKENS = 4096  # of the text, at least
 _ROWS = 12
 
 
-def choose_budgets(engine: Engine, ids: Sequence[int]) -> tuple[int, ...]:
-    """The number of pages of each sparse layer, for an engine that reads prompts densely."""
+def choose_budgets(engine: Engine, text: Sequence[int]) -> tuple[int, ...]:
+    """The number of pages of each sparse layer, for an engine that reads prompts densely.
+
+    Queries have twice top-k pages before their window, so that a layer can get more than top-k. If
+    the text or the engine is too short for that, they have more than top-k pages, or ConfigError is
+    raised.
+    """
     sparse = engine.sparse
     assert sparse is not None
     page_size = engine.scheduler.cache.geometry.page_size
+    wanted = 2 * sparse.topk * page_size + sparse.window
+    ids = text[: min(max(_TOKENS, wanted * 5 // 4), engine.max_tokens - 2)]
+    first = max(len(ids) // 2, min(wanted, len(ids) * 4 // 5))
+    if _candidates(sparse, first, page_size) <= sparse.topk:
+        least = (sparse.topk + 1) * page_size + sparse.window
+        raise ConfigError(
+            f"hsa_budget is 'auto' and hsa_topk {sparse.topk}; queries need more than top-k pages "
+            f"of {page_size} rows before their window of {sparse.window}, in a text of about "
+            f"{least * 5 // 4} tokens, and {len(ids)} can be read: lower hsa_topk, page_size or "
+            "hsa_window, raise context_length or kv_cache_gib, or list the pages of each layer"
+        )
     watcher = watch(engine)
     rows = []
-    for place in query_places(len(ids), _ROWS):
+    for place in query_places(first, len(ids), _ROWS):
         params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
         requests = engine.make_requests(list(ids[:place]), params, traced=True)
         engine.submit_all(requests)
@@ -70,7 +85,7 @@ def _gains(
     kv_heads = sparse.policy.shape.num_kv_heads
     means = []
     for row in rows:
-        shares = row.shares[layer][:, : sparse.window_start(row.cache_row, page_size)]
+        shares = row.shares[layer][:, : _candidates(sparse, row.cache_row, page_size)]
         grouped = torch.unflatten(shares, 0, (kv_heads, -1)).mean(1)
         means.append(grouped.sort(-1, descending=True).values.mean(0))
     width = min(len(mean) for mean in means)
@@ -78,9 +93,13 @@ def _gains(
     return gains
 
 
-def query_places(tokens: int, rows: int) -> list[int]:
-    """Lengths of the prefixes whose last token is the query, spread evenly over the second half."""
-    first = tokens // 2
+def _candidates(sparse: SparseConfig, row: int, page_size: int) -> int:
+    """Pages before the window of a query at `row`, also if the engine reads such rows densely."""
+    return max(0, (row - sparse.window + 1) // page_size)
+
+
+def query_places(first: int, tokens: int, rows: int) -> list[int]:
+    """Lengths of the prefixes whose last token is the query, spread evenly behind `first`."""
     return sorted({first + (tokens - first) * (i + 1) // rows for i in range(rows)})
 
 

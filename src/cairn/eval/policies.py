@@ -165,7 +165,8 @@ def measure(
         row = _measure(point, text, arguments)
         base = base or row
         row["ratio"] = round(row["ppl_tail"] / base["ppl_tail"], 4)
-        row["kept"], row["kept_low"], row["kept_high"] = kept(row["rights"], base["rights"])
+        share = kept(row["rights"], base["rights"]) or (None, None, None)
+        row["kept"], row["kept_low"], row["kept_high"] = share
         yield row
 
 
@@ -248,9 +249,11 @@ def _seconds_per_token(llm: LLM, ids: list[int]) -> float:
     return (time.perf_counter() - 2 * first + begin) / (_TIMED - 1)
 
 
-def kept(own: Sequence[bool], base: Sequence[bool]) -> tuple[float, float, float]:
+def kept(own: Sequence[bool], base: Sequence[bool]) -> tuple[float, float, float] | None:
     """Right answers as a share of those of the base, with a 95 % interval over questions, each
-    drawn with both of its answers."""
+    drawn with both of its answers. None if the base has no right answer."""
+    if not any(base):
+        return None
     random, pairs = Random(0), list(zip(own, base, strict=True))
     shares = []
     for _ in range(_RESAMPLES):
@@ -258,11 +261,9 @@ def kept(own: Sequence[bool], base: Sequence[bool]) -> tuple[float, float, float
         of_base = sum(right for _, right in drawn)
         if of_base:
             shares.append(sum(right for right, _ in drawn) / of_base)
-    if not shares:
-        return 1.0, 0.0, 1.0
     shares.sort()
     cut = len(shares) // 40
-    whole = sum(own) / max(1, sum(base))
+    whole = sum(own) / sum(base)
     return round(whole, 4), round(shares[cut], 4), round(shares[-1 - cut], 4)
 
 

@@ -81,7 +81,7 @@ def keep(shares: torch.Tensor, read: LayerRead, window_start: int) -> Kept:
 
 def measure(rows: int, llm: LLM, ids: list[int]) -> dict[str, Any]:
     """What an engine keeps for `rows` queries over the second half of the text."""
-    return measure_at(llm, ids, query_places(len(ids), rows))
+    return measure_at(llm, ids, query_places(len(ids) // 2, len(ids), rows))
 
 
 def measure_at(llm: LLM, ids: list[int], places: Sequence[int]) -> dict[str, Any]:
