@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,14 +16,15 @@ import numpy as np
 import pytest
 import torch
 
+import cairn
 from cairn import LLM
-from cairn.bench import hsa
+from cairn.bench import dsa, hsa
 from cairn.bench.client_speed import client_speed
 from cairn.bench.engines import settled
 from cairn.bench.hsa import LocalSelection
 from cairn.bench.http_stream import HttpError, Reply
 from cairn.bench.load import draw_requests, due_times, parse_load, redraw
-from cairn.bench.profile import per_step, share_out
+from cairn.bench.profile import kind_of, per_step, share_out
 from cairn.bench.replay import Prompts, read_trace, run
 from cairn.bench.spec import _rate, fresh, loops
 from cairn.bench.tier_engines import SMALL_BATCHES, full_length
@@ -393,6 +395,20 @@ def test_an_index_beside_its_dense_twin(capsys: pytest.CaptureFixture[str]) -> N
     assert "bench dsa has dsv32-slice, glm5-slice" in capsys.readouterr().err
 
 
+def test_the_last_chunk_of_a_prompt_may_be_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    class Layer(dsa.Layer):
+        def __init__(self, preset: Any, device: Any, length: int, seqs: int, new: int) -> None:
+            made.append((length, new))
+            super().__init__(preset, device, length, seqs, new)
+
+    monkeypatch.setattr(dsa, "Layer", Layer)
+    monkeypatch.setattr(dsa, "_CHUNK", 40)
+    assert dsa._prefill(TINY_DSA, torch.device("cpu"), 100)["prompt"] == 100
+    assert made == [(40, 40), (80, 40), (100, 20)]
+
+
 def test_prompts_and_steps_by_index_beside_their_dense_twins(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -417,6 +433,27 @@ def test_experts_beside_transformers(capsys: pytest.CaptureFixture[str]) -> None
     assert "bench products measures CUDA kernels" in capsys.readouterr().err
     assert main(["bench", "moe", "--model", "qwen3-0.6b"]) == 2
     assert "bench moe has qwen3-30b-a3b, moe-toy" in capsys.readouterr().err
+
+
+OF_MODULES = {
+    "sparse attention": "index_scan top_rows row_attention sparse_select sparse_extend "
+    "union_attention",
+    "attention": "latent latent_decode latent_prompt paged_decode paged_extend",
+    "matrix products": "gemv fp8 packed",
+    "experts": "experts route",
+    "sampling": "sampling",
+    "host memory": "swap_in",
+}
+
+
+@pytest.mark.parametrize("kind", OF_MODULES)
+def test_kernels_count_for_what_they_compute(kind: str) -> None:
+    folder = Path(cairn.__file__).parent / "kernels"
+    for module in OF_MODULES[kind].split():
+        names = re.findall(r"def (_\w+_kernel)\(", (folder / f"{module}.py").read_text())
+        if (folder / f"{module}.cu").exists():
+            names.append(module)
+        assert names and {kind_of(name) for name in names} == {kind}, (module, names)
 
 
 @pytest.mark.parametrize(

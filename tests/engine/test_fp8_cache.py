@@ -155,6 +155,19 @@ def test_scales_of_the_checkpoint_are_used_as_powers_of_two(tmp_path: Path) -> N
         LLM(folder, **options)
 
 
+def test_scales_are_sent_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = group_layers([None], [CacheLayout.of_heads(2, 64).of_type(FP8)])
+    pool = KVPool(groups, [2], 16, torch.device("cpu"))
+    pool.use_scales({0: (0.5, 0.25)})
+    place, rows = torch.tensor([1]), torch.ones(1, 4, 64)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "tensor", None)
+        for offset in torch.arange(3):
+            pool.write(0, place, offset[None], rows)
+    _, scales = rows_and_scales(pool.part(0))
+    assert scales[1, :, :3].tolist() == [[0.5] * 3] * 2 + [[0.25] * 3] * 2
+
+
 def test_layers_without_keys_and_values_are_refused(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "latent", TINY_LATENT)
     with pytest.raises(ConfigError, match=r"kv_cache_dtype is 'fp8', and layers .* keep latent"):

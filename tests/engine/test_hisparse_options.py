@@ -254,8 +254,9 @@ def sizes(
     dense_prompt_below: int = 0,
     page_bytes: int = 2**20,
     context: int = 100_000,
+    buffers: int = 0,
 ) -> TierSizes:
-    """Pages of 16 rows, 1 MiB in each layer; a landmark takes 1 KiB."""
+    """Pages of 16 rows, 1 MiB in each layer; a landmark takes 1 KiB. Kernels keep `buffers` MiB."""
     layers = tuple(layer for layer in range(4) if layer not in dense)
     attention = sparse(layers, landmark_rows=landmark_rows, dense_prompt_below=dense_prompt_below)
     groups = split_group(group_layers([None] * 4), attention)
@@ -281,6 +282,7 @@ def sizes(
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SwapBytes, "of", lambda *_: swap)
+        patch.setattr(HSABackend, "buffer_bytes", lambda _: buffers * mib)
         return size_tier(choices)
 
 
@@ -301,6 +303,19 @@ def test_kernels_pay_for_their_stage_and_tables() -> None:
     # One layer of all 1,000 pages, as many tables and landmarks, and tables of 64 slots.
     beside = 1000 + 1000 / 8 + 1000 / 1024 + 64 / 4
     assert frames == (4000 - beside) // 4 - found.hot_slots
+
+
+def test_errors_name_buffers_of_kernels() -> None:
+    given: dict[str, Any] = {"host": 4000, "swap": SwapBytes(0, 0)}
+    assert sizes(budget=4000, buffers=512, **given) == sizes(budget=4000, **given)
+    with pytest.raises(
+        ConfigError, match=r"of hot cache, and buffers of hsa take 0\.500 GiB beside .*; raise kv_c"
+    ):
+        sizes(budget=1000, buffers=512, **given)
+    with pytest.raises(
+        ConfigError, match=r"are free .*, and buffers of hsa take 1024\.000 GiB beside .*; lower it"
+    ):
+        sizes(budget=4000, buffers=2**20, **given)
 
 
 def test_prompts_that_are_read_densely_have_two_stages() -> None:

@@ -241,6 +241,35 @@ def test_a_step_that_fails_between_layers_of_one_plan(
             run()
 
 
+def test_a_step_that_fails_while_it_reads_the_stage(folder: Path) -> None:
+    """The layer in the stage is freed at once, and the next step fills it as if nothing was."""
+    with tiered(folder, frames=8, max_running_requests=1, chunked_prefill_size=64) as llm:
+        engine = llm.engine
+        stage, backend = tier_of(engine).stage, engine.runner.backend
+        assert stage is not None and isinstance(backend, DSABackend)
+        request = submit(engine, tokens_of(200), 20)
+        attend, staged = backend.attend, list[int]()
+
+        def fail(layer: int, query: Any, piece: Any, *given: Any) -> Any:
+            if layer == 1 and piece.staged:
+                staged.extend(stage._staged)
+                raise KeyboardInterrupt
+            return attend(layer, query, piece, *given)
+
+        backend.attend = fail  # type: ignore[assignment, method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            while engine.has_work:
+                leave_the_device(engine)
+                engine.step()
+        assert request.num_output == 0 and staged == [1] and not stage._staged
+        backend.attend = attend  # type: ignore[method-assign]
+        while engine.has_work:
+            engine.step()
+        assert request.output_ids == expected(folder, tuple(tokens_of(200)), request.params)
+        assert not stage._staged
+        check_clean(engine)
+
+
 # -- who reads what -----------------------------------------------------------------------------
 
 

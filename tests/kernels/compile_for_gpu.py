@@ -282,7 +282,7 @@ def chosen_rows() -> None:
     sizes = ("num_items", "table_stride", "score_blocks", "blocks", "splits", "parts", "length")
     types |= {**dict.fromkeys(sizes, "i32"), "scale": "fp32"}
     constants = {"PROGRAMS": 264, "TILE": 64, "LEAST": 4, "BLOCK": 1024}
-    compile_kernel(index_scan._plan_kernel, types, constants)
+    compile_kernel(index_scan._scan_plan_kernel, types, constants)
     for rows, page_size in ((1, 64), (4, 64), (4, 16)):
         tma = page_size == 64
         types["keys"] = "tensordesc<bf16[64,128]>" if tma else BF16
@@ -300,11 +300,13 @@ def chosen_rows() -> None:
     constants = {"K": 2048, "PAGE_SIZE": 64, "BLOCK_K": 2048}
     compile_kernel(top_rows._slots_kernel, types, constants)
     constants = {"K": 2048, "HEADS": 128, "LATENT": 512, "ROPE": 64, "BLOCK_M": 64, "BLOCK_N": 64}
-    attend = compile_kernel(row_attention._rows_kernel, types, constants, num_warps=8, num_stages=2)
+    attend = compile_kernel(
+        row_attention._row_attention_kernel, types, constants, num_warps=8, num_stages=2
+    )
     assert attend.metadata.shared <= SHARED_MEMORY
     constants = {"HEADS": 128, "LATENT": 512}
     for base_2 in (False, True):
-        compile_kernel(row_attention._merge_kernel, types, {**constants, "BASE_2": base_2})
+        compile_kernel(row_attention._row_merge_kernel, types, {**constants, "BASE_2": base_2})
 
 
 def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int, pool: str = BF16) -> None:

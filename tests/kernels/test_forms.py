@@ -75,7 +75,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 OWN_KERNELS = {
     "experts": "experts:_product_kernel",
     "latents": "latent:_latent_decode_kernel",
-    "index": "row_attention:_rows_kernel",
+    "index": "row_attention:_row_attention_kernel",
 }
 OPTIONS: dict[str, Any] = {
     "device": "cpu",

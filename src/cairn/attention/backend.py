@@ -52,6 +52,8 @@ class AttentionShape:
     then those of one kind of layer."""
     cpu: CpuKernels | None = None
     """Kernels for a CPU, where the model uses them."""
+    longest: int = 0
+    """Most rows of a sequence; 0 if that is not known."""
     value_dim: int | None = None
     """With latent rows: the columns that a head reads, the first ones of a row."""
 
@@ -90,7 +92,7 @@ class AttentionBackend(Protocol):
     def graph_for(self, batch: AttentionBatch, *, mixed: bool) -> Graph | None:
         """The kind of graph, decode or mixed, that can replay a step; None if the step's kernels
         must be launched one by one. A decode step whose sequences have several rows needs a graph
-        for a `few` rows."""
+        with `few`."""
         ...
 
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> Any:
@@ -261,6 +263,11 @@ class SparseBackend(Backend):
     def kernel_refusal(cls, config: SparseConfig, shape: AttentionShape) -> str | None:
         """Why its kernels cannot serve this model and it must run in torch; None if they can."""
         return f"{cls.name} has none"
+
+    @classmethod
+    def buffer_bytes(cls, shape: AttentionShape) -> int:
+        """Bytes that its kernels keep on the device beside the cache, at most."""
+        return 0
 
     def rungs(
         self, max_seqs: int, max_pages: int

@@ -13,13 +13,13 @@ from contextlib import nullcontext
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from cairn.attention.backend import AttentionShape, Graph, SparseBackend, SparseParts
 from cairn.attention.batch import AttentionBatch, IndexQuery
 from cairn.attention.dsa_kernels import RowKernels, RowStep
 from cairn.attention.dsa_step import Decoding, Piece, Run, Step, split_rows
 from cairn.attention.dsa_tiered import TieredRows
+from cairn.attention.fused import attention
 from cairn.attention.latent import LatentHeads
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import INDEX, LATENT
@@ -45,12 +45,18 @@ class DSABackend(SparseBackend):
             self._kernels = RowKernels(parts)
             dense = [graph for graph in parts.dense.graphs if graph.kind == "dense"]
             self.graphs = [*dense, Graph("sparse", mixed=False)]
+            if (why := self._kernels.flash_refusal) is not None:
+                self.notes = (f"dsa reads selected rows by its own kernel, FlashMLA cannot: {why}",)
         elif parts.shape.device.type == "cuda":
             self.notes = (f"dsa runs in plain torch, its kernels cannot: {refused}",)
 
     @classmethod
     def kernel_refusal(cls, config: SparseConfig, shape: AttentionShape) -> str | None:
         return RowKernels.refusal(config, shape)
+
+    @classmethod
+    def buffer_bytes(cls, shape: AttentionShape) -> int:
+        return RowKernels.buffer_bytes(shape.longest)
 
     def graph_for(self, batch: AttentionBatch, *, mixed: bool) -> Graph | None:
         if len(batch.traced_rows):
@@ -254,7 +260,7 @@ class DSABackend(SparseBackend):
     def _attend(self, query: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Absorbed query [n, heads, width] over latent rows [n, k, width] -> [n, heads, latent]"""
         shape, kept = self._parts.shape, rows[:, None]
-        read = F.scaled_dot_product_attention(query[:, None], kept, kept, scale=shape.scale)
+        read = attention(query[:, None], kept, kept, shape.scale)
         return read[:, 0, :, : shape.value_dim]
 
     def _table(self, layer: int, piece: Piece, step: Step) -> torch.Tensor:

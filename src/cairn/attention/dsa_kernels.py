@@ -17,6 +17,7 @@ from cairn.attention.backend import AttentionShape, SparseParts, missing_module
 from cairn.attention.batch import AttentionBatch, IndexQuery, to_device
 from cairn.attention.flash_mla_rows import FlashRows
 from cairn.attention.latent import LatentHeads
+from cairn.kernels.interface import MOST_SCORES
 from cairn.kernels.packing import pack, unpack
 from cairn.memory.layout import INDEX, LATENT
 from cairn.sparsity.config import SparseConfig
@@ -29,7 +30,7 @@ _ROWS = 1024  # absorbed queries at once
 _ALIGNED = 16  # tiles begin at multiples of this
 _BLOCK = 128  # scores of a row are a multiple of this
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_MOST_CHOSEN = 4096  # rows of a query; a program holds twice as many in registers
+_MOST_CHOSEN = 4096  # rows of a query; a program holds four times as many in registers
 _MOST_LATENT, _MOST_ROPE = 512, 64  # columns of a latent row that fit into a program's memory
 
 
@@ -57,14 +58,15 @@ class RowKernels:
         shape = parts.shape
         self._pool, self._shape, self._topk = parts.pool, shape, parts.config.topk
         self._longest = _blocks(parts.max_pages * shape.page_size) * _BLOCK
-        most = max(_SCORES, _ALIGNED * self._longest)
-        size = min(most, self._longest * max(_ROWS, shape.max_seqs))
+        size = _most_scores(self._longest)
         self._scores = torch.empty(size, dtype=torch.float32, device=shape.device)
         self._listed = torch.empty(size, dtype=torch.int32, device=shape.device)
         assert shape.value_dim is not None
         self._latent = shape.value_dim
         self._flash: FlashRows | None = None
-        if FlashRows.refusal(shape, self._topk) is None:
+        self.flash_refusal = FlashRows.refusal(shape, self._topk)
+        """Why FlashMLA does not read the chosen rows; None if it does."""
+        if self.flash_refusal is None:
             self._flash = FlashRows(shape.num_heads, shape.device)
         self._count = torch.arange(shape.max_seqs + 1, dtype=torch.int32, device=shape.device)
 
@@ -82,7 +84,15 @@ class RowKernels:
             return f"latent rows have {latent} and {shape.head_dim - latent} columns"
         if config.topk > _MOST_CHOSEN:
             return f"queries read {config.topk} rows; they have up to {_MOST_CHOSEN}"
+        if shape.longest > MOST_SCORES:
+            limit = f"they score up to {MOST_SCORES}: lower context_length"
+            return f"requests have up to {shape.longest} rows; {limit}"
         return None
+
+    @staticmethod
+    def buffer_bytes(longest: int) -> int:
+        """Bytes of scores and of scratch for requests of so many rows."""
+        return _most_scores(_blocks(longest) * _BLOCK) * (4 + 4)
 
     def decode(self, batch: AttentionBatch) -> RowStep:
         """All rows of a step in which every sequence has one."""
@@ -221,6 +231,11 @@ class RowKernels:
         out = query.new_empty(*query.shape[:2], self._latent)
         row_attention(query, pool, slots, out, scale=scale)
         return out
+
+
+def _most_scores(longest: int) -> int:
+    """Scores at once, `longest` of a row."""
+    return min(max(_SCORES, _ALIGNED * longest), _ROWS * longest)
 
 
 def _blocks(rows: int) -> int:

@@ -76,7 +76,8 @@ class TieredRows:
 
     @contextmanager
     def filled(self, run: Run, step: Step) -> Iterator[None]:
-        """Inside, the stage holds the pages of a run that is read from it."""
+        """Inside, the stage holds the pages of a run that is read from it. If the step fails there,
+        `abandon` frees them."""
         if not run.staged:
             yield
             return
@@ -86,5 +87,7 @@ class TieredRows:
         self.stage.release(step.staging)
 
     def abandon(self) -> None:
-        """After a failed step, forget rows that not all layers of a plan have copied."""
+        """After a failed step, forget rows that not all layers of a plan have copied, and free the
+        layer that was in the stage."""
         self._tier.forget()
+        self.stage.abandon()

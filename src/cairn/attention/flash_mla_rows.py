@@ -12,6 +12,7 @@ import torch
 
 from cairn.attention.backend import AttentionShape
 from cairn.attention.flash_mla_backend import FlashMLABackend
+from cairn.kernels.processors import processors
 
 _LATENT, _ROPE = 512, 64  # all that it has
 _HEADS = 64  # of a program
@@ -23,8 +24,7 @@ class FlashRows:
         from sgl_kernel.flash_mla import flash_mla_sparse_fwd
 
         self._attend: Any = flash_mla_sparse_fwd
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._queries = processors * _HEADS // heads
+        self._queries = processors(device) * _HEADS // heads
         """Queries that are computed at once."""
 
     @staticmethod

@@ -12,18 +12,17 @@ reads: torch's fused attention takes keys and values of one size only.
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cairn.attention.backend import DenseBackend
 from cairn.attention.batch import AttentionBatch, to_device
 from cairn.attention.clearing import clear_begun_pages
+from cairn.attention.fused import attention
 from cairn.attention.latent import LatentHeads
 from cairn.kernels.cpu import HEAD_DIMS
 from cairn.kernels.fp8_rows import widen
@@ -31,7 +30,6 @@ from cairn.memory.groups import LayerGroup
 from cairn.memory.layout import KV, LATENT
 
 _QUERY_BLOCK = 128  # bounds the mask and the masked keys that a causal block reads
-_MOST_FUSED = 256  # columns of a head that torch's fused kernels on CUDA are known to serve
 _EXPANDED = 2**25  # numbers of keys and values that are expanded at once, by heads
 
 
@@ -284,9 +282,7 @@ class TorchBackend(DenseBackend):
             key, value = self._key_value(layer, own_slices)
             # Treat the query heads of a kv head as queries: [seqs, kv_heads, group, dim].
             own = query[row : row + peers.seqs].reshape(peers.seqs, key.shape[1], -1, dim)
-            out = F.scaled_dot_product_attention(
-                own, key, value, attn_mask=peers.mask, scale=self._scale(layer)
-            )
+            out = attention(own, key, value, self._scale(layer), peers.mask)
             outs.append(out.reshape(peers.seqs, heads, dim))
             row, begin = row + peers.seqs, end
         read = outs[0] if len(outs) == 1 else torch.cat(outs)
@@ -331,20 +327,12 @@ def _extend(
 ) -> torch.Tensor:
     """Attention of query [rows, heads, dim] over key, value [kv_heads, keys, dim] of a sequence."""
     rows, heads, dim = query.shape
-    kv_heads, keys, _ = key.shape
+    kv_heads, count, _ = key.shape
     # [kv_heads, group, rows, dim] against [kv_heads, 1 -> group, keys, dim]
     grouped = query.reshape(rows, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
-    shape = (kv_heads, heads // kv_heads, keys, dim)
-    # Torch's fused kernel for heads this wide gives wrong results for some numbers of rows.
-    wide = query.device.type == "cuda" and dim > _MOST_FUSED
-    with sdpa_kernel(SDPBackend.MATH) if wide else nullcontext():
-        out = F.scaled_dot_product_attention(
-            grouped,
-            key[:, None].expand(shape),
-            value[:, None].expand(shape),
-            attn_mask=mask,
-            scale=scale,
-        )
+    shape = (kv_heads, heads // kv_heads, count, dim)
+    keys, values = key[:, None].expand(shape), value[:, None].expand(shape)
+    out = attention(grouped, keys, values, scale, mask)
     return out.permute(2, 0, 1, 3).reshape(rows, heads, dim)
 
 

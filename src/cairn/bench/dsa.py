@@ -113,6 +113,7 @@ class Layer:
             *(own.heads, 1, width, (own.nope + own.rope) ** -0.5, _PAGE),
             *(self._dtype, device, groups, seqs),
             value_dim=own.latent,
+            longest=per_seq * _PAGE,
         )
         kinds, _ = resolve_backends(("auto",), shape)
         self._dense: DenseBackend = kinds[0 if new > 1 else -1](shape, self._pool)
@@ -236,8 +237,9 @@ def _prefill(preset: Mapping[str, Any], device: torch.device, length: int) -> di
     """Attention of one layer for a whole prompt, chunk by chunk."""
     chunk = min(_CHUNK, length)
     totals: dict[str, float] = {}
-    for end in range(chunk, length + 1, chunk):
-        for name, own in Layer(preset, device, end, 1, chunk).seconds().items():
+    for begin in range(0, length, chunk):
+        end = min(begin + chunk, length)
+        for name, own in Layer(preset, device, end, 1, end - begin).seconds().items():
             totals[name] = totals.get(name, 0.0) + own
     row: dict[str, Any] = {"prompt": length, "chunk": chunk}
     row |= {f"{name}_ms": round(own * 1e3, 3) for name, own in totals.items()}

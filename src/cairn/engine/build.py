@@ -81,7 +81,7 @@ def build_engine(
             notes.append(choose_threads(model))
         choices = resolve(config, model.spec, dtype, device)
         if ranks is not None:
-            choices = replace(choices, config=ranks.agree_on_budget(choices.config))
+            choices = replace(choices, config=ranks.agree_on_budget(choices))
         memory = plan_memory(choices)
         if ranks is None:
             runner, more_notes = build_runner(choices, memory, model, Alone(), progress=compiling)
@@ -218,7 +218,7 @@ def build_runner(
     page_size = choices.geometry.page_size
     pool = KVPool(groups, memory.num_pages, page_size, device, hot_pages=memory.hot_pages)
     if choices.shape.cache_dtype == FP8:
-        pool.scales.update(model.cache_scales)
+        pool.use_scales(model.cache_scales)
     notes = [choices.dense_reason] if device.type == "cuda" else []
     # The window of the frame group only says which frames may be freed. Dense attention must not
     # apply it: dense attention reads the missing pages from the stage.

@@ -102,11 +102,11 @@ def size_pools(choices: EngineChoices) -> list[int]:
         _CACHE_HEADROOM * needed_pages(group, limits.max_running_requests, context, chunk, geometry)
         for group in groups
     ]
-    budget = kv_budget(config, device)
+    budget = kv_budget(choices)
     if budget is None:
         needed = sum(pages * size for pages, size in zip(wanted, page_bytes, strict=True))
         budget = min(default_budget(config, device), needed)
-    pages = split_budget(budget, groups, page_bytes, wanted)
+    pages = split_budget(budget, groups, page_bytes, wanted, _beside(choices))
     for group, count in zip(groups, pages, strict=True):
         # A single request must be able to advance one page at a time.
         least = group.peak_pages(min(context, geometry.tokens(max(pages))), 1, geometry)
@@ -130,17 +130,19 @@ def default_budget(config: EngineConfig, device: torch.device) -> int:
     return int(free_memory(device) / config.tp * _DEFAULT_FREE_SHARE)
 
 
-def kv_budget(config: EngineConfig, device: torch.device) -> int | None:
-    """Bytes for the KV cache of a rank; None to size it by what requests need."""
+def kv_budget(choices: EngineChoices) -> int | None:
+    """Bytes for the KV cache of a rank; None to size it by what requests need. Buffers of kernels
+    are beside it."""
+    config, device, buffers = choices.config, choices.device, choices.buffer_bytes
     if config.kv_cache_gib is not None:
         wanted = int(config.kv_cache_gib * _GIB)
         on_gpu = device.type == "cuda"
         free = torch.cuda.mem_get_info(device)[0] if on_gpu else free_memory(device) // config.tp
-        if wanted > free:
+        if wanted + buffers > free:
             where = "on the device" if on_gpu else "for it, a container's limit included"
             raise ConfigError(
                 f"kv_cache_gib is {config.kv_cache_gib:g} and {free / _GIB:.1f} GiB of memory are "
-                f"free {where}; lower it"
+                f"free {where}{_beside(choices)}; lower it"
             )
         return wanted
     if device.type != "cuda":
@@ -151,7 +153,16 @@ def kv_budget(config: EngineConfig, device: torch.device) -> int | None:
         return None
     free, total = torch.cuda.mem_get_info(device)
     share = config.mem_fraction_static or _DEFAULT_MEM_FRACTION
-    return max(0, int(free - total * (1 - share)))
+    return max(0, int(free - total * (1 - share)) - buffers)
+
+
+def _beside(choices: EngineChoices) -> str:
+    """What errors about memory say of buffers of kernels."""
+    if not choices.buffer_bytes:
+        return ""
+    assert choices.attention.backend is not None
+    name = choices.attention.backend.name
+    return f", and buffers of {name} take {choices.buffer_bytes / _GIB:.3f} GiB beside the KV cache"
 
 
 def free_memory(device: torch.device) -> int:
@@ -179,7 +190,7 @@ def size_tier(choices: EngineChoices) -> TierSizes:
     assert options is not None and sparse is not None and page_group is not None
     page_bytes = [group.page_bytes(geometry.page_size) for group in groups]
     frame_bytes, num_layers = page_bytes[frames], len(groups[frames].layers)
-    budget = kv_budget(config, device)
+    budget = kv_budget(choices)
     if budget is None:
         budget = default_budget(config, device)
     per_page = slots_per_page(choices)
@@ -252,8 +263,8 @@ def size_tier(choices: EngineChoices) -> TierSizes:
         raise ConfigError(
             f"enable_hisparse: the KV cache has {budget / _GIB:.3f} GiB and one request needs "
             f"{needs / _GIB:.3f}: {_told(kept)} for {host_pages} pages in host memory, and "
-            f"{_told(least)}; raise kv_cache_gib, or lower host_gib or host_to_device_ratio, "
-            f"device_buffer_size, or context_length{one_stage}"
+            f"{_told(least)}{_beside(choices)}; raise kv_cache_gib, or lower host_gib or "
+            f"host_to_device_ratio, device_buffer_size, or context_length{one_stage}"
         )
     left -= sum(spent(running, chunk_tokens).values())
     pages = needed(running, chunk_tokens)

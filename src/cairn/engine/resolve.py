@@ -82,6 +82,14 @@ class EngineChoices:
         return self.attention.sparse
 
     @property
+    def buffer_bytes(self) -> int:
+        """Bytes that kernels of sparse attention keep on the device beside the KV cache."""
+        backend = self.attention.backend
+        if backend is None or self.kernel_refusal is not None:
+            return 0
+        return backend.buffer_bytes(self.shape)
+
+    @property
     def groups(self) -> tuple[LayerGroup, ...]:
         """Layer groups. With a host tier the last one holds the device copies of pages."""
         return self.shape.groups
@@ -123,6 +131,7 @@ def resolve(
     groups = spec.groups(_cache_dtype(config, spec, attention, dtype, device))
     limits = _limits(config, device)
     shape = attention_shape(spec, sparse, geometry, groups, dtype, device)
+    shape = replace(shape, longest=geometry.pages(context) * geometry.page_size)
     refused = None
     if sparse is not None and attention.backend is not None:
         refused = attention.backend.kernel_refusal(sparse, shape)

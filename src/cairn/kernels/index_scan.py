@@ -27,6 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from cairn.kernels.launch import direct
 from cairn.kernels.paged_extend import can_describe
 from cairn.kernels.pdl import pdl_options
+from cairn.kernels.processors import processors
 from cairn.kernels.sizes import power_of_two
 
 _TILE = 64  # keys at once; a product of tensor cores has 64 rows
@@ -81,14 +82,12 @@ def _stages(per_item: int, dtype: torch.dtype) -> int:
 
 
 def _programs(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 6
-    return _PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+    return _PER_PROCESSOR * processors(device)
 
 
 @direct
 @triton.jit(do_not_specialize=["num_items"])
-def _plan_kernel(
+def _scan_plan_kernel(
     items,  # [num_items + 1]
     limits,
     tiles,
@@ -113,7 +112,7 @@ def _plan_kernel(
 
 def plan_scan(listed: RowList, dtype: torch.dtype) -> None:
     """Plan the shares of these queries, for all layers. `dtype` is that of keys."""
-    _plan_kernel[(1,)](
+    _scan_plan_kernel[(1,)](
         listed.items,
         listed.limits,
         listed.tiles,

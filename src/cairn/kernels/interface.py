@@ -12,6 +12,9 @@ MOST_HOT_SLOTS = 32768
 COPY_THREADS = 128
 """Default number of threads of a program that copies pages between host and device."""
 
+MOST_SCORES = 2**21 - 128
+"""Most scores of a row among which the best are chosen."""
+
 FEW_ROWS = 8
 """Products of at most this many rows use our own kernel; at 16 rows, cuBLAS is faster."""
 

@@ -27,6 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from cairn.kernels.launch import direct
 from cairn.kernels.paged_extend import ExtendBlocks, can_describe
 from cairn.kernels.pdl import pdl_options
+from cairn.kernels.processors import processors
 from cairn.kernels.sizes import blocks_of, power_of_two
 from cairn.kernels.softmax import LOG2E, softmax_result, softmax_step
 
@@ -70,10 +71,7 @@ def _head_tile(heads: int, dtype: torch.dtype) -> int:
 
 def _programs(heads: int, dtype: torch.dtype, device: torch.device) -> int:
     """A program has a multiprocessor for itself: its tiles fill shared memory."""
-    processors = 6
-    if device.type == "cuda":
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, processors // blocks_of(heads, _head_tile(heads, dtype)))
+    return max(1, processors(device) // blocks_of(heads, _head_tile(heads, dtype)))
 
 
 def rows_per_block(heads: int, dtype: torch.dtype) -> int:

@@ -35,6 +35,7 @@ from cairn.kernels.fp8_tiles import (
 )
 from cairn.kernels.launch import direct
 from cairn.kernels.pdl import pdl_options
+from cairn.kernels.processors import processors
 from cairn.kernels.sizes import power_of_two
 from cairn.kernels.softmax import LOG2E, softmax_result, softmax_weights
 
@@ -75,10 +76,7 @@ class DecodeSplits:
 
 def target_items(kv_heads: int, seqs: int, device: torch.device) -> int:
     """Number of splits, beyond one per sequence, with which all kv heads fill the device."""
-    processors = 4
-    if device.type == "cuda":
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, processors * _depth(seqs).programs // kv_heads)
+    return max(1, processors(device) * _depth(seqs).programs // kv_heads)
 
 
 class _Depth(NamedTuple):

@@ -1,4 +1,4 @@
-"""Sizes of kernels whose programs stay: as many as a GPU runs at once share the work."""
+"""How many programs a GPU runs at once, for kernels whose programs share the work."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-_ELSEWHERE = 3  # processors of a device that is no GPU, in tests
-_REGISTERS = 65536  # of a processor
+_ELSEWHERE = 4  # multiprocessors of a device that is no GPU, in tests
+_REGISTERS = 65536  # of a multiprocessor
 
 
 class Staying(NamedTuple):
@@ -20,14 +20,15 @@ class Staying(NamedTuple):
 def staying(device: torch.device, warps: int, tiles: int) -> Staying:
     """Programs of so many warps that share the tiles, about equally many each."""
     each_processor = max(1, 12 // warps) if warps <= 4 else max(1, 16 // warps)
-    there = _processors(device) * each_processor
+    there = processors(device) * each_processor
     most = -(-tiles // there)  # tiles of a program
     registers = _REGISTERS // (each_processor * warps * 32) // 8 * 8
     return Staying(-(-tiles // most), registers)
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
     if device.type != "cuda":
         return _ELSEWHERE
     return torch.cuda.get_device_properties(device).multi_processor_count

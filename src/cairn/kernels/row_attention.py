@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cairn.kernels.launch import direct
 from cairn.kernels.pdl import pdl_options
+from cairn.kernels.processors import processors
 from cairn.kernels.sizes import blocks_of
 from cairn.kernels.softmax import LN2, LOG2E, softmax_result
 
@@ -27,20 +28,14 @@ def _block_m(dtype: torch.dtype) -> int:
     return 64 if dtype.itemsize == 2 else 16
 
 
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 6
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def most_parts(heads: int, dtype: torch.dtype, device: torch.device) -> int:
     """Parts of all queries of a step: a program fills a multiprocessor."""
-    return max(1, _processors(device) // blocks_of(heads, _block_m(dtype)))
+    return max(1, processors(device) // blocks_of(heads, _block_m(dtype)))
 
 
 @direct
 @triton.jit(do_not_specialize=["parts", "length"])
-def _rows_kernel(
+def _row_attention_kernel(
     query,  # [rows, HEADS, LATENT + ROPE], contiguous
     pool,  # [slots, LATENT + ROPE]
     slots,  # [rows, K] int32, -1 for none
@@ -128,7 +123,7 @@ def _rows_kernel(
 
 @direct
 @triton.jit(do_not_specialize=["parts"])
-def _merge_kernel(
+def _row_merge_kernel(
     out,  # [rows, HEADS, LATENT]
     partial,
     partial_lse,
@@ -192,7 +187,7 @@ def row_attention(
     results = rows * parts * heads if parts > 1 else 1
     partial = torch.empty(results, latent, dtype=torch.float32, device=query.device)
     partial_lse = torch.empty(results, dtype=torch.float32, device=query.device)
-    _rows_kernel[(blocks_of(heads, block_m), parts, rows)](
+    _row_attention_kernel[(blocks_of(heads, block_m), parts, rows)](
         query, pool, slots, out, partial, partial_lse, scale, parts, length,
         K=k, HEADS=heads, LATENT=latent, ROPE=width - latent, BLOCK_M=block_m, BLOCK_N=block_n,
         num_warps=8 if half else 4, num_stages=2 if half else 1, **pdl_options(query),
@@ -212,7 +207,7 @@ def merge_parts(
     """Merge what each query read in parts of its list. Log-sum-exps are in base e and -inf for an
     empty part, or in base 2 and +inf."""
     rows, heads, latent = out.shape
-    _merge_kernel[(heads, rows)](
+    _row_merge_kernel[(heads, rows)](
         out,
         partial,
         partial_lse,

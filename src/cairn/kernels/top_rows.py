@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from cairn.kernels.interface import MOST_SCORES
 from cairn.kernels.launch import direct
 from cairn.kernels.pdl import pdl_options
 from cairn.kernels.sizes import power_of_two
@@ -356,7 +357,7 @@ def top_rows(
     these rows are in the pool: page * page_size + offset."""
     rows, k = positions.shape
     blocks, splits = scores.shape[1] // 128, _splits(rows)
-    assert scores.shape[1] % 128 == 0 and scores.shape[1] < 2**21
+    assert scores.shape[1] % 128 == 0 and scores.shape[1] <= MOST_SCORES
     bounds = torch.empty(rows, dtype=torch.int32, device=scores.device)
     counts = torch.empty(rows, splits, dtype=torch.int32, device=scores.device)
     options = pdl_options(scores)

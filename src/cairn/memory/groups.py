@@ -107,8 +107,10 @@ def split_budget(
     groups: Sequence[LayerGroup],
     page_bytes: Sequence[int],
     wanted_pages: Sequence[int],
+    beside: str = "",
 ) -> list[int]:
-    """Number of pages for each group; page_bytes[i] is the size of one page of groups[i].
+    """Number of pages for each group; page_bytes[i] is the size of one page of groups[i]. The error
+    that not one page fits adds `beside`.
 
     Window groups get the pages they can use (`wanted_pages`), and full groups share the rest. If a
     window group would then have more pages than the full group, both get the same number.
@@ -129,8 +131,8 @@ def split_budget(
             if equal < 1:
                 raise ConfigError(
                     f"the KV cache budget of {budget_bytes / 2**30:.3f} GiB holds no page; a page "
-                    f"of all layers takes {sum(page_bytes) / 2**30:.3f} GiB: raise kv_cache_gib or "
-                    "mem_fraction_static, or lower page_size"
+                    f"of all layers takes {sum(page_bytes) / 2**30:.3f} GiB{beside}: raise "
+                    "kv_cache_gib or mem_fraction_static, or lower page_size"
                 )
             return [capped.get(i, equal) for i in range(len(groups))]
         capped.update(newly)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -60,6 +60,7 @@ class KVPool(PagePool):
         self.scales: dict[int, tuple[float, float]] = {}
         """By layer: a checkpoint's scales of keys and of values of 8 bits, powers of two; 0 for a
         scale of each row. Layers that are not here have none."""
+        self._given: dict[int, torch.Tensor] = {}  # the same on the device, [2 * kv_heads]
         self._parts = {}
         self._by_group: list[list[torch.Tensor]] = [[] for _ in groups]
         # Third-party kernels multiply masked rows by zero, so those must not hold NaN.
@@ -78,6 +79,13 @@ class KVPool(PagePool):
                     tensor = make(shape, dtype=part.known_dtype, device=device)
                     self._parts[layer][part.name] = tensor
                     self._by_group[home].append(tensor)
+
+    def use_scales(self, scales: Mapping[int, tuple[float, float]]) -> None:
+        """Set `scales`."""
+        self.scales = dict(scales)
+        for layer, own in scales.items():
+            of_heads = torch.tensor(own).repeat_interleave(self.kv_heads(layer))
+            self._given[layer] = of_heads.to(self.device)
 
     def kv_heads(self, layer: int) -> int:
         return self.part(layer).shape[1] // 2
@@ -101,12 +109,7 @@ class KVPool(PagePool):
         """Store new rows of a part, by default the first part of the layer's layout."""
         parts = self._parts[layer]
         tensor = next(iter(parts.values())) if name is None else parts[name]
-        given = None
-        if layer in self.scales:
-            kv_heads = self.kv_heads(layer)
-            given = torch.tensor(self.scales[layer], device=tensor.device)
-            given = given.repeat_interleave(kv_heads)
-        store_rows(tensor, pages, offsets, rows, given)
+        store_rows(tensor, pages, offsets, rows, self._given.get(layer))
 
     def read_keys(self, layer: int, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A copy of the keys of pages [n], [n, page_size, kv_heads, head_dim]."""

@@ -133,7 +133,9 @@ class PromptStage(KVPool):
                 self._start(step, index)
 
     def abandon(self) -> None:
-        """After a failed step, make later work wait for the copies that the step started."""
+        """After a failed step, free the layer that it was reading, and make later work wait for the
+        copies that it started."""
+        self._staged.clear()
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 

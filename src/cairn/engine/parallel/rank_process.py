@@ -191,11 +191,11 @@ class _Rank:
         model, _ = load_model(
             config, locate(config), self._options.dtype, self._device, None, self._group
         )
-        self._send(Loaded(kv_budget(config, self._device)))
+        choices = resolve(config, model.spec, self._options.dtype, self._device)
+        self._send(Loaded(kv_budget(choices)))
         message = self._receive()
         assert isinstance(message, Build)
         self._group.connect(self._options.meeting_place)
-        choices = resolve(config, model.spec, self._options.dtype, self._device)
         runner, _ = build_runner(choices, message.memory, model, self._group)
         return runner
 

@@ -119,13 +119,13 @@ class Ranks(RankGroup):
 
     # -- building -----------------------------------------------------------------------------
 
-    def agree_on_budget(self, config: EngineConfig) -> EngineConfig:
+    def agree_on_budget(self, choices: EngineChoices) -> EngineConfig:
         """Wait until all have loaded. The rank with the least memory decides for all."""
         budgets = [
-            kv_budget(config, self.device),
+            kv_budget(choices),
             *(said.budget for said in self.collect(Loaded, patient=True)),
         ]
-        known = [budget for budget in budgets if budget is not None]
+        known, config = [own for own in budgets if own is not None], choices.config
         if not known:
             return config
         return replace(config, kv_cache_gib=max(1, min(known)) / 2**30, mem_fraction_static=None)
