@@ -663,7 +663,7 @@ def test_a_whole_engine_on_kernels_with_dense_prompts_in_a_host_tier(
     config = {**TINY_LLAMA, "hidden_size": 64}
     folder = write_model(tmp_path / "dense", config)
     prompt = tokens_of(100)
-    sparse: dict[str, Any] = {"hsa_dense_below": 0, "page_size": 16}
+    sparse: dict[str, Any] = {"hsa_policy": "quest", "hsa_dense_below": 0, "page_size": 16}
     sparse |= {"dtype": "float32", "device": "cpu"}
     sparse |= {"hsa_topk": 2, "hsa_window": 20, "hsa_sinks": 1}
     with LLM(folder, attention_backend="torch,hsa", kv_cache_gib=0.05, **sparse) as llm:
