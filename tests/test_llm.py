@@ -463,7 +463,7 @@ def test_a_folder_without_tokenizer_works_with_ids(tmp_path: Path) -> None:
         ({"ignore_config_fields": ["a"]}, "ignore_config_fields is"),
         ({"context_length": 9999}, "context_length is 9999, the model's own limit is 512"),
         ({"quantization": "int2"}, "quantization is 'int2'"),
-        ({"quantization": "int8", "dtype": "float64"}, "quantization=int8 is for"),
+        ({"quantization": "int8", "dtype": "float64"}, "quantization=int8 is not possible here"),
         ({"model_impl": "magic"}, "model_impl is 'magic'"),
     ],
 )

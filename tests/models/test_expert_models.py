@@ -277,7 +277,7 @@ def test_fp8_blocks_stay_so_or_are_dequantised_exactly(tmp_path: Path) -> None:
             "block size is",
         ),
         (fp8_blocks, {}, "_scale_inv.* are not part of"),
-        (lambda t: t.update(fp8("lm_head.weight", t)), {}, "float8_e4m3fn; only float"),
+        (lambda t: t.update(fp8("lm_head.weight", t)), {}, "float8_e4m3fn and no scales"),
         (
             fp8_blocks,
             {"quantization_config": {**FP8, "weight_block_size": [16, 20]}},

@@ -141,7 +141,7 @@ def test_missing_and_odd_tensors_are_named(tmp_path: Path) -> None:
         LLM(packed, device="cpu")
     del tensors[f"{name}_scale_inv"]
     save_file(tensors, path)
-    with pytest.raises(CairnError, match=f"{name} has type torch.float8_e4m3fn; only float"):
+    with pytest.raises(CairnError, match=f"{name} has type torch.float8_e4m3fn and no scales"):
         LLM(packed, device="cpu")
     message = "quantization=fp8 is not possible here: only CUDA, and a CPU in float32 on one rank"
     with pytest.raises(CairnError, match=message):
