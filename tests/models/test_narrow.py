@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 
@@ -81,20 +79,6 @@ def test_a_result_does_not_depend_on_threads(kernels: CpuKernels) -> None:
         results.append(matrix.product(x))
     torch.set_num_threads(before)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
-
-
-def test_threads_that_multiply_at_once_do_not_disturb_each_other(kernels: CpuKernels) -> None:
-    matrix, x = NarrowMatrix(random_matrix(torch.float32), kernels), rows(5)
-    expected = matrix.product(x)
-
-    def many(threads: int) -> bool:
-        torch.set_num_threads(threads)
-        return all(torch.equal(matrix.product(x), expected) for _ in range(300))
-
-    before = torch.get_num_threads()
-    with ThreadPoolExecutor(3) as pool:
-        assert all(pool.map(many, (2, 3, 4)))
-    torch.set_num_threads(before)
 
 
 def test_matrices_of_several_types_make_one_product(kernels: CpuKernels) -> None:

@@ -29,12 +29,12 @@ HEAD_DIMS = (32, 64, 96, 128, 256)
 _HEADERS, _SOURCES = (
     tuple(Path(__file__).with_name(name) for name in names)
     for names in (
-        ("cpu_vectors.h", "cpu_rows.h", "cpu_pool.h"),
-        ("cpu_products.cpp", "cpu_floats.cpp", "cpu_attention.cpp", "cpu_pool.cpp"),
+        ("cpu_vectors.h", "cpu_rows.h"),
+        ("cpu_products.cpp", "cpu_floats.cpp", "cpu_attention.cpp"),
     )
 )
 # Sums must not depend on what a compiler merges into one instruction.
-_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", "-ffp-contract=off", "-w")
+_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=off", "-w")
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
 
@@ -80,6 +80,7 @@ FLOAT_KINDS = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 class CpuKernels:
     def __init__(self, library: Path) -> None:
         try:
+            # torch has loaded OpenMP already, so that both share one set of threads.
             loaded = ctypes.CDLL(str(library))
             self._product = loaded.cairn_product
             self._float_product = loaded.cairn_float_product

@@ -5,7 +5,6 @@
 
 #include <vector>
 
-#include "cpu_pool.h"
 #include "cpu_vectors.h"
 
 namespace {
@@ -84,7 +83,8 @@ extern "C" void cairn_rotate_and_store(
     const int32_t* offsets, float* query, int32_t threads
 ) {
     const Cache cache{cache_rows, kv_heads, page_size, dim};
-    cairn::for_rows(rows * stride > kSerial ? threads : 1, rows, 8, [&](int row) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows * stride > kSerial)
+    for (int row = 0; row < rows; row++) {
         const float* x = qkv + row * stride;
         for (int head = 0; head < heads; head++)
             rotate(x + head * dim, q_norm, eps, cos + row * dim, sin + row * dim, dim, query + ((int64_t)row * heads + head) * dim);
@@ -93,7 +93,7 @@ extern "C" void cairn_rotate_and_store(
             rotate(key, k_norm, eps, cos + row * dim, sin + row * dim, dim, cache.at(pages[row], head, offsets[row]));
             std::memcpy(cache.at(pages[row], kv_heads + head, offsets[row]), key + kv_heads * dim, dim * sizeof(float));
         }
-    });
+    }
 }
 
 // One query row per sequence over rows [first, last) of its pages.
@@ -105,9 +105,10 @@ extern "C" void cairn_attend(
     const auto run = dim == 32 ? attend<2> : dim == 64 ? attend<4> : dim == 96 ? attend<6> : dim == 128 ? attend<8> : attend<16>;
     int64_t read = 0;
     for (int seq = 0; seq < seqs; seq++) read += (last[seq] - first[seq]) * heads * dim;
-    cairn::for_pieces(read > kSerial ? threads : 1, seqs * heads, [&](int item) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (read > kSerial)
+    for (int item = 0; item < seqs * heads; item++) {
         const int seq = item / heads, head = item % heads;
         const int64_t place = (int64_t)item * dim;
         run(query + place, cache, head / (heads / kv_heads), table + seq * table_stride, first[seq], last[seq], scale, out + place);
-    });
+    }
 }

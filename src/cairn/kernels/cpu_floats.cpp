@@ -6,7 +6,6 @@
 
 #include <vector>
 
-#include "cpu_pool.h"
 #include "cpu_rows.h"
 
 namespace {
@@ -143,20 +142,26 @@ extern "C" void cairn_float_product(
     const Floats& m = *matrix;
     const Input input{x, x_stride, rows, norm, eps, silu != 0};
     const Output output{out, out_stride, add != 0};
-    const bool changed = norm || silu;
+    const bool changed = norm || silu, few = rows < 2 * threads;
     std::vector<float> ready(changed ? (size_t)rows * m.columns : 0);
     const Rows given{changed ? ready.data() : x, changed ? m.columns : x_stride, nullptr};
-    cairn::for_rows(rows < 2 * threads ? 1 : threads, changed ? rows : 0, 4, [&](int row) {
-        prepare_row(input, row, m.columns, &ready[(size_t)row * m.columns]);
-    });
+    for (int row = 0; changed && few && row < rows; row++) prepare_row(input, row, m.columns, &ready[(size_t)row * m.columns]);
     const int groups = (m.outputs + kLanes - 1) / kLanes, tiles = (rows + kTileRows - 1) / kTileRows;
     const int pieces = 8 * threads < groups ? 8 * threads : groups;
     const Multiply run = multiply_for(m.kind);
-    cairn::for_pieces(threads, tiles * pieces, [&](int item) {
-        const int tile = item / pieces, piece = item % pieces;
-        const int first = tile * kTileRows, last = first + kTileRows < rows ? first + kTileRows : rows;
-        run(m, (int64_t)groups * piece / pieces, (int64_t)groups * (piece + 1) / pieces, given, first, last, output);
-    });
+#pragma omp parallel num_threads(threads)
+    {
+        if (changed && !few) {
+#pragma omp for schedule(dynamic, 4)
+            for (int row = 0; row < rows; row++) prepare_row(input, row, m.columns, &ready[(size_t)row * m.columns]);
+        }
+#pragma omp for schedule(dynamic, 1) nowait
+        for (int item = 0; item < tiles * pieces; item++) {
+            const int tile = item / pieces, piece = item % pieces;
+            const int first = tile * kTileRows, last = first + kTileRows < rows ? first + kTileRows : rows;
+            run(m, (int64_t)groups * piece / pieces, (int64_t)groups * (piece + 1) / pieces, given, first, last, output);
+        }
+    }
 }
 
 // The chosen experts of each row: down(silu(gate) * up), weighted and added up. Each expert is read once for all its rows.
@@ -194,19 +199,24 @@ extern "C" void cairn_experts(
         const int last = begin[expert + 1] - first;
         multiply_for(m.kind)(m, groups * piece / pieces, groups * (piece + 1) / pieces, given, 0, last, output);
     };
-    cairn::for_pieces(threads, count * wanted, [&](int item) { run(gate_up, item, wanted, x, x_stride, true, both.data()); });
-    cairn::for_rows(chosen < 2 * threads ? 1 : threads, chosen, 4, [&](int pair) {
-        prepare_row(activation, pair, inter, &inner[(size_t)pair * inter]);
-    });
-    cairn::for_pieces(threads, count * wanted, [&](int item) { run(down, item, wanted, inner.data(), inter, false, results.data()); });
-    cairn::for_rows(rows < 2 * threads ? 1 : threads, rows, 4, [&](int row) {
-        float* own = out + row * out_stride;
-        for (int column = 0; column < hidden; column++) own[column] = 0;
-        for (int slot = 0; slot < per_row; slot++) {
-            const int pair = row * per_row + slot;
-            if (place[pair] < 0) continue;
-            const float* result = &results[(size_t)place[pair] * hidden];
-            for (int column = 0; column < hidden; column++) own[column] += weights[pair] * result[column];
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(dynamic, 1)
+        for (int item = 0; item < count * wanted; item++) run(gate_up, item, wanted, x, x_stride, true, both.data());
+#pragma omp for schedule(dynamic, 4)
+        for (int pair = 0; pair < chosen; pair++) prepare_row(activation, pair, inter, &inner[(size_t)pair * inter]);
+#pragma omp for schedule(dynamic, 1)
+        for (int item = 0; item < count * wanted; item++) run(down, item, wanted, inner.data(), inter, false, results.data());
+#pragma omp for schedule(dynamic, 1) nowait
+        for (int row = 0; row < rows; row++) {
+            float* own = out + row * out_stride;
+            for (int column = 0; column < hidden; column++) own[column] = 0;
+            for (int slot = 0; slot < per_row; slot++) {
+                const int pair = row * per_row + slot;
+                if (place[pair] < 0) continue;
+                const float* result = &results[(size_t)place[pair] * hidden];
+                for (int column = 0; column < hidden; column++) own[column] += weights[pair] * result[column];
+            }
         }
-    });
+    }
 }

@@ -7,7 +7,6 @@
 
 #include <vector>
 
-#include "cpu_pool.h"
 #include "cpu_rows.h"
 
 namespace {
@@ -188,12 +187,22 @@ extern "C" void cairn_product(
     const auto run = m.bits == 4 ? (m.subs == 1 ? multiply_rows<4, 1> : multiply_rows<4, 2>)
                                  : (m.subs == 1 ? multiply_rows<8, 1> : multiply_rows<8, 2>);
     Rounded rounded(rows, m.blocks);
-    cairn::for_rows(rows < 2 * threads ? 1 : threads, rows, 4, [&](int row) { round_row(input, row, rounded); });
+    const bool few = rows < 2 * threads;
+    for (int row = 0; few && row < rows; row++) round_row(input, row, rounded);
+    // Threads take pieces as they get to them, so that one that must wait for its core does not hold up the others.
     const int pieces = 8 * threads < groups ? 8 * threads : groups;
-    cairn::for_pieces(threads, tiles * pieces, [&](int item) {
-        const int tile = item / pieces, piece = item % pieces;
-        const int first = tile * kTileRows, last = first + kTileRows < rows ? first + kTileRows : rows;
-        const int end = (int64_t)groups * (piece + 1) / pieces;
-        for (int group = (int64_t)groups * piece / pieces; group < end; group++) run(m, group, rounded, first, last, output);
-    });
+#pragma omp parallel num_threads(threads)
+    {
+        if (!few) {
+#pragma omp for schedule(dynamic, 4)
+            for (int row = 0; row < rows; row++) round_row(input, row, rounded);
+        }
+#pragma omp for schedule(dynamic, 1) nowait
+        for (int item = 0; item < tiles * pieces; item++) {
+            const int tile = item / pieces, piece = item % pieces;
+            const int first = tile * kTileRows, last = first + kTileRows < rows ? first + kTileRows : rows;
+            const int end = (int64_t)groups * (piece + 1) / pieces;
+            for (int group = (int64_t)groups * piece / pieces; group < end; group++) run(m, group, rounded, first, last, output);
+        }
+    }
 }
