@@ -32,7 +32,7 @@ def test_needle(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     record = run(arguments, capsys)
     assert record == json.loads(files["output"].read_text())
     assert files["plot"].read_bytes().startswith(b"\x89PNG")
-    lines = [json.loads(line) for line in files["answers"].read_text().splitlines()]
+    lines = [json.loads(line) for line in files["answers"].read_text().splitlines()[1:]]
     assert len(lines) == 2 * 2 * 2 * 2
     assert sum(line["cached_tokens"] for line in lines) > 0
     cells = {(row["task"], row["length"], row["depth"]): row for row in record["results"]}
@@ -60,13 +60,28 @@ def test_answers_until_ctrl_c_are_reported(
     monkeypatch.setattr(LLM, "generate", interrupted)
     arguments = ["eval", "needle", "--model", str(folder), *CPU, "--lengths", "500"]
     arguments += ["--depths", "0,100", "--samples", "5", "--max-tokens", "3"]
-    assert main([*arguments, "--answers", str(answers)]) == 0
+    arguments += ["--answers", str(answers)]
+    assert main(arguments) == 0
     printed = capsys.readouterr()
     record = json.loads(printed.out.strip().splitlines()[-1])
-    assert calls == [0, 2, 4]  # each is in the file before the next text is asked about
+    assert calls == [
+        1,
+        3,
+        5,
+    ]  # after the header, each is in the file before the next text is asked about
     assert not record["asked"]["whole"]
     assert {row["depth"]: row["asked"] for row in record["results"]} == {0.0: 2, 1.0: 2, None: 4}
-    assert "stopped by Ctrl-C after 4 answers" in printed.err
+    assert "stopped by Ctrl-C after 4 results" in printed.err
+
+    # The second text has one of its two answers only, so it is asked about again.
+    kept = answers.read_text().splitlines()[:-1]
+    answers.write_text("\n".join(kept) + "\n")
+    record = run([*arguments, "--resume"], capsys)
+    assert calls[3:] == [3, 5, 7, 9] and record["asked"]["whole"]
+    assert {row["depth"]: row["asked"] for row in record["results"]} == {0.0: 5, 1.0: 5, None: 10}
+    assert answers.read_text().splitlines()[: len(kept)] == kept
+    assert main([*arguments, "--resume", "--max-tokens", "4"]) != 0
+    assert "max_tokens was 3" in capsys.readouterr().err
 
 
 def test_sparse_with_all_pages_is_as_perplexed_as_dense(

@@ -25,13 +25,18 @@ def test_the_command_knows_every_policy() -> None:
     ["quest,streaming", pytest.param("spread,top-p,by-layer", marks=pytest.mark.slow)],
 )
 def test_policies_read_what_the_budget_says(
-    policies: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    policies: str,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    plot = tmp_path / "policies.png"
+    plot, points = tmp_path / "policies.png", tmp_path / "points.jsonl"
     arguments = ["eval", "policies", "--model", str(folder), "--device", "cpu"]
     arguments += ["--kv-cache-gib", "0.05", "--tokens", str(TOKENS), "--budgets", "40"]
     arguments += ["--policies", policies, "--samples", "1", "--rows", "2"]
-    assert main([*arguments, "--tasks", "niah_single_1", "--plot", str(plot)]) == 0
+    arguments += ["--tasks", "niah_single_1", "--points", str(points)]
+    assert main([*arguments, "--plot", str(plot)]) == 0
     record: dict[str, Any] = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     dense, *rows = record["results"]
     assert dense["policy"] == "dense" and dense["bytes"] == 1 and dense["ratio"] == 1
@@ -48,6 +53,12 @@ def test_policies_read_what_the_budget_says(
         assert row["ratio"] > 0 and 0 <= row["facts"] <= 1 and 0 <= row["ruler"] <= 1
         assert "--attention-backend hsa" in row["flags"]
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+    # Points that are in the file are not measured again.
+    monkeypatch.setattr("cairn.eval.policies.LLM", None)
+    assert main([*arguments, "--resume"]) == 0
+    again = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert again["results"] == record["results"]
 
 
 def test_dense_layers_count(folder: Path) -> None:

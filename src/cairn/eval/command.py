@@ -11,6 +11,8 @@ from cairn.config import EngineConfig
 TASKS = ("single", "multikey", "multiquery", "variables", "absent")
 _PROMPTS = ("auto", "plain", "chat")
 _BUDGET = "%% of the pages that the last token reads, its window (by default two pages) included"
+_ANSWERS = flag("answers", None, "Write every answer, a JSON line each.", metavar="FILE")
+_RESUME = flag("resume", False, "Go on where that file ends.", action="store_true")
 _NEEDLE = (
     list_flag("task", ("single",), "Of these; or all.", str, choices=(*TASKS, "all")),
     list_flag("lengths", (2048, 8192), "Tokens of the whole prompt, exactly."),
@@ -28,7 +30,8 @@ _NEEDLE = (
     flag("answer-start", "", "First words of the answer; {name} is the one asked about."),
     flag("max-tokens", 48, "Of an answer."),
     TEXT,
-    flag("answers", None, "Write every question and answer, a JSON line each.", metavar="FILE"),
+    _ANSWERS,
+    _RESUME,
 )
 RULER_TASKS = (
     *(f"niah_single_{i}" for i in (1, 2, 3)),
@@ -42,8 +45,8 @@ _RULER = (
     flag("prompt", "auto", "auto takes the model's chat format if it has one.", choices=_PROMPTS),
     TEXT,
     flag("qa", None, "Questions for the task qa, as JSON of SQuAD or HotpotQA.", metavar="FILE"),
-    flag("answers", None, "Write every answer, a JSON line each.", metavar="FILE"),
-    flag("resume", False, "Go on where --answers ends.", action="store_true"),
+    _ANSWERS,
+    _RESUME,
 )
 _BUDGETS = (
     TEXT,
@@ -73,6 +76,8 @@ _POLICIES = (
     ),
     flag("samples", 10, "Texts with four facts each, and samples of each of RULER's tasks."),
     flag("rows", 8, "Queries whose pages are compared with dense attention."),
+    flag("points", None, "Write what each point gave, a JSON line each.", metavar="FILE"),
+    _RESUME,
 )
 _ROWS = flag("rows", 16, "Queries, over the text's second half.")
 # What it measures, and its flags by the title of their group.

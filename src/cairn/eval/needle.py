@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
-import os
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from cairn.bench.report import check_files
 from cairn.cli_flags import check_at_least, collect
 from cairn.config import EngineConfig
+from cairn.engine.resolve import resolve_device
 from cairn.errors import ConfigError
-from cairn.eval import report
+from cairn.eval import report, resume
 from cairn.eval.haystack import Prose, need_tokenizer, read_text
 from cairn.eval.prompts import Frame, build_prompts, choose_style
-from cairn.eval.tasks import TASKS, UNKNOWN, NameMaker
+from cairn.eval.tasks import TASKS, UNKNOWN, Case, NameMaker
 from cairn.llm import LLM
 from cairn.progress import loading_bar
 
 _NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+(?!\d)|\d+")
 _Z95 = 1.959963984540054
-T = TypeVar("T")  # of answers: a dataclass
+_TOKENS_AT_ONCE = {"cuda": 2**20}
+"""By device: tokens of prompts that are asked together, where one text does not use all of it."""
+
+Sample = tuple[str, int, int]
+"""Task, length and number of a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,72 +59,89 @@ class Answer:
     right: bool
     cached_tokens: int
 
+    @property
+    def of(self) -> Sample:
+        return self.task, self.length, self.sample
+
 
 def command(arguments: argparse.Namespace) -> int:
     check_at_least(arguments, 1, "samples", "keys", "max_tokens")
-    same = ("lengths", "samples", "keys", "prompt", "answer_start", "max_tokens")
+    given = ("lengths", "samples", "keys", "prompt", "answer_start", "max_tokens")
     options = NeedleOptions(
         tasks=list(TASKS) if "all" in arguments.task else arguments.task,
         depths=[percent / 100 for percent in arguments.depths],
         seed=getattr(arguments, "seed", 0),
-        **{name: getattr(arguments, name) for name in same},
+        **{name: getattr(arguments, name) for name in given},
     )
     check_files(output=arguments.output, plot=arguments.plot, answers=arguments.answers)
     text = read_text(arguments.text)
     engine = collect(arguments, EngineConfig)
+    asked = {
+        "model": getattr(arguments, "model", EngineConfig().model),
+        "text": arguments.text,
+        **asdict(options),
+    }
+    varies = ("tasks", "lengths", "samples")
+    same = {**{name: asked[name] for name in asked if name not in varies}, "options": engine}
+    done: list[Answer] = []
+    if arguments.resume:
+        done = [Answer(**one) for one in resume.earlier(arguments.answers, "--answers", same)]
+        counts = Counter(answer.of for answer in done)
+        done = [answer for answer in done if counts[answer.of] == len(options.depths)]
     with LLM(**engine) as llm, loading_bar("Asking") as progress:
-        model = llm.config.model
-        answers, whole = take_answers(ask(llm, text, options, progress), arguments.answers)
-    asked = {"model": model, "text": arguments.text, **asdict(options), "whole": whole}
-    record = report.make_record("needle", engine, asked, tally(answers))
+        asking = ask(llm, text, options, progress, {answer.of for answer in done})
+        answers, whole = resume.take(asking, arguments.answers, same, done)
+    wanted = set(samples_of(options))
+    answers = [answer for answer in answers if answer.of in wanted]
+    record = report.make_record("needle", engine, {**asked, "whole": whole}, tally(answers))
     report.show_needle(record)
     if not whole:
-        print(f"cairn: stopped by Ctrl-C after {len(answers)} answers", file=sys.stderr)
+        print(resume.say_stopped(len(answers), arguments.answers), file=sys.stderr)
     report.finish(record, arguments)
     return 0
 
 
-def take_answers(asking: Iterator[T], path: str | None, mode: str = "w") -> tuple[list[T], bool]:
-    """The answers, and whether all arrived before Ctrl-C. Writes each to the file as it arrives."""
-    answers: list[T] = []
-    with open(path or os.devnull, mode, encoding="utf-8") as file:
-        try:
-            for answer in asking:
-                answers.append(answer)
-                print(json.dumps(asdict(answer)), file=file, flush=True)  # type: ignore[call-overload]
-        except KeyboardInterrupt:
-            if not answers:
-                raise
-            return answers, False
-    return answers, True
+def samples_of(options: NeedleOptions) -> list[Sample]:
+    return list(itertools.product(options.tasks, options.lengths, range(options.samples)))
 
 
 def ask(
-    llm: LLM, text: str, options: NeedleOptions, progress: Callable[[int, int], None]
+    llm: LLM,
+    text: str,
+    options: NeedleOptions,
+    progress: Callable[[int, int], None],
+    done: Collection[Sample] = (),
 ) -> Iterator[Answer]:
-    """Ask all questions of a sample at once, deepest facts first. Pages before the point where two
-    texts differ are then computed only once. The order does not change any answer."""
+    """Ask all questions of a text at once, deepest facts first. Pages before the point where two
+    texts differ are then computed only once. The order does not change any answer. Texts that are
+    `done` are left out."""
     tokenizer = need_tokenizer(llm)
     frame = Frame(tokenizer, choose_style(tokenizer, options.prompt), options.answer_start)
     check_lengths(llm, options.lengths, options.max_tokens)
     prose = Prose(text, frame.encode)
     depths = sorted(options.depths, reverse=True)
-    samples = list(itertools.product(options.tasks, options.lengths, range(options.samples)))
-    for done, (task, length, sample) in enumerate(samples):
-        progress(done, len(samples))
-        rng = random.Random(f"{options.seed} {task} {length} {sample}")
-        names = NameMaker(rng, prose.words, lambda word: len(frame.encode(word)))
-        cases = TASKS[task](rng, names, depths, options.keys)
-        queries = [case.query for case in cases]
-        prompts = build_prompts(frame, prose, queries, length, rng.randrange(2**32))
-        tokens = [prompt.tokens for prompt in prompts]
-        results = llm.generate(tokens, max_tokens=options.max_tokens)
-        for case, result in zip(cases, results, strict=True):
+    samples = samples_of(options)
+    left = [sample for sample in samples if sample not in set(done)]
+    while left:
+        progress(len(samples) - len(left), len(samples))
+        count = at_once(llm, left[0][1] * len(depths), 1)
+        batch, left = left[:count], left[count:]
+        asked: list[tuple[Sample, Case, list[int]]] = []
+        for task, length, number in batch:
+            rng = random.Random(f"{options.seed} {task} {length} {number}")
+            names = NameMaker(rng, prose.words, lambda word: len(frame.encode(word)))
+            cases = TASKS[task](rng, names, depths, options.keys)
+            queries = [case.query for case in cases]
+            prompts = build_prompts(frame, prose, queries, length, rng.randrange(2**32))
+            for case, prompt in zip(cases, prompts, strict=True):
+                asked.append(((task, length, number), case, prompt.tokens))
+        results = llm.generate([ids for _, _, ids in asked], max_tokens=options.max_tokens)
+        for ((task, length, number), case, _), result in zip(asked, results, strict=True):
             yield Answer(
                 task=task,
                 length=length,
                 depth=case.depth,
-                sample=sample,
+                sample=number,
                 name=case.query.name,
                 expected=case.answer,
                 said=result.text or "",
@@ -128,6 +149,11 @@ def ask(
                 cached_tokens=result.usage.cached_tokens,
             )
     progress(len(samples), len(samples))
+
+
+def at_once(llm: LLM, tokens: int, least: int) -> int:
+    """How many prompts, or groups of prompts, of so many tokens to ask together."""
+    return max(least, _TOKENS_AT_ONCE.get(resolve_device(llm.config.device).type, 0) // tokens)
 
 
 def check_lengths(llm: LLM, lengths: Sequence[int], max_tokens: int) -> None:

@@ -7,8 +7,9 @@ window, sinks and dense layers included. What was read is measured, not assumed.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -19,7 +20,7 @@ from cairn.cli_flags import check_at_least, collect
 from cairn.config import EngineConfig
 from cairn.engine.locate import locate
 from cairn.errors import ConfigError
-from cairn.eval import needle, ppl, recall, report, ruler
+from cairn.eval import needle, ppl, recall, report, resume, ruler
 from cairn.eval.haystack import encode_text, read_text
 from cairn.eval.ruler_tasks import Corpus
 from cairn.eval.settings import native_sparsity
@@ -68,17 +69,24 @@ def command(arguments: argparse.Namespace) -> int:
     engine = collect(arguments, EngineConfig)
     budgets = [percent / 100 for percent in arguments.budgets]
     points = make_points(engine, arguments.tokens, arguments.policies, budgets)
-    check_files(output=arguments.output, plot=arguments.plot)
+    check_files(output=arguments.output, plot=arguments.plot, points=arguments.points)
     text = read_text(arguments.text)
+    asked = {
+        "model": getattr(arguments, "model", EngineConfig().model),
+        "seed": getattr(arguments, "seed", 0),
+        **{name: getattr(arguments, name) for name in ("text", "tokens", "rows", "samples")},
+        "tasks": arguments.tasks,
+    }
+    same = {**asked, "options": engine}
+    done = resume.earlier(arguments.points, "--points", same) if arguments.resume else []
     with loading_bar("Measuring") as progress:
-        rows: list[dict[str, Any]] = []
-        for row in measure(points, text, arguments):
-            rows.append(row)
-            progress(len(rows), len(points))
-    model = getattr(arguments, "model", EngineConfig().model)
-    names = ("text", "tokens", "budgets", "policies", "rows", "samples", "tasks")
-    asked = {"model": model, **{name: getattr(arguments, name) for name in names}}
-    record = report.make_record("policies", engine, asked, rows)
+        measuring = measure(points, text, arguments, progress, {row["flags"] for row in done})
+        found, whole = resume.take(measuring, arguments.points, same, done)
+    rows = compare(points, found)
+    if not whole:
+        print(resume.say_stopped(len(found), arguments.points), file=sys.stderr)
+    varied = {"budgets": arguments.budgets, "policies": arguments.policies, "whole": whole}
+    record = report.make_record("policies", engine, {**asked, **varied}, rows)
     report.show_rows(record, _COLUMNS)
     for row in rows:
         print(f"{row['policy']}, {100 * row['bytes']:.1f} % of the bytes: {row['flags']}")
@@ -157,17 +165,32 @@ def _check(room: int, budget: float, tokens: int) -> None:
 
 
 def measure(
-    points: Sequence[Point], text: str, arguments: argparse.Namespace
+    points: Sequence[Point],
+    text: str,
+    arguments: argparse.Namespace,
+    progress: Callable[[int, int], None],
+    done: Collection[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """A row for each point. The first point is what facts and perplexity are compared with."""
-    base: dict[str, Any] | None = None
-    for point in points:
-        row = _measure(point, text, arguments)
-        base = base or row
-        row["ratio"] = round(row["ppl_tail"] / base["ppl_tail"], 4)
-        share = kept(row["rights"], base["rights"]) or (None, None, None)
-        row["kept"], row["kept_low"], row["kept_high"] = share
-        yield row
+    """A row for each point whose flags are not among `done`."""
+    for count, point in enumerate(points):
+        progress(count, len(points))
+        if flags_of(point.options) not in done:
+            yield _measure(point, text, arguments)
+    progress(len(points), len(points))
+
+
+def compare(points: Sequence[Point], found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of the points that were measured. Facts and perplexity are compared with those of
+    the first point."""
+    by_flags = {row["flags"]: row for row in found}
+    flags = [flags_of(point.options) for point in points]
+    base = by_flags[flags[0]]
+    rows = []
+    for row in (by_flags[own] for own in flags if own in by_flags):
+        ratio = round(row["ppl_tail"] / base["ppl_tail"], 4)
+        share, low, high = kept(row["rights"], base["rights"]) or (None, None, None)
+        rows.append({**row, "ratio": ratio, "kept": share, "kept_low": low, "kept_high": high})
+    return rows
 
 
 def _measure(point: Point, text: str, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -16,16 +14,16 @@ from cairn.bench.report import check_files
 from cairn.cli_flags import check_at_least, collect
 from cairn.config import EngineConfig
 from cairn.errors import ConfigError
-from cairn.eval import report
+from cairn.eval import report, resume
 from cairn.eval.haystack import need_tokenizer, read_text
-from cairn.eval.needle import check_lengths, take_answers, wilson
+from cairn.eval.needle import at_once, check_lengths, wilson
 from cairn.eval.prompts import choose_style
 from cairn.eval.ruler_tasks import TASKS, Corpus, Sample, Task, fit_size, read_questions
 from cairn.llm import LLM
 from cairn.progress import loading_bar
 from cairn.text.tokenizer import Tokenizer
 
-_AT_ONCE = 8  # questions that are asked together
+_AT_ONCE = 8  # questions that are asked together, at least
 _SHRINK = 0.02  # share of its size that a sample loses if it is too long
 
 Key = tuple[str, int, int]
@@ -61,55 +59,29 @@ def command(arguments: argparse.Namespace) -> int:
     questions = ((), ()) if arguments.qa is None else read_questions(arguments.qa)
     corpus = Corpus(read_text(arguments.text), *questions)
     engine = collect(arguments, EngineConfig)
-    same = ("lengths", "prompt", "text", "qa")
+    given = ("lengths", "prompt", "text", "qa")
     asked = {
         "model": getattr(arguments, "model", EngineConfig().model),
         "seed": getattr(arguments, "seed", 0),
-        **{name: getattr(arguments, name) for name in same},
+        **{name: getattr(arguments, name) for name in given},
     }
-    done = _resume(arguments.answers, {**asked, "options": engine}) if arguments.resume else []
+    same = {**{name: asked[name] for name in asked if name != "lengths"}, "options": engine}
+    done: list[Answer] = []
+    if arguments.resume:
+        done = [Answer(**one) for one in resume.earlier(arguments.answers, "--answers", same)]
     keys = list(itertools.product(tasks, arguments.lengths, range(arguments.samples)))
     with LLM(**engine) as llm, loading_bar("Asking") as progress:
         ruler = Ruler(llm, corpus, arguments.prompt, str(asked["seed"]))
         asking = ruler.ask(keys, {answer.key for answer in done}, progress)
-        if arguments.answers is not None:
-            _write(arguments.answers, {**asked, "options": engine}, done)
-        new, whole = take_answers(asking, arguments.answers, "a")
-    answers = [answer for answer in (*done, *new) if answer.key in set(keys)]
+        answers, whole = resume.take(asking, arguments.answers, same, done)
+    wanted = set(keys)
+    answers = [answer for answer in answers if answer.key in wanted]
     record = report.make_record("ruler", engine, {**asked, "whole": whole}, tally(answers))
     report.show_ruler(record)
     if not whole:
-        again = "" if arguments.answers is None else "; the same command with --resume goes on"
-        print(f"cairn: stopped by Ctrl-C after {len(new)} answers{again}", file=sys.stderr)
+        print(resume.say_stopped(len(answers), arguments.answers), file=sys.stderr)
     report.finish(record, arguments)
     return 0
-
-
-def _write(path: str, asked: dict[str, Any], done: Sequence[Answer]) -> None:
-    """Begin the file of answers: what is asked, and what was answered before."""
-    lines = [json.dumps({"asked": asked}), *(json.dumps(asdict(answer)) for answer in done)]
-    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def _resume(path: str | None, asked: dict[str, Any]) -> list[Answer]:
-    """The answers of an earlier run that asked the same."""
-    if path is None:
-        raise ConfigError("--resume needs --answers FILE, the file of the run that was stopped")
-    try:
-        header, *lines = Path(path).read_text(encoding="utf-8").splitlines()
-        before = json.loads(header)["asked"]
-        # The last line may be cut off.
-        answers = [Answer(**json.loads(line)) for line in lines if line.endswith("}")]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--answers {path} is no file of cairn eval ruler: {error!r}") from error
-    asked = json.loads(json.dumps(asked))
-    for name in asked:
-        if name != "lengths" and before.get(name) != asked[name]:
-            raise ConfigError(
-                f"--resume: {name} was {before.get(name)!r} in {path} and is {asked[name]!r} now; "
-                "ask the same, or leave --resume out to start anew"
-            )
-    return answers
 
 
 class Ruler:
@@ -129,8 +101,9 @@ class Ruler:
             check_lengths(self._llm, [length], 0)
             size: int | None = None
             left = [key for key in keys if key[:2] == (task, length) and key not in done]
-            for begin in range(0, len(left), _AT_ONCE):
-                batch = left[begin : begin + _AT_ONCE]
+            count = at_once(self._llm, length, _AT_ONCE)
+            for begin in range(0, len(left), count):
+                batch = left[begin : begin + count]
                 progress(len(done), len(keys))
                 if size is None:
                     size = self.fit(TASKS[task], task, length)

@@ -1,0 +1,63 @@
+"""Files of results, a JSON line each, so that a run that was stopped can go on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cairn.errors import ConfigError
+
+T = TypeVar("T")  # of results: a dataclass or a dict
+
+
+def earlier(path: str | None, flag: str, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The results in the file of an earlier run. Raises ConfigError if it did not ask the same."""
+    if path is None:
+        raise ConfigError(f"--resume needs {flag} FILE, the file of the run that was stopped")
+    try:
+        header, *lines = Path(path).read_text(encoding="utf-8").splitlines()
+        before = json.loads(header)["asked"]
+        # The last line may be cut off.
+        results: list[dict[str, Any]] = [json.loads(line) for line in lines if line.endswith("}")]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{flag} {path} is no file to resume from: {error!r}") from error
+    for name, value in json.loads(json.dumps(asked)).items():
+        if before.get(name) != value:
+            raise ConfigError(
+                f"--resume: {name} was {before.get(name)!r} in {path} and is {value!r} now; "
+                "ask the same, or leave --resume out to start anew"
+            )
+    return results
+
+
+def take(
+    asking: Iterator[T], path: str | None, asked: Mapping[str, Any], done: Sequence[T] = ()
+) -> tuple[list[T], bool]:
+    """The results, `done` first, and whether all arrived before Ctrl-C. Writes what is asked and
+    each result to the file."""
+    results = list(done)
+    with open(path or os.devnull, "w", encoding="utf-8") as file:
+        for line in ({"asked": asked}, *results):
+            print(_line(line), file=file, flush=True)
+        try:
+            for result in asking:
+                results.append(result)
+                print(_line(result), file=file, flush=True)
+        except KeyboardInterrupt:
+            if len(results) == len(done):
+                raise
+            return results, False
+    return results, True
+
+
+def _line(value: Any) -> str:
+    return json.dumps(asdict(value) if is_dataclass(value) else value)  # type: ignore[arg-type]
+
+
+def say_stopped(count: int, path: str | None) -> str:
+    again = "" if path is None else "; the same command with --resume goes on"
+    return f"cairn: stopped by Ctrl-C after {count} results{again}"
