@@ -209,8 +209,8 @@ class EngineConfig:
     )
     hsa_policy: str | None = option(
         None,
-        "hsa: how pages are chosen: spread (the default on a CPU), quest, mean, streaming, or your "
-        "own as module:Class.",
+        "hsa: how pages are chosen: spread (the default on a CPU), quest, mean, snapkv, streaming, "
+        "or your own as module:Class.",
     )
     hsa_topk: int | None = option(None, "hsa: pages a query reads outside its window.", low=1)
     hsa_selection_strategy: str | None = option(

@@ -17,6 +17,7 @@ from cairn.sparsity.mean import MeanPolicy
 from cairn.sparsity.policy import Landmark, Policy, PolicyShape
 from cairn.sparsity.quest import QuestPolicy
 from cairn.sparsity.registry import policy_class, policy_names
+from cairn.sparsity.snapkv import SnapKVPolicy
 from cairn.sparsity.spread import REACH, SpreadPolicy
 from cairn.sparsity.streaming import StreamingPolicy
 from tests.helpers import TINY_LLAMA, tokens_of, write_model
@@ -247,7 +248,8 @@ def test_a_policy_of_ones_own_needs_nothing_but_its_name(tmp_path: Path) -> None
 def test_policies_are_found_by_name_and_by_place() -> None:
     kinds = [policy_class(name) for name in policy_names()]
     trained = [HiLSPolicy, LandmarkKeyPolicy]
-    assert kinds == [*trained, QuestPolicy, MeanPolicy, SpreadPolicy, StreamingPolicy]
+    free = [QuestPolicy, MeanPolicy, SpreadPolicy, SnapKVPolicy, StreamingPolicy]
+    assert kinds == [*trained, *free]
     assert policy_class(f"{__name__}:ToyPolicy") is ToyPolicy
 
 

@@ -124,6 +124,11 @@ def _sparse_drafts(
     kind = sparse_class([AUTO_SPARSE])
     assert kind is not None
     policy, topk = config.hsa_policy or KERNEL_POLICY, config.hsa_topk
+    if policy_class(policy).observed:
+        raise ConfigError(
+            f"hsa_policy is {policy!r}, which lets the end of a prompt choose pages, and drafts "
+            "choose their own; use quest"
+        )
     if topk is None and not policy_class(policy).sinks_only:
         topk = _DRAFT_TOPK
     config = replace(config, hsa_policy=policy, hsa_topk=topk)

@@ -38,7 +38,7 @@ from cairn.kernels.fp8_rows import FP8
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.groups import LayerGroup
 from cairn.memory.landmarks import LandmarkShape
-from cairn.memory.layout import KV, LATENT
+from cairn.memory.layout import KV, LATENT, QUERY, CacheLayout, CachePart
 from cairn.models.config_reader import ConfigReader
 from cairn.models.spec import ModelSpec
 from cairn.sparsity.config import SparseConfig
@@ -128,7 +128,8 @@ def resolve(
     sparse = attention.sparse
     geometry = PageGeometry(attention.page_size, spec.tokens_per_page(attention.page_size))
     context = _context_length(config, spec)
-    groups = spec.groups(_cache_dtype(config, spec, attention, dtype, device))
+    cache_dtype = _cache_dtype(config, spec, attention, dtype, device)
+    groups = _with_queries(spec, sparse, dtype).groups(cache_dtype)
     limits = _limits(config, device)
     shape = attention_shape(spec, sparse, geometry, groups, dtype, device)
     shape = replace(shape, longest=geometry.pages(context) * geometry.page_size)
@@ -210,6 +211,18 @@ def _check_plans(
             f"layers; {names[0]} plans a step once for all full-attention layers: leave hsa_layers "
             "out, or use another backend"
         )
+
+
+def _with_queries(spec: ModelSpec, sparse: SparseConfig | None, dtype: torch.dtype) -> ModelSpec:
+    """The same model, whose sparse layers also keep queries if the policy looks back at them."""
+    if sparse is None or sparse.policy is None or not sparse.policy.observed:
+        return spec
+    layers = list(spec.layers)
+    for layer in sparse.layers:
+        own = layers[layer]
+        part = CachePart(QUERY, (own.num_heads, own.head_dim), dtype)
+        layers[layer] = replace(own, cache=CacheLayout((*own.layout.parts, part)))
+    return replace(spec, layers=tuple(layers))
 
 
 def landmark_shape(sparse: SparseConfig, dtype: torch.dtype) -> LandmarkShape | None:

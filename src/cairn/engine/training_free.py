@@ -84,6 +84,8 @@ def training_free(
         sinks = min(_SINKS, least) if config.hsa_sinks is None else config.hsa_sinks
         if kind.sinks_only:
             topk = least = _only_sinks(config, name, sinks)
+        if kind.observed:
+            _check_observed(config, name)
         if sinks > least:
             option = "hsa_topk" if budgets is None else "the least hsa_budget"
             raise ConfigError(
@@ -172,6 +174,20 @@ def _only_sinks(config: EngineConfig, name: str, sinks: int) -> int:
     if sinks == 0:
         raise ConfigError(f"hsa_sinks is 0; hsa_policy {name!r} reads at least 1 page of sinks")
     return sinks
+
+
+def _check_observed(config: EngineConfig, name: str) -> None:
+    """Refuse what does not go with pages that the end of the prompt chooses for the answer."""
+    for option, refused in (
+        ("hsa_prefill", config.hsa_prefill == "sparse"),
+        ("hsa_top_p", config.hsa_top_p is not None),
+        ("enable_hisparse", config.enable_hisparse),
+    ):
+        if refused:
+            raise ConfigError(
+                f"{option} is {getattr(config, option)!r}, and hsa_policy {name!r} lets the end of "
+                f"a prompt choose pages for the answer; leave {option} out, or use spread or quest"
+            )
 
 
 def _layers(given: str | None, dense: int | None, spec: ModelSpec) -> tuple[int, ...]:

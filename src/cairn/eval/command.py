@@ -54,7 +54,7 @@ _BUDGETS = (
     list_flag("budgets", (12, 25, 50), f"{_BUDGET}; or give --hsa-topk.", float, low=0, high=100),
     flag("policies", None, "Ways to score pages; by default --hsa-policy, or quest."),
 )
-_VARIANTS = ("quest", "mean", "spread", "streaming", "dense-layers", "top-p", "by-layer")
+_VARIANTS = ("quest", "mean", "spread", "streaming", "snapkv", "dense-layers", "top-p", "by-layer")
 _POLICIES = (
     TEXT,
     flag("tokens", 4096, "Of the text and of the questions."),

@@ -34,6 +34,7 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
     "mean": {"hsa_policy": "mean"},
     "spread": {"hsa_policy": "spread"},
     "streaming": {"hsa_policy": "streaming"},
+    "snapkv": {"hsa_policy": "snapkv"},
     "dense-layers": {"hsa_dense_layers": 2},
     "top-p": {"hsa_top_p": 0.9},
     "by-layer": {"hsa_budget": "auto"},
@@ -187,7 +188,8 @@ def compare(points: Sequence[Point], found: Sequence[dict[str, Any]]) -> list[di
     base = by_flags[flags[0]]
     rows = []
     for row in (by_flags[own] for own in flags if own in by_flags):
-        ratio = round(row["ppl_tail"] / base["ppl_tail"], 4)
+        tail = row["ppl_tail"]
+        ratio = None if tail is None else round(tail / base["ppl_tail"], 4)
         share, low, high = kept(row["rights"], base["rights"]) or (None, None, None)
         rows.append({**row, "ratio": ratio, "kept": share, "kept_low": low, "kept_high": high})
     return rows
@@ -202,6 +204,9 @@ def _measure(point: Point, text: str, arguments: argparse.Namespace) -> dict[str
         found |= _read(llm, ids, arguments.rows)
         found |= _facts(llm, text, arguments)
         found["ms"] = round(1000 * _seconds_per_token(llm, ids[: tokens - _TIMED]), 3)
+        policy = None if llm.engine.sparse is None else llm.engine.sparse.policy
+    if policy is not None and policy.observed:
+        return {**found, "ppl_tail": None}  # it has no sparse prompts
     sparse = point.options.get("attention_backend") == AUTO_SPARSE
     scored = {**point.options, "hsa_prefill": "sparse"} if sparse else point.options
     with LLM(**scored) as llm:
@@ -222,7 +227,9 @@ def _read(llm: LLM, ids: list[int], rows: int) -> dict[str, Any]:
     part = len(sparse.layers) / _full_layers(spec)
     page = 2 * policy.shape.num_kv_heads * policy.shape.head_dim
     page *= llm.engine.scheduler.cache.geometry.page_size
-    landmark = 0 if policy.sinks_only else policy.landmark_heads * policy.landmark_width
+    landmark = policy.landmark_heads * policy.landmark_width
+    if policy.sinks_only or policy.observed:
+        landmark = 0
     return {
         "bytes": round(part * means["read"] + 1 - part, 4),
         "landmarks": round(part * landmark / page, 4),

@@ -206,7 +206,8 @@ def _plot_policies(record: dict[str, Any], path: str) -> None:
                 continue
             rows.sort(key=lambda row: float(row["bytes"]))
             across = [100 * row["bytes"] for row in rows]
-            axis.plot(across, [row[column] for row in rows], marker="o", label=policy)
+            up = [float("nan") if row[column] is None else row[column] for row in rows]
+            axis.plot(across, up, marker="o", label=policy)
         axis.set_xlabel("% of the KV bytes read")
         axis.set_ylabel(label)
     axes[0].legend(fontsize=8)

@@ -22,6 +22,9 @@ rotated part of the key."""
 INDEX = "index"
 """The part that holds one key per row, by which an index scores the rows that a query reads."""
 
+QUERY = "query"
+"""The part that holds the query of each row and head, for policies that look back at a prompt."""
+
 
 @dataclass(frozen=True, slots=True)
 class CachePart:

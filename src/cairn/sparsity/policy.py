@@ -47,6 +47,9 @@ class Policy:
     has_bias: ClassVar[bool] = False
     sinks_only: ClassVar[bool] = False
     """It reads no pages but the sinks and the window, so that the number of pages is theirs."""
+    observed: ClassVar[int] = 0
+    """Number of last rows of a prompt that choose the pages of the whole answer, by `vote`. The
+    cache then keeps the queries of all rows. 0: every row chooses its own pages, by `score`."""
 
     def __init__(self, shape: PolicyShape) -> None:
         self.shape = shape
@@ -82,3 +85,11 @@ class Policy:
         if bias is not None:
             scores = scores + bias.transpose(-1, -2)[..., None, :, None, :]
         return scores.flatten(-3, -2)
+
+    def vote(self, query: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Scores [seqs, kv_heads, pages] of a prompt's pages, if rows are `observed`.
+
+        query [seqs, observed, heads, head_dim], keys [seqs, pages, page_size, kv_heads, head_dim].
+        hidden [seqs, observed, pages, page_size] is True where a row does not see a key.
+        """
+        raise NotImplementedError

@@ -19,6 +19,7 @@ _POLICIES: Mapping[str, str] = {
     "quest": "cairn.sparsity.quest:QuestPolicy",
     "mean": "cairn.sparsity.mean:MeanPolicy",
     "spread": "cairn.sparsity.spread:SpreadPolicy",
+    "snapkv": "cairn.sparsity.snapkv:SnapKVPolicy",
     "streaming": "cairn.sparsity.streaming:StreamingPolicy",
 }
 

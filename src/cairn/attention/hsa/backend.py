@@ -23,6 +23,7 @@ from cairn.attention.hsa.metadata import (
 )
 from cairn.attention.hsa.tiered_dense import TieredDense
 from cairn.attention.hsa.torch_sparse import TorchSparse
+from cairn.memory.layout import QUERY
 from cairn.sparsity.config import SparseConfig
 from cairn.sparsity.selection import Selection
 
@@ -253,6 +254,10 @@ class HSABackend(SparseBackend):
     ) -> torch.Tensor:
         if layer not in self._sparse_layers:
             return self._dense.forward(layer, query, metadata.dense)
+        if self._policy.observed:
+            batch = metadata.batch
+            pages = batch.groups[self._groups.kv].row_pages
+            self._pool.write(layer, pages, batch.row_offsets, query, QUERY)
         if metadata.dense_rows is not None:
             out = (self._tiered or self._dense).forward(layer, query, metadata.dense_rows)
         else:

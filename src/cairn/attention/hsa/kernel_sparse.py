@@ -190,6 +190,8 @@ class KernelSparse:
         assert policy is not None
         if type(policy).score is not Policy.score:
             return f"{type(policy).__name__} scores pages in its own way"
+        if policy.observed:
+            return f"{type(policy).__name__} looks back at the prompt"
         width = policy.landmark_width
         for what, value, most in (
             ("page_size", shape.page_size, 128),

@@ -19,6 +19,7 @@ import torch
 from cairn.attention.backend import AttentionShape
 from cairn.attention.batch import AttentionBatch, to_device
 from cairn.memory.kv_pool import KVPool
+from cairn.memory.pages import NULL_PAGE
 from cairn.sparsity.config import SparseConfig
 
 _TILE_ROWS = 512
@@ -39,6 +40,13 @@ class Tile:
     own_pages: torch.Tensor  # [rows] page of the pool that holds the row itself
     traced: torch.Tensor | None  # [n] rows of the tile whose selection is reported
     traced_rows: tuple[int, ...]  # the same rows, as rows of the step
+    prompts: Prompts | None
+    """For policies that look back at the prompt; otherwise None."""
+
+
+class Prompts(NamedTuple):
+    pages: torch.Tensor  # [seqs, prompt pages] padded with the null page
+    rows: torch.Tensor  # [seqs] rows of the prompt
 
 
 class SparseGroups(NamedTuple):
@@ -176,6 +184,13 @@ def _tile(
     candidates = int(limits.max())
     flat_rows = rows.reshape(-1)
     traced = np.flatnonzero(np.isin(flat_rows, batch.traced_rows))
+    prompts = None
+    if config.policy is not None and config.policy.observed and candidates:
+        lengths = batch.prompt_rows[owners]
+        held = -(-lengths // size)
+        table = tables.host_pages[owners, : held.max()].astype(np.int64)
+        table[np.arange(table.shape[1]) >= held[:, None]] = NULL_PAGE
+        prompts = Prompts(to_device(table, device), to_device(lengths, device))
 
     def to(array: np.ndarray) -> torch.Tensor:
         return to_device(array, device)
@@ -194,4 +209,5 @@ def _tile(
         own_pages=to(own.reshape(-1).astype(np.int64)),
         traced=to(traced) if len(traced) else None,
         traced_rows=tuple(int(row) for row in flat_rows[traced]),
+        prompts=prompts,
     )

@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
-from cairn.attention.hsa.metadata import Tile
+from cairn.attention.hsa.metadata import Prompts, Tile
 from cairn.kernels.fp8_rows import widen
 from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.landmarks import LandmarkPool
+from cairn.memory.layout import QUERY
 from cairn.sparsity.config import SparseConfig
 from cairn.sparsity.policy import Landmark
 from cairn.sparsity.selection import Selection, select
@@ -167,12 +169,44 @@ class TorchSparse:
         """Scores [rows, heads, pages] of the candidates begin..end; -inf for pages that must not be
         read."""
         policy = self._policy
+        if tile.prompts is not None:
+            return self._votes(layer, tile, tile.prompts, scoring)[..., begin:end]
         mapped = torch.unflatten(policy.map_query(scoring), 0, (tile.seqs, -1))
         pages = tile.page_table[:, begin:end]
         vectors, bias, valid = self._landmarks.get(layer, pages, tile.generations[:, begin:end])
         landmark = Landmark(vectors.to(scoring.dtype), bias)
         scores = policy.score(mapped, landmark)  # [seqs, rows, heads, pages]
         return scores.masked_fill(~valid[:, None, None], float("-inf")).flatten(0, 1)
+
+    def _votes(
+        self, layer: int, tile: Tile, prompts: Prompts, scoring: torch.Tensor
+    ) -> torch.Tensor:
+        """Scores [rows, heads, pages] of all candidates, by the last rows of the prompts."""
+        policy, size, device = self._policy, self._pool.page_size, prompts.pages.device
+        count, width = prompts.pages.shape
+        keys_each = width * size
+        step = max(1, _ELEMENTS // (policy.shape.num_heads * policy.observed * keys_each))
+        votes = []
+        for begin in range(0, count, step):
+            pages, lengths = (own[begin : begin + step] for own in prompts)
+            places = lengths[:, None] - torch.arange(policy.observed, 0, -1, device=device)
+            known = places.clamp(min=0)
+            query = self._pool.part(layer, QUERY)[pages.gather(1, known // size), :, known % size]
+            keys = self._pool.read_keys(layer, pages.flatten(), scoring.dtype)
+            hidden = torch.arange(keys_each, device=device) > places[..., None]
+            votes.append(
+                policy.vote(
+                    query.to(scoring.dtype),
+                    torch.unflatten(keys, 0, pages.shape),
+                    torch.unflatten(hidden, -1, (width, size)),
+                )
+            )
+        of_pages = torch.cat(votes)  # [seqs, kv_heads, prompt pages]
+        candidates = tile.page_table.shape[1]
+        beyond = max(0, candidates - width)  # pages of the answer
+        of_pages = F.pad(of_pages, (0, beyond), value=float("-inf"))[..., :candidates]
+        group = policy.shape.num_heads // of_pages.shape[1]
+        return of_pages.repeat_interleave(group, 1).repeat_interleave(len(scoring) // tile.seqs, 0)
 
     def _pages_by_row(
         self, layer: int, query: torch.Tensor, pages: torch.Tensor
