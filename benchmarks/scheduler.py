@@ -11,8 +11,14 @@ import time
 from array import array
 from typing import Any
 
+import numpy as np
+import torch
+
 from cairn import LLM
+from cairn.engine.inputs import StepInputs
+from cairn.engine.plan import StepPlan
 from cairn.engine.request import Request
+from cairn.engine.sampler import Sampler
 from cairn.engine.sampling_params import SamplingParams
 from cairn.engine.scheduler import Limits, Scheduler
 from cairn.memory.cache import PagedCache
@@ -44,14 +50,22 @@ def time_steps(requests: int, windows: list[int | None]) -> dict[str, float]:
         spent[name] = spent.get(name, 0.0) + time.thread_time() - begin
         return result
 
+    table = np.zeros((len(groups), requests, 16), dtype=np.int32)
+    sampler = Sampler(requests, 1000, torch.device("cpu"))
+
+    def inputs(plan: StepPlan) -> None:
+        StepInputs.of(plan, cache.geometry, table, table)
+        sampler.plain_draws(plan.advances)
+
     flying = None
     for step in range(_WARM + _STEPS):
         if step == _WARM:
             spent.clear()
         plan = timed("plan", scheduler.plan)
+        timed("inputs", inputs, plan)
         timed("launched", scheduler.launched, plan)
         if flying is not None:
-            sampled = {advance.request_id: 7 for advance in flying.advances if advance.samples}
+            sampled = {advance.request_id: (7,) for advance in flying.advances if advance.samples}
             timed("commit", scheduler.commit, flying, sampled)
         flying = plan
     scheduler.check()

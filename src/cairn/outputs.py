@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from cairn.engine.logprobs import TokenLogprob
 from cairn.engine.request import FinishReason, Request
@@ -60,8 +61,7 @@ class Generation:
         return replace(self, alternatives=tuple(others))
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A piece of a stream. The last one of each choice has a finish reason and its result."""
 
     request_id: str

@@ -292,7 +292,10 @@ class Engine:
             own.samples > 0 and self.scheduler.get(own.request_id) is None for own in plan.advances
         )
         kept = self.scheduler.commit(plan, result.sampled, result.guesses)
-        progress = [self._report(*each, result) for each in kept.items()]
+        if result.selections or result.logprobs:
+            progress = [self._report(*each, result) for each in kept.items()]
+        else:
+            progress = [Progress(request, tuple(tokens)) for request, tokens in kept.items()]
         tokens = sum(map(len, kept.values()))
         if self.scheduler.speculation is not None:
             self.scheduler.speculation.pace.observe(plan, tokens, ran - self._last_finish)

@@ -79,10 +79,10 @@ class StepInputs:
         """The rows of a plan. If the model has landmark rows, a page's landmark row is computed in
         the same step as the page's last token."""
         size, per_page = geometry.page_size, geometry.tokens_per_page
-        starts = np.array([advance.start for advance in plan.advances], dtype=np.int64)
-        stops = np.array([advance.stop for advance in plan.advances], dtype=np.int64)
-        prompts = np.array([advance.prompt_len for advance in plan.advances], dtype=np.int64)
-        dense = np.array([advance.dense for advance in plan.advances], dtype=bool)
+        slots, starts, stops, prompts, samples, dense, traced, guess = columns_of(
+            plan.advances,
+            *("slot", "start", "stop", "prompt_len", "samples", "dense", "traced", "guess"),
+        )
         first_rows, kv_lens = geometry.rows(starts), geometry.rows(stops)
         query_lens = kv_lens - first_rows
         cu_query = np.concatenate(([0], np.cumsum(query_lens)))
@@ -92,21 +92,16 @@ class StepInputs:
         positions = cache_rows - cache_rows // size * (size - per_page)
         is_token = cache_rows % size < per_page
         token_ids = np.full(num_rows, -1 if landmark_id is None else landmark_id, dtype=np.int64)
-        known = array("q")
-        for advance in plan.advances:
-            known += advance.token_ids
-        token_ids[is_token] = known
-        slots = np.array([advance.slot for advance in plan.advances], dtype=np.int64)
+        token_ids[is_token] = np.frombuffer(
+            b"".join([advance.token_ids for advance in plan.advances]), np.int64
+        )
         unknown = is_token & (token_ids == UNKNOWN)
-        samples = np.array([advance.samples for advance in plan.advances], dtype=np.int64)
-        guess = np.array([advance.guess for advance in plan.advances], dtype=np.int64)
         newest = stops - np.maximum(samples, 1) - np.maximum(guess - 1, 0)
         places = slots[seq] * per_slot + np.maximum(positions - newest[seq], 0)
         sources = np.where(unknown, places, -1)
         token_ids[unknown] = 0
         owner, tokens = sampled_tokens(stops, samples)
         sampled_rows = cu_query[owner] + geometry.rows(tokens) - first_rows[owner]
-        traced = np.array([advance.traced for advance in plan.advances], dtype=bool)
         batch = AttentionBatch(
             page_size=size,
             query_lens=query_lens,
@@ -116,8 +111,8 @@ class StepInputs:
                 GroupTables(host_pages=pages, host_generations=lives)
                 for pages, lives in zip(tables, generations, strict=True)
             ),
-            prompt_rows=np.where(dense, ALL_ROWS, geometry.rows(prompts)),
-            traced_rows=sampled_rows[traced[owner]],
+            prompt_rows=np.where(dense > 0, ALL_ROWS, geometry.rows(prompts)),
+            traced_rows=sampled_rows[traced[owner] > 0],
         )
         return cls(
             batch=batch,
@@ -300,6 +295,13 @@ class StepInputs:
         of_rows = (none, none - 1, none, none + 1, *[none] * (len(arrays) - 7))
         of_seqs = (lens, self.batch.num_rows + np.cumsum(lens), lens)
         return [np.concatenate(own) for own in zip(arrays, (*of_rows, *of_seqs), strict=True)]
+
+
+def columns_of(advances: Sequence[Advance], *names: str) -> list[np.ndarray]:
+    """Each of these fields as an int64 array over the advances."""
+    # Without advances there are no columns.
+    columns = dict(zip(Advance._fields, zip(*advances, strict=True), strict=False))
+    return [np.array(columns.get(name, ()), dtype=np.int64) for name in names]
 
 
 def sampled_tokens(stops: np.ndarray, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -516,7 +516,7 @@ class Runner:
         """The rows of a plan, with page tables for at least `stop` tokens."""
         geometry, residency = self._geometry, self._residency
         slots = np.array([advance.slot for advance in plan.advances])
-        stop = max(stop, *(advance.stop for advance in plan.advances))
+        stop = max([stop, *[advance.stop for advance in plan.advances]])
         width = table_width(geometry.pages(stop))
         tables, lives = self._tables[:, slots, :width], self._generations[:, slots, :width]
         host = StepInputs.of(plan, geometry, tables, lives, self._landmark_id, self._per_slot)

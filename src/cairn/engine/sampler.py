@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from cairn.attention.batch import to_device
-from cairn.engine.inputs import Draws, sampled_tokens
+from cairn.engine.inputs import Draws, columns_of, sampled_tokens
 from cairn.engine.plan import UNKNOWN, Admission, Advance
 
 _LEAST_TEMPERATURE = 1e-5  # below it sampling is greedy
@@ -41,9 +41,7 @@ class _Samples(NamedTuple):
 
     @classmethod
     def of(cls, advances: Sequence[Advance]) -> _Samples:
-        count = len(advances)
-        columns = [(own.slot, own.stop, own.samples, own.guess) for own in advances]
-        slots, stops, samples, guess = np.array(columns, dtype=np.int64).reshape(count, 4).T
+        slots, stops, samples, guess = columns_of(advances, "slot", "stop", "samples", "guess")
         owner, before = sampled_tokens(stops, samples)
         first = np.diff(owner, prepend=-1) > 0
         return cls(owner, slots[owner], before + 1, np.where(first, guess[owner], -1))

@@ -110,7 +110,8 @@ def _allowed(request: Request) -> Allowed:
 def _in_vain(request: Request, advance: Advance) -> bool:
     """Whether the token that an advance samples is known already: it was planned while drafts were
     being checked, as if all were wrong, and some were right."""
-    return advance.samples > 0 and advance.stop - advance.drafted < len(request.token_ids)
+    samples = advance.samples
+    return samples > 0 and advance.stop - samples + 1 < len(request.token_ids)
 
 
 class Scheduler:
@@ -130,6 +131,7 @@ class Scheduler:
         # If the model drafts, it does so by reading less than everything.
         self._dense = speculation is not None and speculation.drafter.by_model
         self._clock = clock
+        self._per_page = cache.geometry.tokens_per_page
         self._requests: dict[str, Request] = {}
         self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._running: dict[str, Request] = {}  # oldest admission first
@@ -187,17 +189,18 @@ class Scheduler:
         step = _Step()
         self.cache.poll()
         ready = [request for request in self._running.values() if request.can_advance]
-        decoding = sum([request.remaining == 1 for request in ready])
+        remaining = [request.remaining for request in ready]
+        decoding = remaining.count(1)
         # Prefill must make progress however many requests decode.
         least = min(self.cache.geometry.page_size, self.limits.chunked_prefill_size)
         step.budget = max(self.limits.chunked_prefill_size - decoding, least)
         if self.speculation is not None:
             step.reserved = least if self._waiting or decoding < len(ready) else 0
             self.speculation.begin(len(ready))
-        for request in ready:
+        for request, left in zip(ready, remaining, strict=True):
             if request.state is not State.RUNNING:
                 continue  # retracted to make room for an older request
-            if request.remaining == 1:
+            if left == 1:
                 self._plan_decode(step, request)
             else:
                 self._plan_prefill(step, request)
@@ -237,9 +240,7 @@ class Scheduler:
     def _plan_decode(self, step: _Step, request: Request) -> None:
         assert request.pages is not None
         start, held = request.computed, len(request.pages.tables[0])
-        if start < self.cache.geometry.tokens_per_page * held or (
-            self._make_room(step, request, start + 1)
-        ):
+        if start < self._per_page * held or (self._make_room(step, request, start + 1)):
             if self.speculation is None:
                 self._advance(step, request, 1, prefill=False)
             else:
@@ -420,16 +421,21 @@ class Scheduler:
         drafts: array[int] = _NONE,
     ) -> None:
         """Add an advance by `tokens` tokens, and by the drafts that follow them."""
-        pages, scores = request.pages, request.prompt_scores
+        pages, scores, pending = request.pages, request.prompt_scores, request.pending
         start, drafted = request.computed, len(drafts)
         stop = start + tokens + drafted
         assert pages is not None
-        self._hold_pages(step, request, pages, stop)
+        held = len(pages.tables[0])
+        if stop > held * self._per_page:
+            held += self.cache.grow(pages, stop)
+        if held > request.planned_pages or pages.live_from != request.planned_live:
+            self._collect_edits(step, request, pages)
         if prefill or self.limits.max_step_seconds is not None:
             context = self.cache.geometry.rows(start)
             step.spend(self.cache.geometry.rows(stop) - context, context, prefill=prefill)
-        token_ids = _PENDING if request.pending else request.token_ids[start : stop - drafted]
-        samples = int(stop - drafted == request.num_tokens and scores not in ONLY_PROMPT)
+        token_ids = _PENDING if pending else request.token_ids[start : stop - drafted]
+        reaches_newest = stop - drafted == len(request.token_ids) + pending
+        samples = int(reaches_newest and scores not in ONLY_PROMPT)
         guesses = 0
         if drafted:
             token_ids = token_ids + drafts
@@ -464,14 +470,6 @@ class Scheduler:
             )
         )
 
-    def _hold_pages(self, step: _Step, request: Request, pages: SequencePages, tokens: int) -> None:
-        """Allocate pages for `tokens` tokens and add the edits of the runner's tables."""
-        held = len(pages.tables[0])
-        if tokens > held * self.cache.geometry.tokens_per_page:
-            held += self.cache.grow(pages, tokens)
-        if held > request.planned_pages or pages.live_from != request.planned_live:
-            self._collect_edits(step, request, pages)
-
     def _collect_edits(self, step: _Step, request: Request, pages: SequencePages) -> None:
         """Add the edits that bring the runner's tables up to date with the request's tables."""
         for g, table in enumerate(pages.tables):
@@ -501,11 +499,12 @@ class Scheduler:
             request = self._requests[advance.request_id]
             pages = request.pages
             assert pages is not None
-            request.reached = advance.stop
-            request.checking = advance.drafted > 0
-            request.computed = advance.stop - advance.drafted
-            request.pending += advance.samples > 0
-            if request.computed >= pages.due:
+            stop, samples = advance.stop, advance.samples
+            request.reached = stop
+            request.checking = samples > 1
+            request.computed = computed = stop - samples + 1 if samples else stop
+            request.pending += samples > 0
+            if computed >= pages.due:
                 due.append((pages, request))
         for pages, request in due:
             self.cache.commit(pages, request.token_ids, request.computed)
@@ -528,16 +527,16 @@ class Scheduler:
                 continue  # ended after the plan was made
             if _in_vain(request, advance):
                 continue
-            retracted = advance.attempt != request.retractions
+            samples, retracted = advance.samples, advance.attempt != request.retractions
             # A request that was retracted in the meantime scores its prompt again.
-            if request.prompt_scores != "none" and retracted:
-                request.pending -= advance.samples > 0
+            if retracted and request.prompt_scores != "none":
+                request.pending -= samples > 0
                 continue
             reason: FinishReason | None = None
-            if advance.samples:
+            if samples:
                 request.pending -= 1
                 tokens = sampled[request.id]
-                if advance.drafted:
+                if samples > 1:
                     drafts = guesses.get(request.id, advance.token_ids[-advance.drafted :])
                     tokens = self._kept(request, tokens, drafts, retracted=retracted)
                 progressed[request] = tokens
@@ -580,13 +579,14 @@ class Scheduler:
 
     def _append(self, request: Request, tokens: Sequence[int], now: float) -> FinishReason | None:
         """Add sampled tokens. Returns why they end the request, None if they do not."""
-        if request.num_output == 0:
+        token_ids = request.token_ids
+        if len(token_ids) == request.prompt_len:
             request.times.first_token = now
-        request.token_ids.extend(tokens)
+        token_ids.extend(tokens)
         if tokens[-1] in request.stop_token_ids:
             request.stopped_by_token = True
             return "stop"
-        return "length" if len(request.token_ids) >= request.end_len else None
+        return "length" if len(token_ids) >= request.end_len else None
 
     # -- leaving ------------------------------------------------------------------------------
 
