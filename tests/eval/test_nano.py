@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,21 @@ def test_it_answers_a_short_question() -> None:
             {"role": "user", "content": question("Mira Kolvane")},
         ]
         assert llm.chat(messages, max_tokens=32).text == known.text
+
+
+def test_it_answers_what_the_page_suggests_to_ask_it() -> None:
+    """`tests/server/test_suggestions.py` asks the default model, which takes longer."""
+    web = resources.files("cairn.server") / "web"
+    text = (web / "sample.txt").read_text()
+    suggested = json.loads((web / "suggestions.json").read_text())["sample"]["nano"]
+    with LLM("cairn-nano", device="cpu", kv_cache_gib=0.1) as llm:
+        for asked in suggested:
+            messages = [
+                {"role": "system", "content": text},
+                {"role": "user", "content": asked["question"]},
+            ]
+            said = llm.chat(messages, max_tokens=24).text or ""
+            assert f" {asked['answer']}." in said
 
 
 def test_demo(capsys: pytest.CaptureFixture[str]) -> None:

@@ -320,10 +320,24 @@ def test_a_needle_is_found_and_its_page_shown(browser: Browser, tmp_path: Path) 
     browser.until("document.querySelector('#scope').value === 'token'")
     browser.until("document.querySelector('#page-detail').textContent.includes('mattered most')")
     assert text(browser, "#token-strip [aria-current]").strip()[:1] == "4"
+    # The map shows that page, what the answer took from it is marked.
+    assert "48213" in text(browser, "#page-detail .page.mattered")
+    assert "48213" in texts(browser, "#page-detail .mattered mark")
     # The visitor can ask the server's model instead, and is told what the difference is.
     assert "trained for that alone" in text(browser, "#why")
     change(browser, "#asked", "main")
     assert "its own words" in text(browser, "#why")
+    # Each model is suggested questions that it can answer.
+    click(browser, "#sample")
+    browser.until("document.querySelectorAll('.chip').length === 4")
+    assert not any("access code" in chip for chip in texts(browser, ".chip"))
+    change(browser, "#asked", "nano")
+    assert all("access code" in chip for chip in texts(browser, ".chip"))
+    browser.run("document.querySelector('.chip').click()")
+    browser.until("document.querySelector('.assistant .tools')", 120)
+    wait(browser)
+    assert "27415" in answer(browser) and "27415" in text(browser, "#page-detail .mattered")
+    browser.screenshot(tmp_path / "sample.png")
     assert browser.problems == []
     print("screenshots:", tmp_path)
 

@@ -60,7 +60,7 @@ def test_questions_about_the_sample(browser: Browser) -> None:
     """The answers are right, and read from the page that says so."""
     browser.run("document.querySelector('#sample').click()")
     browser.until("!document.querySelector('#document').hidden")
-    for i, asked in enumerate(SUGGESTED["sample"]["questions"]):
+    for i, asked in enumerate(SUGGESTED["sample"]["main"]):
         said = ask(browser, i, i + 1)
         source = browser.run(f"{LAST}.querySelector('.source p').textContent")
         assert re.search(asked["answer"], said), (asked, said)

@@ -71,7 +71,7 @@ function refresh() {
 function showSuggestions() {
   const { document: held, turns, model } = chat.conversation;
   let asks = [];
-  if (held?.asks) asks = held.asks;
+  if (held?.asks) asks = held.asks[chat.server?.model === "cairn-nano" ? "nano" : model] || [];
   else if (!held && !turns.length && model === "main") asks = suggestions.chat.map((one) => one.question);
   $("suggestions").hidden = !asks.length || !$("needle").hidden;
   $("suggestions").classList.toggle("one-line", turns.length > 0);
@@ -84,8 +84,9 @@ function showSuggestions() {
 async function loadSample(more) {
   try {
     const text = await bundled("sample.txt");
-    const { name, questions } = suggestions.sample;
-    chat.begin({ name, text, asks: questions.map((one) => one.question) }, more);
+    const { name, main, nano } = suggestions.sample;
+    const [own, codes] = [main, nano].map((list) => list.map((one) => one.question));
+    chat.begin({ name, text, asks: { main: own, nano: codes } }, more);
     $("question").focus();
   } catch (error) {
     complain(error.message);

@@ -93,7 +93,7 @@ function showSource(turn, i, body, actions) {
   const share = Math.round(100 * turn.source.share);
   box.append(make("summary", "", `Mostly read from page ${turn.source.page} (${share} % of a layer's attention)`));
   const text = make("p");
-  text.append(markedText(turn.source, turn.content));
+  text.append(markedText(turn.source.text, turn.content));
   box.append(text);
   linkWords(body, turn.source, box, (word) => {
     box.open = true;

@@ -1,5 +1,7 @@
 // The context drawn as pages, and what each token of the answer read of them.
 
+import { around, markedText } from "/web/source.js";
+
 const $ = (id) => document.getElementById(id);
 const GAP = 2;
 
@@ -300,7 +302,13 @@ export class PageMap {
       text.className = "text";
       detail.append(text);
     }
-    text.textContent = this.text(this.place);
+    const { before, own, after } = around(this.pages, this.place);
+    const beyond = this.text(this.place).slice(own.length); // of the answer
+    const answer = this.place === this.source ? this.reads.map((read) => read.token).join("") : "";
+    const page = document.createElement("span");
+    page.className = this.place === this.source ? "page mattered" : "page";
+    page.append(markedText(own + beyond, answer));
+    text.replaceChildren(markedText(before, answer), page, markedText(after, answer));
   }
 }
 

@@ -8,8 +8,8 @@ const COMMON = new Set(
 const LEAST = 0.03; // share of a layer's attention below which no page mattered
 const AROUND = 32; // tokens to show on each side of a small page
 
-// {page, share, text} of the page that a layer gave most of its attention for one of the tokens. The text goes on
-// a little on both sides if pages are small.
+// {page, share, text} of the page that a layer gave most of its attention for one of the tokens. The text is the
+// page's own, with a little on both sides if pages are small.
 // The first page does not count: attention that is meant for nothing goes there.
 export function findSource(pages, reads) {
   let best = { page: -1, share: LEAST };
@@ -23,9 +23,18 @@ export function findSource(pages, reads) {
     }
   }
   if (best.page < 0) return null;
-  const more = Math.floor(AROUND / pages.tokens_per_page);
-  const texts = pages.texts.slice(Math.max(0, best.page - more), best.page + more + 1);
-  return { ...best, text: texts.join("").trim() };
+  const { before, own, after } = around(pages, best.page);
+  return { ...best, text: `${before}${own}${after}`.trim() };
+}
+
+// The text of a page, and a little before and after it if pages are small.
+export function around({ texts, tokens_per_page: size }, page) {
+  const more = Math.floor(AROUND / size);
+  return {
+    before: texts.slice(Math.max(0, page - more), page).join(""),
+    own: texts[page] || "",
+    after: texts.slice(page + 1, page + more + 1).join(""),
+  };
 }
 
 const stem = (word) => word.toLowerCase().replace(/(?:'s|s|ed)$/, "");
@@ -67,11 +76,11 @@ export function linkWords(body, source, target, onChoose) {
   }
 }
 
-// The page's text, with the words that the answer shares marked.
-export function markedText(source, answer) {
+// A text with the words that the answer shares marked.
+export function markedText(text, answer) {
   const said = shared(answer);
   const fragment = document.createDocumentFragment();
-  split(source.text).forEach((part, i) => {
+  split(text).forEach((part, i) => {
     if (i % 2 && said.has(stem(part))) {
       const mark = document.createElement("mark");
       mark.textContent = part;
