@@ -186,7 +186,7 @@ def held_slices(hot: HotCache) -> list[tuple[int, int, int, int]]:
     """(kv head, slot, slice, generation) of every slot of a hot cache that is in use."""
     return [
         (head, slot, tag & (2**32 - 1), tag >> 32)
-        for head, tags in enumerate(hot._tags.tolist())
+        for head, tags in enumerate(hot.tags.tolist())
         for slot, tag in enumerate(tags)
         if tag != -1
     ]

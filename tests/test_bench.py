@@ -392,7 +392,7 @@ def test_an_index_beside_its_dense_twin(capsys: pytest.CaptureFixture[str]) -> N
     assert [row["sequences"] for row in record["results"]] == [1, 2]
     assert all(row["dsa_ms"] > 0 and row["dense_ms"] > 0 for row in record["results"])
     assert main(["bench", "dsa", "--model", "qwen3-0.6b"]) == 2
-    assert "bench dsa has dsv32-slice, glm5-slice" in capsys.readouterr().err
+    assert "bench dsa has dsv32-slice, dsv32-slice-long, glm5-slice" in capsys.readouterr().err
 
 
 def test_the_last_chunk_of_a_prompt_may_be_shorter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from cairn.attention.backend import AttentionShape
 from cairn.attention.dsa_backend import DSABackend
 from cairn.attention.hsa.backend import HSABackend
 from cairn.config import EngineConfig
+from cairn.engine import memory_plan
 from cairn.engine.attention_options import AttentionPlan
 from cairn.engine.hisparse_options import (
     HiSparseOptions,
@@ -24,8 +25,8 @@ from cairn.engine.hisparse_options import (
     selectors,
     split_group,
 )
-from cairn.engine.memory_plan import TierSizes, size_tier
-from cairn.engine.resolve import EngineChoices
+from cairn.engine.memory_plan import TierSizes, plan_memory, size_tier
+from cairn.engine.resolve import EngineChoices, resolve
 from cairn.engine.scheduler import Limits
 from cairn.errors import ConfigError
 from cairn.kernels.interface import MOST_HOT_SLOTS
@@ -35,6 +36,9 @@ from cairn.memory.groups import LayerGroup, group_layers
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.landmarks import LandmarkShape
 from cairn.memory.layout import INDEX, LATENT, CacheLayout, CachePart
+from cairn.models.config_reader import ConfigReader
+from cairn.models.presets import PRESETS
+from cairn.models.registry import read_spec
 from cairn.sparsity.config import ALL_ROWS, SparseConfig
 from cairn.sparsity.policy import PolicyShape
 from cairn.sparsity.registry import make_policy
@@ -232,10 +236,35 @@ def test_a_tier_of_rows_says_what_it_holds() -> None:
         assert len(pool.part(0, LATENT)) == frames + 1 + 5  # 66 rows in pages of 16
 
 
-def test_rows_are_read_in_on_a_cpu_so_far() -> None:
+def test_rows_need_kernels_on_a_gpu() -> None:
     plan = AttentionPlan((), replace(sparse((0,)), by_row=True), 64, DSABackend)
-    with pytest.raises(ConfigError, match="plain torch, which runs on a CPU, and the device is cu"):
-        check_together(EngineConfig(), HiSparseOptions(), plan, torch.device("cuda"), refused=None)
+    given = EngineConfig(), HiSparseOptions(), plan, torch.device("cuda")
+    assert check_together(*given, refused=None).by_row
+    with pytest.raises(ConfigError, match=r"kernels of dsa, and they cannot serve .*: too wide"):
+        check_together(*given, refused="too wide")
+
+
+def test_a_prompt_of_a_million_tokens_in_three_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows take 4.3 GiB in host memory, its index keys 1 GiB of those on the device."""
+    spec = read_spec(ConfigReader(PRESETS["dsv32-slice-long"], "test"))
+    config = EngineConfig(
+        kv_cache_gib=3,
+        context_length=1_000_100,
+        page_size=64,
+        enable_hisparse=True,
+        hisparse_config='{"host_gib": 4.5}',
+        max_running_requests=1,
+        chunked_prefill_size=8192,
+        device="cpu",
+    )
+    monkeypatch.setattr(memory_plan, "free_memory", lambda _: 64 * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100 * GIB, 140 * GIB))
+    choices = resolve(config, spec, torch.bfloat16, torch.device("cpu"))
+    cuda = replace(choices.shape, device=torch.device("cuda"))
+    plan = plan_memory(replace(choices, kernel_refusal=None, shape=cuda))
+    assert plan.max_pages * 64 >= 1_000_100
+    assert plan.limits.max_running_requests == 1 and plan.hot_slots == 4096
+    assert plan.num_pages[-1] > 8192 // 64
 
 
 GIB = 2**30

@@ -37,9 +37,10 @@ from cairn.kernels import (
     sparse_survey,
     stage,
     swap_in,
+    swap_rows,
     top_rows,
 )
-from cairn.kernels.interface import MOST_HOT_SLOTS
+from cairn.kernels.interface import HOT_AGES, MOST_HOT_SLOTS
 
 BF16, FP32, I32, I64, FP8 = "*bf16", "*fp32", "*i32", "*i64", "*fp8e4nv"
 ATTENTION = {"query": BF16, "pool": BF16, "page_table": I32, "kv_lens": I32, "out": BF16}
@@ -98,6 +99,7 @@ def main() -> None:
     quantised()
     latents()
     chosen_rows()
+    swapped_rows()
     types = {"kv_lens": I32, "item_seq": I32, "item_indptr": I32}
     types |= {"num_seqs": "i32", "num_items": "i32", "target": "i32"}
     plan = {"PAGE_SIZE": 64, "WINDOW": 100, "ROWS": 5, "LEAST": 4, "BLOCK": 256, "BLOCK_ITEMS": 512}
@@ -141,6 +143,7 @@ def main() -> None:
     for slots in (1024, MOST_HOT_SLOTS):
         constants = {"KV_HEADS": 8, "TOPK": 32, "BLOCK": 1024, "ONE": slots == 1024}
         constants |= {"SLOTS": slots - 24, "BLOCK_SLOTS": slots, "WAYS": swap_in.plan_ways(slots)}
+        constants["AGES"] = HOT_AGES
         warps = swap_in.plan_warps(slots)
         compile_kernel(swap_in._swap_plan_kernel, types, constants, num_warps=warps)
     constants = {"KV_HEADS": 8, "WORDS": 4096, "PIECE": 1024, "PROGRAMS": 264}
@@ -163,6 +166,23 @@ def main() -> None:
     types |= dict.fromkeys(("from_pages", "into_pages"), I32)
     constants |= {"LAYERS": 1, "PIECE": 8192, "PROGRAMS": 8}
     compile_kernel(swap_in._swap_pages_kernel, types, constants, num_warps=32)
+
+
+def swapped_rows() -> None:
+    """Latent rows of DeepSeek-V3.2, of 16 bits."""
+    wide = ("tags", "used", "clock", "totals", "listed")
+    lists = ("positions", "seqs", "page_table", "generations", "frame_of", "slot_of", "claims")
+    more = ("missing", "places", "counts", "ages", "tasks", "num_tasks", "host", "pool")
+    types = {**dict.fromkeys((*lists, *more), I32), **dict.fromkeys(wide, I64)}
+    types |= dict.fromkeys(("total", "table_stride", "first_hot", "share", "slots", "room"), "i32")
+    find: dict[str, Any] = {"K": 2048, "PAGE_SIZE": 64, "BLOCK": swap_rows._ENTRIES}
+    compile_kernel(swap_rows._find_kernel, types, find)
+    slots = {"PROGRAMS": swap_rows._PROGRAMS, "BLOCK_SLOTS": swap_rows._SLOTS, "AGES": HOT_AGES}
+    compile_kernel(swap_rows._list_kernel, types, {**find, **slots})
+    compile_kernel(swap_rows._give_kernel, types, slots, num_warps=8)
+    copy = {"WORDS": 288, "BLOCK_WORDS": 512, "ROWS": 4, "PROGRAMS": 264, "BLOCK": find["BLOCK"]}
+    for tell in (False, True):
+        compile_kernel(swap_rows._copy_kernel, types, {**copy, "TELL": tell})
 
 
 def mixture() -> None:

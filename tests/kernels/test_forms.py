@@ -197,10 +197,19 @@ def test_lengths_need_no_other_forms(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("resident", [False, True])
-def test_a_host_tier_needs_no_other_forms(resident: bool, tmp_path: Path) -> None:
-    config, _ = MODELS["hils"]
-    config = {**config, "max_position_embeddings": 4000, "hils_topk": 16}
-    folder = write_model(tmp_path / "hils", config)
+@pytest.mark.parametrize(
+    ("model", "more", "kernel"),
+    [
+        ("hils", {"hils_topk": 16}, "swap_in:_swap_plan_kernel"),
+        ("index", {}, "swap_rows:_find_kernel"),
+    ],
+)
+def test_a_host_tier_needs_no_other_forms(
+    model: str, more: dict[str, Any], kernel: str, resident: bool, tmp_path: Path
+) -> None:
+    config, _ = MODELS[model]
+    config = {**config, "max_position_embeddings": 4000, **more}
+    folder = write_model(tmp_path / model, config)
     with tiered(folder, frames=300, pages=400, hot=300, **OPTIONS) as llm:
         runner = llm.engine.runner
         assert runner._residency is not None and runner.tier is not None
@@ -208,7 +217,7 @@ def test_a_host_tier_needs_no_other_forms(resident: bool, tmp_path: Path) -> Non
         known = rehearsed(runner)
         found = forms_of(runner, some_batches(runner, 40, most_rows=500))
     names = {name for name, _ in found}
-    assert ("cairn.kernels.swap_in:_swap_plan_kernel" in names) != resident
+    assert (f"cairn.kernels.{kernel}" in names) != resident
     check(found, known)
 
 

@@ -276,3 +276,21 @@ def test_what_a_hot_slot_takes_besides_its_page() -> None:
         return sum(value.nbytes for value in held if isinstance(value, torch.Tensor))
 
     assert SwapBytes.of(layers, heads).per_slot == layers * (nbytes(11) - nbytes(10))
+
+
+def test_what_tables_of_hot_rows_take() -> None:
+    swap_rows = pytest.importorskip("cairn.kernels.swap_rows")
+    selectors = 3
+
+    def nbytes(slots: int, pages: int) -> int:
+        held = [torch.zeros(pages, dtype=torch.int32)]  # frames
+        for _ in range(selectors):
+            hot = HotCache(1, slots, CPU)
+            tables = swap_rows.HotRowTables.over(hot.tags[0], hot.used[0], pages * SIZE)
+            held += [getattr(tables, field.name) for field in dataclasses.fields(tables)]
+        held.append(swap_rows.RowScratch.empty(8, pages * SIZE, CPU).claims)
+        return sum(value.nbytes for value in held)
+
+    told = SwapBytes.of_rows(selectors, SIZE)
+    assert told.per_slot == nbytes(11, 5) - nbytes(10, 5)
+    assert told.per_page == nbytes(10, 6) - nbytes(10, 5)

@@ -50,7 +50,7 @@ class Recording(DSABackend):
 
     def forward_indexed(self, layer: int, query: Any, heads: Any, metadata: Any, index: Any) -> Any:
         out = super().forward_indexed(layer, query, heads, metadata, index)
-        if self.ready and (rows := metadata.kernels) is not None:
+        for rows in [run.kernels for run in metadata.runs if run.kernels and self.ready]:
             batch = metadata.batch
             seq = np.searchsorted(batch.cu_query, rows.rows, side="right") - 1
             places = rows.rows + (batch.kv_lens - batch.cu_query[1:])[seq]

@@ -9,13 +9,14 @@ the work of a query does not grow with its past, but for the scan of index keys.
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from cairn.attention.backend import AttentionShape, Graph, SparseBackend, SparseParts
-from cairn.attention.batch import AttentionBatch, IndexQuery
+from cairn.attention.batch import AttentionBatch, GraphKind, IndexQuery
 from cairn.attention.dsa_kernels import RowKernels, RowStep
 from cairn.attention.dsa_step import Decoding, Piece, Run, Step, split_rows
 from cairn.attention.dsa_tiered import TieredRows
@@ -38,17 +39,22 @@ class DSABackend(SparseBackend):
 
     def __init__(self, parts: SparseParts) -> None:
         super().__init__(parts)
-        self._tiered = None if parts.tier is None else TieredRows(parts, parts.tier)
         self._kernels: RowKernels | None = None
         refused = RowKernels.refusal(parts.config, parts.shape)
         if refused is None:
             self._kernels = RowKernels(parts)
-            dense = [graph for graph in parts.dense.graphs if graph.kind == "dense"]
-            self.graphs = [*dense, Graph("sparse", mixed=False)]
+            self.graphs = [graph for graph in parts.dense.graphs if graph.kind == "dense"]
+            if parts.tier is not None:  # dense backends do not find pages that left the device
+                self.graphs = [Graph("resident", mixed=False)]
+                self.reads_generations = True
+            self.graphs.append(Graph("sparse", mixed=False))
             if (why := self._kernels.flash_refusal) is not None:
                 self.notes = (f"dsa reads selected rows by its own kernel, FlashMLA cannot: {why}",)
         elif parts.shape.device.type == "cuda":
             self.notes = (f"dsa runs in plain torch, its kernels cannot: {refused}",)
+        self._tiered: TieredRows | None = None
+        if parts.tier is not None:
+            self._tiered = TieredRows(parts, parts.tier, self._kernels)
 
     @classmethod
     def kernel_refusal(cls, config: SparseConfig, shape: AttentionShape) -> str | None:
@@ -61,10 +67,15 @@ class DSABackend(SparseBackend):
     def graph_for(self, batch: AttentionBatch, *, mixed: bool) -> Graph | None:
         if len(batch.traced_rows):
             return None
-        graph: Graph | None = Graph("sparse", mixed, few=not mixed and not batch.decodes)
-        if (batch.kv_lens <= self._parts.config.topk).all():
+        kind: GraphKind = "resident" if batch.resident else "sparse"
+        graph: Graph | None = Graph(kind, mixed, few=not mixed and not batch.decodes)
+        if self._tiered is None and (batch.kv_lens <= self._parts.config.topk).all():
             graph = self._parts.dense.graph_for(batch, mixed=mixed)
         return graph if graph in self.graphs else None
+
+    def launching(self, batch: AttentionBatch, graph: Graph | None) -> None:
+        if self._tiered is not None:
+            self._tiered.launching(batch)
 
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> Step:
         dense, topk = self._parts.dense, self._parts.config.topk
@@ -78,23 +89,24 @@ class DSABackend(SparseBackend):
         ):
             return self._decode_step(batch)
         run = split_rows(batch, np.arange(batch.num_seqs), topk, dense, groups)
-        step = Step(batch, (run,))
         if self._kernels is not None and run.pieces:
-            owners, own = zip(*((piece.seq, piece.rows) for piece in run.pieces), strict=True)
-            step.kernels = self._kernels.chunks(batch, owners, own)
-        return step
+            run = replace(run, kernels=self._kernels.chunks(batch, *run.listed))
+        return Step(batch, (run,))
 
     def _decode_step(self, batch: AttentionBatch) -> Step:
         """By kernels, all rows alike, so that a step gives the same recorded and not recorded."""
         assert self._kernels is not None
-        return Step(batch, kernels=self._kernels.decode(batch))
+        own = self._kernels.decode(batch)
+        return Step(batch, (Run(self._parts.dense, None, None, (), kernels=own),))
 
     def begin(self, metadata: Step) -> None:
         for run in metadata.runs:
-            if run.metadata is not None:
+            if run.metadata is not None and not run.staged:
                 run.dense.begin(run.metadata)
-        if metadata.kernels is not None and self._kernels is not None:
-            self._kernels.begin(metadata.kernels)
+            if run.kernels is not None and self._kernels is not None:
+                self._kernels.begin(run.kernels)
+        if self._tiered is not None and metadata.staging is not None:
+            self._tiered.stage.begin(metadata.staging)
 
     def abandon(self, batch: AttentionBatch) -> None:
         if self._tiered is not None:
@@ -109,15 +121,15 @@ class DSABackend(SparseBackend):
         index: IndexQuery | None,
     ) -> torch.Tensor:
         step = metadata
-        if step.kernels is not None:
-            return self._by_kernels(layer, query, heads, step, step.kernels, index)
+        if self._kernels is not None:
+            return self._by_kernels(self._kernels, layer, query, heads, step, index)
         if index is not None:
             step.selected = {
                 piece.rows.start: self.select(layer, piece, index, step) for piece in step.pieces
             }
         out = query.new_empty(*query.shape[:2], heads.value.shape[2])
         for run in step.runs:
-            with nullcontext() if self._tiered is None else self._tiered.filled(run, step):
+            with self._filled(run, step):
                 if run.metadata is not None and run.dense_rows is None:
                     return run.dense.forward_latent(layer, query, heads, run.metadata)
                 self._run(layer, query, heads, run, step, out)
@@ -126,6 +138,10 @@ class DSABackend(SparseBackend):
             read = self._decode(layer, absorbed, step.decoding, step, again=index is None)
             out[step.decoding.rows] = heads.values(read)
         return out
+
+    def _filled(self, run: Run, step: Step) -> AbstractContextManager[None]:
+        """Inside, a run's pages can be read."""
+        return nullcontext() if self._tiered is None else self._tiered.filled(run, step)
 
     def _run(
         self,
@@ -175,35 +191,53 @@ class DSABackend(SparseBackend):
 
     def _by_kernels(
         self,
+        kernels: RowKernels,
+        layer: int,
+        query: torch.Tensor,
+        heads: LatentHeads,
+        step: Step,
+        index: IndexQuery | None,
+    ) -> torch.Tensor:
+        out = None
+        for run in step.runs:
+            rows, slots = run.kernels, None
+            if rows is not None:  # copies into the stage run beside this
+                slots = kernels.chosen(layer, rows, index)
+            with self._filled(run, step):
+                if run.metadata is not None and run.dense_rows is None:
+                    return run.dense.forward_latent(layer, query, heads, run.metadata)
+                if run.metadata is not None:
+                    own = query[run.dense_rows]
+                    if out is None:
+                        out = query.new_empty(*query.shape[:2], heads.value.shape[2])
+                    out[run.dense_rows] = run.dense.forward_latent(layer, own, heads, run.metadata)
+                if rows is not None and slots is not None:
+                    out = kernels.forward(layer, query, heads, rows, slots, out)
+                    self._trace(layer, query, heads, step, rows, slots)
+        assert out is not None
+        return out
+
+    def _trace(
+        self,
         layer: int,
         query: torch.Tensor,
         heads: LatentHeads,
         step: Step,
         rows: RowStep,
-        index: IndexQuery | None,
-    ) -> torch.Tensor:
-        assert self._kernels is not None
-        out = None
-        if step.runs and step.runs[0].metadata is not None:
-            run = step.runs[0]
-            own = query[run.dense_rows]
-            out = query.new_empty(*query.shape[:2], heads.value.shape[2])
-            out[run.dense_rows] = run.dense.forward_latent(layer, own, heads, run.metadata)
-        out = self._kernels.forward(layer, query, heads, rows, index, out)
-        shape, batch = self._parts.shape, step.batch
-        pool = self._parts.pool.part(layer, LATENT).flatten(0, 1)
-        group = self._parts.pool.group_of[layer]
+        slots: torch.Tensor,
+    ) -> None:
+        """Keep which pages traced rows read."""
+        shape, batch, ids = self._parts.shape, step.batch, self._parts.pool.ids_of[layer]
         for row in np.intersect1d(batch.traced_rows, rows.rows).tolist():
             seq = int(np.searchsorted(batch.cu_query, row, side="right")) - 1
             if batch.kv_lens[seq] - (batch.cu_query[seq + 1] - 1 - row) <= self._parts.config.topk:
                 continue  # it reads all that it sees
             place = int(np.searchsorted(rows.rows, row))
-            kept = pool[rows.slots[group][place]]
+            kept = (rows.pool or self._parts.pool).part(layer, LATENT).flatten(0, 1)[slots[place]]
             scores = (heads.absorb(query[row : row + 1])[0] @ kept.t()).float() * shape.scale
             pages = rows.positions[place].long() // batch.page_size
-            table = batch.groups[group].page_table[seq].long()
+            table = batch.groups[ids].page_table[seq].long()
             step.traced.setdefault(row, {})[layer] = _by_page(scores, pages, table)
-        return out
 
     def select(self, layer: int, piece: Piece, index: IndexQuery, step: Step) -> torch.Tensor:
         """The positions that each row of a piece reads, [rows, k] ascending."""

@@ -19,6 +19,7 @@ from cairn.attention.flash_mla_rows import FlashRows
 from cairn.attention.latent import LatentHeads
 from cairn.kernels.interface import MOST_SCORES
 from cairn.kernels.packing import pack, unpack
+from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import INDEX, LATENT
 from cairn.sparsity.config import SparseConfig
 
@@ -49,6 +50,13 @@ class RowStep:
     rows: np.ndarray  # [n] of the step
     tiles: tuple[Tile, ...]
     positions: torch.Tensor  # [n, k] int32, chosen by the last layer with an index
+    table: torch.Tensor | None = None
+    """[seqs, pages] int32: where each page is, if the layers' page tables do not say."""
+    pool: KVPool | None = None
+    """Where rows are read, if not in the pool: the stage of a host tier."""
+    finds: torch.Tensor | None = None
+    """With a host tier: the sequence of each row [n] int32, if chosen rows are looked up one by one
+    and may have to be copied."""
     slots: dict[int, torch.Tensor] = field(default_factory=dict)
     """By layer group, [n, k] int32: where these rows are in the pool."""
 
@@ -57,6 +65,8 @@ class RowKernels:
     def __init__(self, parts: SparseParts) -> None:
         shape = parts.shape
         self._pool, self._shape, self._topk = parts.pool, shape, parts.config.topk
+        self._swap = None if parts.tier is None else parts.tier.row_swap
+        self._ids = parts.pool.ids_of[parts.config.layers[0]]
         self._longest = _blocks(parts.max_pages * shape.page_size) * _BLOCK
         size = _most_scores(self._longest)
         self._scores = torch.empty(size, dtype=torch.float32, device=shape.device)
@@ -102,6 +112,7 @@ class RowKernels:
         if batch.recorded is None:
             longest = _blocks(int(batch.kv_lens.max())) * _BLOCK
         rows, tiles = batch.num_seqs, []
+        finds = None if self._swap is None or batch.resident else self._count[:rows]
         for own in _cut(rows, len(self._scores) // longest):
             count = own.stop - own.start
             listed = RowList(
@@ -114,9 +125,19 @@ class RowKernels:
             )
             whole = None if count == rows else self._count[own].long()
             tiles.append(Tile(own, whole, listed, longest))
-        return RowStep(batch, np.arange(rows), tuple(tiles), self._positions(rows))
+        positions = self._positions(rows)
+        return RowStep(batch, np.arange(rows), tuple(tiles), positions, finds=finds)
 
-    def chunks(self, batch: AttentionBatch, seqs: Sequence[int], rows: Sequence[slice]) -> RowStep:
+    def decode_some(self, batch: AttentionBatch, seqs: np.ndarray) -> RowStep:
+        """The rows of sequences that have one each, beside others; not recorded."""
+        step = self.chunks(batch, seqs, [slice(row, row + 1) for row in batch.cu_query[seqs]])
+        if self._swap is not None and not batch.resident:
+            step.finds = to_device(seqs.astype(np.int32), batch.device)
+        return step
+
+    def chunks(
+        self, batch: AttentionBatch, seqs: Sequence[int] | np.ndarray, rows: Sequence[slice]
+    ) -> RowStep:
         """Consecutive rows of some sequences, not recorded."""
         from cairn.kernels.index_scan import RowList, cut_items, rows_per_item
 
@@ -144,6 +165,9 @@ class RowKernels:
 
         for tile in step.tiles:
             plan_scan(tile.listed, self._shape.dtype)
+        if self._swap is not None and step.table is None and step.finds is None:
+            ids = step.batch.groups[self._ids].page_table
+            step.table = self._swap.frame_of[ids]
 
     def forward(
         self,
@@ -151,14 +175,13 @@ class RowKernels:
         query: torch.Tensor,  # [rows of the step, heads, nope + rope]
         heads: LatentHeads,
         step: RowStep,
-        index: IndexQuery | None,
+        slots: torch.Tensor,  # [n, k] what `chosen` returned
         out: torch.Tensor | None,  # [rows of the step, heads, value]; None if all are `step`'s
     ) -> torch.Tensor:
-        slots = self._chosen(layer, step, index)
         for tile in step.tiles:
             own = query if tile.rows is None else query[tile.rows]
             absorbed = heads.absorb(own, self.copies(len(own)))
-            values = heads.values(self.attend(layer, absorbed, slots[tile.own]))
+            values = heads.values(self.attend(layer, absorbed, slots[tile.own], step.pool))
             if tile.rows is None:
                 return values
             if out is None:
@@ -167,16 +190,18 @@ class RowKernels:
         assert out is not None
         return out
 
-    def _chosen(self, layer: int, step: RowStep, index: IndexQuery | None) -> torch.Tensor:
+    def chosen(self, layer: int, step: RowStep, index: IndexQuery | None) -> torch.Tensor:
         """Slots [n, k] of the rows that a layer reads. With `index`, it chooses them."""
         from cairn.kernels.top_rows import slots_of
 
         group = self._pool.group_of[layer]
         if index is None and group in step.slots:
+            if self._swap is not None and step.finds is not None:
+                self._swap.locate_again(layer)
             return step.slots[group]
         slots = torch.empty_like(step.positions)
         if index is None:
-            table = step.batch.groups[group].page_table
+            table = self._table(layer, step)
             for tile in step.tiles:
                 chosen, seqs = step.positions[tile.own], tile.listed.seqs
                 size = self._shape.page_size
@@ -185,8 +210,19 @@ class RowKernels:
             step.slots.clear()
             for tile in step.tiles:
                 self.choose(layer, step, tile, self.scan(layer, step, tile, index), slots)
+            if self._swap is not None and step.finds is not None:
+                own = step.batch.groups[self._ids]
+                assert own.generations is not None
+                lists = step.positions, step.finds
+                self._swap.locate(layer, *lists, own.page_table, own.generations, slots)
         step.slots[group] = slots
         return slots
+
+    def _table(self, layer: int, step: RowStep) -> torch.Tensor:
+        """Where pages are, [seqs, pages]."""
+        if step.table is not None:
+            return step.table
+        return step.batch.groups[self._pool.group_of[layer]].page_table
 
     def scan(self, layer: int, step: RowStep, tile: Tile, index: IndexQuery) -> torch.Tensor:
         """Scores [rows of the tile, length] of all rows that each query sees."""
@@ -194,7 +230,7 @@ class RowKernels:
 
         count = tile.own.stop - tile.own.start
         scores = self._scores[: count * tile.length].view(count, tile.length)
-        table = step.batch.groups[self._pool.group_of[layer]].page_table
+        table = step.batch.groups[self._pool.ids_of[layer]].page_table
         keys = self._pool.part(layer, INDEX)
         index_scan(index.query, index.weights, keys, table, tile.listed, scores)
         return scores
@@ -209,7 +245,7 @@ class RowKernels:
             scores,
             tile.listed.limits,
             tile.listed.seqs,
-            step.batch.groups[self._pool.group_of[layer]].page_table,
+            self._table(layer, step),
             step.positions[tile.own],
             slots[tile.own],
             self._listed[: scores.numel()].view(scores.shape),
@@ -220,10 +256,12 @@ class RowKernels:
         """How often `attend` needs each of so many queries."""
         return 1 if self._flash is None else self._flash.parts(rows, self._topk)
 
-    def attend(self, layer: int, query: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, query: torch.Tensor, slots: torch.Tensor, stage: KVPool | None = None
+    ) -> torch.Tensor:
         """What heads read, [rows, heads, latent], from the rows at `slots` [rows, k]; the query
         [rows * copies, heads, latent + rope] is absorbed."""
-        pool, scale = self._pool.part(layer, LATENT), self._shape.scale
+        pool, scale = (stage or self._pool).part(layer, LATENT), self._shape.scale
         if self._flash is not None:
             return self._flash.attend(query, pool, slots, scale)
         from cairn.kernels.row_attention import row_attention

@@ -43,11 +43,18 @@ class Run:
     dense_rows: torch.Tensor | None  # those rows of the step; None for all
     pieces: tuple[Piece, ...]
     staged: bool = False
+    kernels: RowStep | None = None
+    """The rows of pieces, or all rows of decoding sequences, where kernels compute them."""
+
+    @property
+    def listed(self) -> tuple[list[int], list[slice]]:
+        """The sequence and the rows of each piece."""
+        return [piece.seq for piece in self.pieces], [piece.rows for piece in self.pieces]
 
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """With a host tier: sequences with one new row each, which belong to no run."""
+    """With a host tier, in plain torch: sequences with one new row each, which belong to no run."""
 
     rows: torch.Tensor  # [seqs] of the step
     kv_lens: tuple[int, ...]
@@ -59,8 +66,6 @@ class Decoding:
 class Step:
     batch: AttentionBatch
     runs: tuple[Run, ...] = ()
-    kernels: RowStep | None = None
-    """The rows of pieces, or all rows of a decode step, where kernels compute them."""
     decoding: Decoding | None = None
     staging: StagedStep | None = None
     """With a host tier: what runs read from the stage."""

@@ -168,7 +168,7 @@ class Layer:
         """Scan, selection and attention of a decode layer, apart and together."""
         from cairn.kernels.row_attention import row_attention
 
-        kernels, step = self._sparse._kernels, self._by_index.kernels
+        kernels, step = self._sparse._kernels, self._by_index.runs[0].kernels
         if kernels is None or step is None:
             return {"parts": "none: all rows are read densely"}
         own, (tile, *more) = self._sizes, step.tiles

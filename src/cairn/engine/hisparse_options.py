@@ -126,12 +126,6 @@ def check_together(
             f"enable_hisparse runs on CUDA and on a CPU and the device is {device.type}; use one "
             "of these, or leave enable_hisparse out"
         )
-    if device.type == "cuda" and attention.sparse.by_row:
-        raise ConfigError(
-            f"enable_hisparse with attention_backend {attention.backend.name} reads single rows "
-            "from host memory in plain torch, which runs on a CPU, and the device is cuda; use "
-            "device=cpu, or leave enable_hisparse out"
-        )
     if device.type == "cuda" and refused is not None:
         raise ConfigError(
             f"enable_hisparse on CUDA is for the kernels of {attention.backend.name}, and they "

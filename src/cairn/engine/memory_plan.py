@@ -198,12 +198,14 @@ def size_tier(choices: EngineChoices) -> TierSizes:
     by_kernels = choices.kernel_refusal is None
     most_running, swap = max_running, SwapBytes(0, 0)
     if by_kernels:
-        most_running = min(max_running, _most_with_slots(options, hot))
-        swap = SwapBytes.of(num_layers, groups[frames].layout.heads)
+        swap = _swap_bytes(groups[frames], sparse, geometry.page_size)
+        if not sparse.by_row:
+            most_running = min(max_running, _most_with_slots(options, hot))
     # Ranks share the machine's memory. On a CPU the KV cache is taken from the same memory.
     free = free_memory(device) // config.tp - (budget if device.type == "cpu" else 0)
     host_bytes = _host_bytes(options, config.tp, budget, free)
-    host_pages = min(host_bytes // frame_bytes, 2**31 - 1, MOST_SLICES // per_page - 1)
+    numbers = 2**31 if by_kernels else MOST_SLICES  # that slices can have
+    host_pages = min(host_bytes // frame_bytes, 2**31 - 1, numbers // per_page - 2)
     own, size = groups[frames], geometry.page_size
     for_each_page = {  # of the host
         "landmarks": 0 if choices.landmarks is None else choices.landmarks.page_bytes,
@@ -282,6 +284,14 @@ def size_tier(choices: EngineChoices) -> TierSizes:
             why = f"the swap-in kernel plans with at most {MOST_HOT_SLOTS} hot pages"
         note += f"; max_running_requests is {running}: {why}"
     return TierSizes(pages, running * hot, running, note)
+
+
+def _swap_bytes(frames: LayerGroup, sparse: SparseConfig, page_size: int) -> SwapBytes:
+    """What the tables of swap-in kernels take."""
+    if not sparse.by_row:
+        return SwapBytes.of(len(frames.layers), frames.layout.heads)
+    selecting = len(frames.layers_with(frames.layout.part(INDEX)))
+    return SwapBytes.of_rows(selecting, page_size)
 
 
 def _told(sizes: dict[str, int]) -> str:

@@ -127,8 +127,8 @@ class Runner:
         """The host tier; None if all pages are on the device."""
         self.mover: Mover | None = tier
         """Copies complete pages to host memory; None without a host tier."""
-        self._residency: Residency | None = None  # only for kernels that swap pages in
-        if tier is not None and tier.swap is not None:
+        self._residency: Residency | None = None  # only for kernels that swap in
+        if tier is not None and tier.copier is not None:
             self._residency = Residency(tier.page_group, tier.frames, num_slots)
 
     @property

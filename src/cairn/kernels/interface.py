@@ -9,6 +9,8 @@ import torch
 
 MOST_HOT_SLOTS = 32768
 """Most slots per kv head in a layer's hot cache: one program looks at all of them."""
+HOT_AGES = 256
+"""Ages of hot slots that are told apart, two for each plan; older ones count as equally old."""
 COPY_THREADS = 128
 """Default number of threads of a program that copies pages between host and device."""
 

@@ -12,7 +12,7 @@ import torch
 class LayerMemory:
     """Tensors of several layers, on the device or in host memory that the device can access."""
 
-    first: torch.Tensor  # the first layer's tensor, viewed as int32
+    first: torch.Tensor  # the first layer's tensor, viewed as int32 [pages, words]
     shifts: torch.Tensor  # [layers] int64, offset from the first layer, in units of 16 bytes
 
     @classmethod
@@ -22,4 +22,4 @@ class LayerMemory:
         shifts = [divmod(tensor.data_ptr() - first, 16) for tensor in tensors]
         assert not any(rest for _, rest in shifts), "tensors lie on whole cache lines"
         by = torch.tensor([shift for shift, _ in shifts], dtype=torch.int64, device=device)
-        return cls(tensors[0].view(torch.int32), by)
+        return cls(tensors[0].flatten(1).view(torch.int32), by)

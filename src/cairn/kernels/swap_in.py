@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cairn.kernels.interface import COPY_THREADS
+from cairn.kernels.interface import COPY_THREADS, HOT_AGES
 from cairn.kernels.launch import direct
 from cairn.kernels.layer_memory import LayerMemory
 from cairn.kernels.pdl import pdl_options
@@ -147,7 +147,8 @@ def _swap_plan_kernel(
     BLOCK_SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     ONE: tl.constexpr,  # one block holds all entries
-    WAYS: tl.constexpr,  # ages tried at once in the search for victims
+    WAYS: tl.constexpr,  # times of last use tried at once in the search for victims
+    AGES: tl.constexpr,  # see HOT_AGES
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -206,7 +207,8 @@ def _swap_plan_kernel(
 
         # Pick as many slots as there are misses: least recently used first, ties to the lower one.
         age = tl.load(used + head * SLOTS + slots, mask=slots < SLOTS, other=0x7FFFFFFF)
-        low, high = 0, now
+        age = tl.maximum(age, now + 2 - AGES)
+        low, high = tl.maximum(now + 2 - AGES, 0), now
         while low < high:
             step = (high - low + WAYS - 1) // WAYS
             tried = low + tl.arange(0, WAYS) * step
@@ -371,6 +373,7 @@ def plan_swap(
         BLOCK=block,
         ONE=seqs * topk <= block,
         WAYS=plan_ways(block_slots),
+        AGES=HOT_AGES,
         num_warps=plan_warps(block_slots),
         **pdl_options(selected),
     )

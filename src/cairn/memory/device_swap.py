@@ -41,7 +41,7 @@ class SwapBytes(NamedTuple):
 
     per_page: int
     """For each page id: its hot slot by layer and kv head, its claims by kv head for the hot cache
-    and for the stage, and its frame."""
+    and for the stage, and its frame. Slots and claims are for each row if queries select rows."""
     per_slot: int
     """For each hot slot: tags, ages and arrivals, including those of the torch planner."""
 
@@ -49,8 +49,50 @@ class SwapBytes(NamedTuple):
     def of(cls, layers: int, kv_heads: int) -> SwapBytes:
         return cls(4 * kv_heads * (layers + 2) + 4, layers * kv_heads * (4 * 4 + 2 * 8))
 
+    @classmethod
+    def of_rows(cls, selectors: int, page_size: int) -> SwapBytes:
+        """For rows, where so many layers select for themselves."""
+        return cls(4 * page_size * (selectors + 1) + 4, selectors * 2 * 8)
 
-class DeviceSwap:
+
+class PageCopier:
+    """Copies whole pages by kernels, and has the stages for prompts."""
+
+    def __init__(
+        self, pool: KVPool, host: HostPool, frame_of: torch.Tensor, shape: SwapShape
+    ) -> None:
+        from cairn.kernels.layer_memory import LayerMemory
+
+        (kept,) = host.layout.parts
+        self._name = kept.name
+        self._pool = pool
+        self._host = host
+        self.frame_of = frame_of
+        self._threads = shape.copy_threads
+        device = frame_of.device
+        here, there = (
+            [memory.part(layer, kept.name) for layer in host.layers] for memory in (pool, host)
+        )
+        size = (shape.stage_pages, *here[0].shape[1:])
+        self.stages = [
+            torch.zeros(size, dtype=here[0].dtype, device=device) for _ in range(shape.stages)
+        ]
+        self._on_device, self._on_host = (LayerMemory.of(own, device) for own in (here, there))
+
+    def fetch(self, pages: torch.Tensor, frames: torch.Tensor) -> None:
+        """Copy whole pages from the host into frames."""
+        from cairn.kernels.swap_in import copy_pages
+
+        copy_pages(self._on_host, self._on_device, pages, frames, threads=self._threads)
+
+    def back_up(self, pages: torch.Tensor, frames: torch.Tensor) -> None:
+        """Copy whole pages from frames to the host."""
+        from cairn.kernels.swap_in import copy_pages
+
+        copy_pages(self._on_device, self._on_host, frames, pages, programs=_BACKUP_PROGRAMS)
+
+
+class DeviceSwap(PageCopier):
     def __init__(
         self,
         pool: KVPool,
@@ -61,29 +103,18 @@ class DeviceSwap:
         hot_slots: int,
         shape: SwapShape,
     ) -> None:
-        from cairn.kernels.layer_memory import LayerMemory
         from cairn.kernels.stage import StageTables
         from cairn.kernels.swap_in import HotTables, SwapScratch
 
-        self._pool = pool
-        self._host = host
-        self.frame_of = frame_of
+        super().__init__(pool, host, frame_of, shape)
         self._first_hot = first_hot
-        self._threads = shape.copy_threads
         device, num_pages = frame_of.device, len(frame_of)
         heads = host.layout.heads
         self._hot: dict[int, HotTables] = {
             layer: HotTables.empty(heads, hot_slots, num_pages, device) for layer in host.layers
         }
         self._scratch = SwapScratch.empty(shape.max_seqs, heads, shape.topk, num_pages, device)
-        like = pool.part(host.layers[0])
-        size = (shape.stage_pages, *like.shape[1:])
-        self.stages = [
-            torch.zeros(size, dtype=like.dtype, device=device) for _ in range(shape.stages)
-        ]
         self._tables = StageTables.empty(heads, shape.stage_pages, num_pages, device)
-        self._on_device = LayerMemory.of((pool.part(layer) for layer in host.layers), device)
-        self._on_host = LayerMemory.of((host.part(layer) for layer in host.layers), device)
 
     @property
     def stage(self) -> torch.Tensor:
@@ -140,18 +171,6 @@ class DeviceSwap:
     def forget(self, layer: int) -> None:
         """Empty the layer's hot cache, because its slots were overwritten."""
         self._hot[layer].pages.fill_(-1)
-
-    def fetch(self, pages: torch.Tensor, frames: torch.Tensor) -> None:
-        """Copy whole pages from the host into frames."""
-        from cairn.kernels.swap_in import copy_pages
-
-        copy_pages(self._on_host, self._on_device, pages, frames, threads=self._threads)
-
-    def back_up(self, pages: torch.Tensor, frames: torch.Tensor) -> None:
-        """Copy whole pages from frames to the host."""
-        from cairn.kernels.swap_in import copy_pages
-
-        copy_pages(self._on_device, self._on_host, frames, pages, programs=_BACKUP_PROGRAMS)
 
     def in_frames(self, pages: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """What `fill_stage` would return if every page is in a frame."""

@@ -19,12 +19,13 @@ import numpy as np
 import torch
 
 from cairn.memory.copies import CopyEdits, Transfer
-from cairn.memory.device_swap import DeviceSwap, SwapShape
+from cairn.memory.device_swap import DeviceSwap, PageCopier, SwapShape
 from cairn.memory.hot_cache import HotCache, SwapPlan
 from cairn.memory.kv_pool import HostPool, KVPool
 from cairn.memory.layout import CachePart
 from cairn.memory.movers import HostMover, StreamMover
 from cairn.memory.prompt_stage import PromptStage
+from cairn.memory.row_swap import RowSwap
 
 
 @dataclass(slots=True)
@@ -92,8 +93,14 @@ class HiSparseCoordinator:
             own = HotCache(heads, hot_slots, device) if selector == layer else self._hot[selector]
             self._hot[layer] = own
         self.swap: DeviceSwap | None = None
-        """Replaces `swap_in` if attention runs by kernels."""
-        if kernels is not None:
+        """Replaces `swap_in` if kernels attend to selected pages."""
+        self.row_swap: RowSwap | None = None
+        """Replaces `swap_in` if kernels attend to selected rows."""
+        if kernels is not None and rows:
+            self.row_swap = RowSwap(
+                pool, host, self._frame_of, self._hot, first_hot=self._first_hot, shape=kernels
+            )
+        elif kernels is not None:
             self.swap = DeviceSwap(
                 pool,
                 host,
@@ -102,10 +109,12 @@ class HiSparseCoordinator:
                 hot_slots=hot_slots,
                 shape=kernels,
             )
+        self.copier: PageCopier | None = self.row_swap or self.swap
+        """Copies whole pages if attention runs by kernels."""
         self.stage: PromptStage | None = None
         """The stage for prompts; None if no prompt is read from one."""
         if longest is not None:
-            buffers = () if self.swap is None else self.swap.stages
+            buffers = () if self.copier is None else self.copier.stages
             self.stage = PromptStage(pool, host, self.frames, longest, buffers)
         self._mover: HostMover | StreamMover
         if device.type == "cuda":
@@ -124,6 +133,12 @@ class HiSparseCoordinator:
             stats.hits += hits
             stats.misses += misses
             stats.bytes_in += (misses + staged) * self._slice_bytes
+        if self.row_swap is not None:
+            resident, hits, misses = self.row_swap.totals
+            stats.resident += resident
+            stats.hits += hits
+            stats.misses += misses
+            stats.bytes_in += misses * self._slice_bytes
         if self.stage is not None:
             stats.bytes_in += self.stage.bytes_in
         return stats
@@ -140,8 +155,8 @@ class HiSparseCoordinator:
         if edits.fetches:
             begin = time.perf_counter()
             pages, frames = self._index(edits.fetches)
-            if self.swap is not None:
-                self.swap.fetch(pages, frames)
+            if self.copier is not None:
+                self.copier.fetch(pages, frames)
             else:
                 for layer in self._host.layers:
                     for _, host, device in self._tensors(layer):
@@ -216,6 +231,12 @@ class HiSparseCoordinator:
         """Empty the hot caches, because a step failed before all its layers had swapped in."""
         for hot in self._hot.values():
             hot.forget()
+        if self.row_swap is not None:
+            self.row_swap.forget()
+
+    def read_resident(self, slices: int) -> None:
+        """Count reads of slices in frames, which kernels did not look up."""
+        self._stats.resident += slices
 
     def _frames(self, slices: torch.Tensor) -> torch.Tensor:
         """The place of each slice in a frame; -1 if its page has none, 0 if no slice is named."""
@@ -240,10 +261,10 @@ class HiSparseCoordinator:
 
     def rehearse(self) -> None:
         """Copy the null page out and in, so that warm-up compiles the copy kernels."""
-        if self.swap is not None:
+        if self.copier is not None:
             null, _ = self._index([Transfer(0, 0)])
-            self.swap.back_up(null, null)
-            self.swap.fetch(null, null)
+            self.copier.back_up(null, null)
+            self.copier.fetch(null, null)
         if self.stage is not None:
             self.stage.rehearse()
 
@@ -266,8 +287,8 @@ class HiSparseCoordinator:
 
     def _copy_out(self, transfers: Sequence[Transfer]) -> None:
         pages, frames = self._index(transfers)
-        if self.swap is not None:
-            self.swap.back_up(pages, frames)
+        if self.copier is not None:
+            self.copier.back_up(pages, frames)
             return
         with torch.inference_mode():
             for layer in self._host.layers:

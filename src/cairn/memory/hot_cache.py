@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from cairn.errors import PageError
+from cairn.kernels.interface import HOT_AGES
 
 _EMPTY = -1
 _NUMBER_BITS = 32
@@ -35,10 +36,12 @@ class SwapPlan:
 class HotCache:
     def __init__(self, kv_heads: int, slots: int, device: torch.device) -> None:
         self.slots = slots
-        self._tags = torch.full((kv_heads, slots), _EMPTY, dtype=torch.int64, device=device)
+        self.tags = torch.full((kv_heads, slots), _EMPTY, dtype=torch.int64, device=device)
+        """[kv_heads, slots] generation << 32 | number of the slice, -1 for none."""
         # The least recently used slot is evicted first. Within a step, misses count as used before
-        # hits.
-        self._used = torch.zeros(kv_heads, slots, dtype=torch.int64, device=device)
+        # hits. Slots that were not used for HOT_AGES / 2 steps are equally old.
+        self.used = torch.zeros(kv_heads, slots, dtype=torch.int64, device=device)
+        """[kv_heads, slots] time of the last use."""
         self._clock = 0
 
     def distinct(
@@ -66,7 +69,7 @@ class HotCache:
         heads, missed, into = [], [], []
         hits = 0
         for head in range(slices.shape[1]):
-            own, mask = self._tags[head], wanted[:, head]
+            own, mask = self.tags[head], wanted[:, head]
             asked, place = torch.unique(tags[:, head][mask], return_inverse=True)  # ascending
             if not len(asked):
                 continue
@@ -79,7 +82,8 @@ class HotCache:
             reads = torch.arange(len(place), device=place.device)
             first = torch.full_like(asked, len(place)).scatter_reduce(0, place, reads, "amin")
             missing = missing[first[missing].argsort()]
-            order = self._used[head].argsort(stable=True)
+            oldest = self._clock + 2 - HOT_AGES
+            order = self.used[head].clamp(min=oldest).argsort(stable=True)
             victims = order[~held[order]][: len(missing)].sort().values
             if len(victims) < len(missing):
                 raise PageError(
@@ -88,8 +92,8 @@ class HotCache:
                 )
             found[missing] = victims
             own[victims] = asked[missing]
-            self._used[head][held] = self._clock + 1
-            self._used[head][victims] = self._clock
+            self.used[head][held] = self._clock + 1
+            self.used[head][victims] = self._clock
             slots[:, head][mask] = found[place]
             hits += len(place) - len(missing)
             heads.append(torch.full_like(missing, head))
@@ -106,7 +110,7 @@ class HotCache:
 
     def forget(self) -> None:
         """Empty the cache, because a plan was not carried out completely."""
-        self._tags.fill_(_EMPTY)
+        self.tags.fill_(_EMPTY)
 
 
 def _tags(slices: torch.Tensor, generations: torch.Tensor) -> torch.Tensor:

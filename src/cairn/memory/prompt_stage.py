@@ -2,9 +2,10 @@
 
 A prompt chunk reads every page of its sequence, and most of them may be only in host memory. Layer
 by layer they are gathered in a stage with room for the longest request, and a backend attends to
-the stage as if it were the pool. CUDA has two stages: while attention reads one, a separate
-stream copies pages of the next layer into the other. Pages that are on the device are copied just
-before attention, since the step writes to some of them.
+the stage as if it were the pool. CUDA may have two stages: while attention reads one, a separate
+stream copies pages of the next layer into the other. With one stage, that stream copies while the
+next layer does its other work. Pages that are on the device are copied just before attention, since
+the step writes to some of them.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class StagedStep:
     fills: Sequence[tuple[int, StagedPages]]
     """Layers and their pages."""
     ahead: bool
-    """Copy the pages of the next fill while attention reads this one."""
+    """Copy pages on a separate stream, as soon as there is a free buffer."""
     read: int = 0
     ready: list[torch.cuda.Event] = field(default_factory=list)
     """Events after the copies of each fill that was started."""
@@ -72,7 +73,7 @@ class PromptStage(KVPool):
         room: int,
         buffers: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Two `buffers` of `room` pages; without them each fill allocates its own tensor."""
+        """One or two `buffers` of `room` pages; without them each fill allocates its own tensor."""
         self.page_size = pool.page_size
         self.device = device = pool.device
         self.group_of = pool.group_of
@@ -129,7 +130,7 @@ class PromptStage(KVPool):
 
     def begin(self, step: StagedStep) -> None:
         if step.ahead:
-            for index in range(min(2, len(step.fills))):
+            for index in range(min(len(self._buffers), len(step.fills))):
                 self._start(step, index)
 
     def abandon(self) -> None:
@@ -157,12 +158,13 @@ class PromptStage(KVPool):
         self._staged[layer] = buffer
 
     def release(self, step: StagedStep) -> None:
-        """Free the buffer for the fill after the next; attention over this fill was launched."""
+        """Free the buffer for a later fill; attention over this fill was launched."""
         layer, _ = step.fills[step.read]
         del self._staged[layer]
+        following = step.read + len(self._buffers)
         step.read += 1
-        if step.ahead and step.read + 1 < len(step.fills):
-            self._start(step, step.read + 1)
+        if step.ahead and following < len(step.fills):
+            self._start(step, following)
 
     def _start(self, step: StagedStep, index: int) -> None:
         """Copy a fill's pages on the side stream, after the work that still reads its buffer."""
@@ -217,5 +219,6 @@ def consecutive(pages: np.ndarray) -> tuple[_Run, ...]:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes as int64, which copy kernels move faster."""
-    return tensor.view(torch.int64) if tensor.is_cuda else tensor
+    """The same bytes as int64 if possible, which copy kernels move faster."""
+    whole = tensor.shape[-1] * tensor.element_size() % 8 == 0
+    return tensor.view(torch.int64) if tensor.is_cuda and whole else tensor
