@@ -17,6 +17,7 @@ from cairn.config import EngineConfig
 from cairn.engine.memory_plan import kv_budget, size_pools
 from cairn.engine.resolve import resolve
 from cairn.errors import ConfigError
+from cairn.kernels import choose_rows
 from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import CacheLayout
@@ -61,6 +62,7 @@ def test_buffers_come_out_of_the_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch)
     choices = replace(choices, shape=replace(choices.shape, device=CUDA))
     assert kv_budget(choices) == 55 * 2**20  # 85% of the device, less 30 MiB that are taken
     choices = replace(choices, kernel_refusal=None)
+    monkeypatch.setattr(choose_rows, "refusal", lambda _: "an old GPU")
     assert choices.buffer_bytes == 4 * 2**20  # 1,024 rows of 512 scores
     assert kv_budget(choices) == 51 * 2**20
     explicit = EngineConfig(kv_cache_gib=68 / 1024)

@@ -16,41 +16,49 @@ from tests.models.test_dsa import CASES, SHARED, check_selections, load, read_by
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("chunk", [7, 4096])
-@pytest.mark.parametrize("case", CASES)
-def test_selections_of_goldens_are_exact(case: str, chunk: int) -> None:
-    golden = load_file(GOLDENS / case / "golden.safetensors")
-    options: dict[str, Any] = {"device": "cuda", "kv_cache_gib": 0.1, "disable_cuda_graph": True}
-    with load(GOLDENS / case, chunked_prefill_size=chunk, **options) as llm:
-        backend = llm.engine.runner.backend
-        assert isinstance(backend, DSABackend) and backend._kernels is not None
-        ids = golden["input_ids_a"].tolist()
-        expected = golden["logits_a"].log_softmax(-1)
-        torch.testing.assert_close(llm.logprobs(ids), expected, rtol=0, atol=5e-4)
-        check_selections(llm, case)
-        for name in ("a", "b", "short"):  # the continuation of `short` crosses k
-            read_by(llm).clear()
-            ids = golden[f"input_ids_{name}"].tolist()
-            result = llm.generate(ids, max_tokens=32, ignore_eos=True)
-            assert result.token_ids == golden[f"greedy_ids_{name}"].tolist()
+def options(**more: Any) -> dict[str, Any]:
+    return {"device": "cuda", "kv_cache_gib": 0.1, "max_running_requests": 4, **more}
 
 
+@pytest.mark.parametrize("chunk", [4096, pytest.param(7, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
-def test_recorded_steps_say_what_goldens_say(case: str) -> None:
+def test_goldens(case: str, chunk: int) -> None:
+    """Selections of a prompt and logits, then answers on recorded steps and on steps as they are:
+    the same tokens, and rows that are read again are the same."""
     golden = load_file(GOLDENS / case / "golden.safetensors")
-    names = ("a", "short", "b")
-    prompts = [golden[f"input_ids_{name}"].tolist() for name in names]
-    with LLM(GOLDENS / case, dtype="float32", device="cuda", kv_cache_gib=0.1) as llm:
-        graphs = llm.engine.runner.graphs
-        assert graphs is not None
-        assert {(kind.kind, kind.mixed) for kind, _ in graphs._graphs} >= {
+    names = ("a", "short", "b")  # the continuation of `short` crosses k
+    prompts = {name: golden[f"input_ids_{name}"].tolist() for name in names}
+    with load(GOLDENS / case, **options(chunked_prefill_size=chunk)) as llm:
+        runner: Any = llm.engine.runner
+        assert isinstance(runner.backend, DSABackend) and runner.backend._kernels is not None
+        assert {(kind.kind, kind.mixed) for kind, _ in runner.graphs._graphs} >= {
             ("sparse", False),
             ("dense", False),
         }
-        for _ in range(2):
-            results = llm.generate(prompts, max_tokens=32, ignore_eos=True)
-            for name, result in zip(names, results, strict=True):
+        expected = golden["logits_a"].log_softmax(-1)
+        torch.testing.assert_close(llm.logprobs(prompts["a"]), expected, rtol=0, atol=5e-4)
+        check_selections(llm, case)
+        for graphs in (runner.graphs, None):
+            runner.graphs = graphs
+            for name, prompt in prompts.items():
+                read_by(llm).clear()
+                result = llm.generate(prompt, max_tokens=32, ignore_eos=True)
                 assert result.token_ids == golden[f"greedy_ids_{name}"].tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_recorded_steps_are_the_same_as_others(dtype: str) -> None:
+    """Of several requests at once."""
+    golden = load_file(GOLDENS / SHARED / "golden.safetensors")
+    prompts = [golden[f"input_ids_{name}"].tolist() for name in ("a", "short", "b")]
+    with LLM(GOLDENS / SHARED, **options(dtype=dtype)) as llm:
+        runner: Any = llm.engine.runner
+        answers = []
+        for graphs in (runner.graphs, None):
+            runner.graphs = graphs
+            results = llm.generate(prompts, max_tokens=32, ignore_eos=True)
+            answers.append([result.token_ids for result in results])
+    assert answers[0] == answers[1]
 
 
 def test_a_trace_is_the_same_as_on_a_cpu() -> None:
@@ -58,7 +66,7 @@ def test_a_trace_is_the_same_as_on_a_cpu() -> None:
     ids = golden["input_ids_a"].tolist()
     traces = []
     for device in ("cpu", "cuda"):
-        with LLM(GOLDENS / SHARED, dtype="float32", device=device, kv_cache_gib=0.1) as llm:
+        with LLM(GOLDENS / SHARED, dtype="float32", **options(device=device)) as llm:
             trace = llm.generate(ids, max_tokens=8, ignore_eos=True, trace=True).trace
             assert trace is not None
             traces.append([[own.pages for own in token.layers] for token in trace.tokens])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from cairn.attention.backend import AttentionShape
 from cairn.attention.flash_mla_rows import FlashRows
+from cairn.kernels import attend_rows, choose_rows
 from cairn.kernels.index_scan import index_scan, plan_scan
 from cairn.kernels.references import index_scan_reference
 from cairn.kernels.top_rows import top_rows
@@ -40,11 +42,21 @@ def test_index_scan(batch: str, sizes: Sizes, dtype: torch.dtype) -> None:
     row_case.check_scan(lengths, new, sizes, CUDA, dtype, tolerance=1e-5)
 
 
+@pytest.mark.parametrize("by", ["cuda", "triton"])
 @pytest.mark.parametrize("kind", row_case.KINDS)
-def test_top_rows(kind: str) -> None:
-    row_case.check_top(kind, [1, 2048, 2049, 5000, 70_000, 131_072, 300_001], 2048, CUDA)
-    row_case.check_top(kind, [10_000] * 150, 100, CUDA)
-    row_case.check_top(kind, [1_000_000], 2048, CUDA)
+def test_top_rows(kind: str, by: str) -> None:
+    """Rows are shared by 8 blocks, by 4, by 2, and one block has a row."""
+    choose = None
+    if by == "cuda":
+        if (reason := choose_rows.refusal(CUDA)) is not None:
+            pytest.skip(reason)
+        choose = choose_rows.ChooseRows(CUDA)
+    check = partial(row_case.check_top, kind, device=CUDA, choose=choose)
+    check([1, 2048, 2049, 5000, 70_000, 131_072, 300_001], 2048)
+    check([20_000] * 40, 500)
+    check([10_000] * 100, 4096)
+    check([10_000] * 150, 100)
+    check([1_000_000], 2048)
 
 
 LATENT = [
@@ -61,6 +73,32 @@ def test_row_attention(counts: list[int], sizes: latent_case.Sizes, dtype: torch
     row_case.check_attention(counts, 2048, sizes, CUDA, dtype, tolerance=TOLERANCE[dtype])
 
 
+COUNTS = [[2048], [1, 2048, 700, 0, 1999], [2000] * 20, [2048] * 50, [2048, 0] * 75]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("counts", COUNTS, ids=len)
+def test_row_attention_in_cuda(counts: list[int], heads: int, dtype: torch.dtype) -> None:
+    """Lists in 8 parts, in 4, in 2, and whole; of tiles that are full and not, odd and even."""
+    sizes = latent_case.Sizes(heads, 512, 64, 64)
+    if (reason := attend_rows.refusal(heads, 512, 64, dtype, CUDA)) is not None:
+        pytest.skip(reason)
+    own = attend_rows.AttendRows(heads, dtype, CUDA)
+
+    def attend(
+        query: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        out = torch.full_like(query[..., :512], float("nan"))
+        own(query, pool, slots, out, scale=scale)
+        return out
+
+    for k in (2048, 2000):
+        limited = [min(count, k) for count in counts]
+        row_case.check_attention(limited, k, sizes, CUDA, dtype, tolerance=1e-2, attend=attend)
+    row_case.check_attention([150, 0, 3], 150, sizes, CUDA, dtype, tolerance=1e-2, attend=attend)
+
+
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("counts", [[2048], [1, 2048, 700, 3, 1999], [2048] * 150], ids=len)
 def test_flash_mla_in_parts(counts: list[int], heads: int) -> None:
@@ -73,8 +111,9 @@ def test_flash_mla_in_parts(counts: list[int], heads: int) -> None:
     parts = flash.parts(len(counts), 2048)
     assert (parts > 1) == (len(counts) < 100)
 
-    def attend(query: torch.Tensor, *given: Any) -> torch.Tensor:
-        return flash.attend(query.repeat_interleave(parts, 0), *given)
+    def attend(query: torch.Tensor, pool: torch.Tensor, *given: Any) -> torch.Tensor:
+        """It multiplies rows that are not listed, by zero."""
+        return flash.attend(query.repeat_interleave(parts, 0), pool.nan_to_num(), *given)
 
     row_case.check_attention(
         counts, 2048, sizes, CUDA, torch.bfloat16, tolerance=1e-2, attend=attend
@@ -95,7 +134,11 @@ def test_what_is_chosen_in_half_precision_is_as_good_as_the_best() -> None:
     index_scan(query, weights, pool, table, listed, scores)
     positions = torch.empty(3, k, dtype=torch.int32, device=CUDA)
     slots, scratch = torch.empty_like(positions), torch.empty_like(scores, dtype=torch.int32)
-    top_rows(scores, listed.limits, listed.seqs, table, positions, slots, scratch, page_size=64)
+    given = scores, listed.limits, listed.seqs, table, positions, slots
+    if choose_rows.refusal(CUDA) is None:
+        choose_rows.ChooseRows(CUDA)(*given, page_size=64)
+    else:
+        top_rows(*given, scratch, page_size=64)
     for seq, length in enumerate(lengths):
         row = int(listed.rows[seq])
         keys = pool[table[seq].long()].flatten(0, 1)[:length].double()

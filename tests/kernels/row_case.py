@@ -99,8 +99,15 @@ KINDS = (
 )
 
 
-def check_top(kind: str, limits: list[int], k: int, device: torch.device) -> None:
-    """Against a stable sort of (score, position)."""
+def check_top(
+    kind: str,
+    limits: list[int],
+    k: int,
+    device: torch.device,
+    *,
+    choose: Callable[..., None] | None = None,
+) -> None:
+    """Against a stable sort of (score, position). `choose` is another kernel to check."""
     torch.manual_seed(0)
     page_size = 16
     length = -(-max(limits) // 128) * 128
@@ -114,10 +121,14 @@ def check_top(kind: str, limits: list[int], k: int, device: torch.device) -> Non
     positions, slots = (
         torch.full((len(limits), k), -7, dtype=torch.int32, device=device) for _ in range(2)
     )
-    listed = torch.empty_like(scores, dtype=torch.int32)
-    top_rows(scores, own, seqs, table, positions, slots, listed, page_size=page_size)
-    again = torch.empty_like(slots)
-    slots_of(positions, seqs, table, again, page_size=page_size)
+    again = slots
+    if choose is None:
+        listed = torch.empty_like(scores, dtype=torch.int32)
+        top_rows(scores, own, seqs, table, positions, slots, listed, page_size=page_size)
+        again = torch.empty_like(slots)
+        slots_of(positions, seqs, table, again, page_size=page_size)
+    else:
+        choose(scores, own, seqs, table, positions, slots, page_size=page_size)
     for row, limit in enumerate(limits):
         seen = scores[row, :limit].cpu()
         order = seen.sort(descending=True, stable=True).indices[:k]
@@ -160,7 +171,7 @@ def check_attention(
     if attend is None:
         row_attention(query, pool, slots, out, scale=scale)
     else:
-        out = attend(query, torch.nan_to_num(pool), slots, scale)
+        out = attend(query, pool, slots, scale)
     for row, count in enumerate(counts):
         own = slots[row][slots[row] >= 0].long()
         assert len(own) == count

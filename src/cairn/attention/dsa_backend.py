@@ -48,8 +48,7 @@ class DSABackend(SparseBackend):
                 self.graphs = [Graph("resident", mixed=False)]
                 self.reads_generations = True
             self.graphs.append(Graph("sparse", mixed=False))
-            if (why := self._kernels.flash_refusal) is not None:
-                self.notes = (f"dsa reads selected rows by its own kernel, FlashMLA cannot: {why}",)
+            self.notes = self._kernels.notes
         elif parts.shape.device.type == "cuda":
             self.notes = (f"dsa runs in plain torch, its kernels cannot: {refused}",)
         self._tiered: TieredRows | None = None
@@ -62,7 +61,7 @@ class DSABackend(SparseBackend):
 
     @classmethod
     def buffer_bytes(cls, shape: AttentionShape) -> int:
-        return RowKernels.buffer_bytes(shape.longest)
+        return RowKernels.buffer_bytes(shape)
 
     def graph_for(self, batch: AttentionBatch, *, mixed: bool) -> Graph | None:
         if len(batch.traced_rows):

@@ -6,7 +6,7 @@ The device alone knows lengths and choices, so decode steps can be recorded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,6 +24,7 @@ from cairn.memory.layout import INDEX, LATENT
 from cairn.sparsity.config import SparseConfig
 
 if TYPE_CHECKING:
+    from cairn.kernels.choose_rows import ChooseRows
     from cairn.kernels.index_scan import RowList
 
 _SCORES = 2**25  # scores at once
@@ -62,6 +63,9 @@ class RowStep:
 
 
 class RowKernels:
+    notes: tuple[str, ...] = ()
+    """What the user should know."""
+
     def __init__(self, parts: SparseParts) -> None:
         shape = parts.shape
         self._pool, self._shape, self._topk = parts.pool, shape, parts.config.topk
@@ -70,14 +74,18 @@ class RowKernels:
         self._longest = _blocks(parts.max_pages * shape.page_size) * _BLOCK
         size = _most_scores(self._longest)
         self._scores = torch.empty(size, dtype=torch.float32, device=shape.device)
-        self._listed = torch.empty(size, dtype=torch.int32, device=shape.device)
         assert shape.value_dim is not None
         self._latent = shape.value_dim
+        self._listed: torch.Tensor | None = None
+        self._choose = self._chooser()
+        if self._choose is None:
+            self._listed = torch.empty(size, dtype=torch.int32, device=shape.device)
+        self.read = self._reader()
         self._flash: FlashRows | None = None
-        self.flash_refusal = FlashRows.refusal(shape, self._topk)
-        """Why FlashMLA does not read the chosen rows; None if it does."""
-        if self.flash_refusal is None:
+        if (why := FlashRows.refusal(shape, self._topk)) is None:
             self._flash = FlashRows(shape.num_heads, shape.device)
+        else:
+            self.notes += (f"dsa reads selected rows by its own kernel, FlashMLA cannot: {why}",)
         self._count = torch.arange(shape.max_seqs + 1, dtype=torch.int32, device=shape.device)
 
     @staticmethod
@@ -100,9 +108,39 @@ class RowKernels:
         return None
 
     @staticmethod
-    def buffer_bytes(longest: int) -> int:
-        """Bytes of scores and of scratch for requests of so many rows."""
-        return _most_scores(_blocks(longest) * _BLOCK) * (4 + 4)
+    def buffer_bytes(shape: AttentionShape) -> int:
+        """Bytes of scores, and of the list that Triton's kernel needs to choose."""
+        from cairn.kernels.choose_rows import refusal
+
+        lists = refusal(shape.device) is not None
+        return _most_scores(_blocks(shape.longest) * _BLOCK) * (4 + 4 * lists)
+
+    def _chooser(self) -> ChooseRows | None:
+        """The kernel that chooses rows, in CUDA C++; None if Triton's does, which needs a list."""
+        from cairn.kernels.choose_rows import ChooseRows, refusal
+        from cairn.kernels.cuda_source import KernelUnavailableError
+
+        if refusal(self._shape.device) is None:
+            try:
+                return ChooseRows(self._shape.device)
+            except KernelUnavailableError as error:
+                self.notes += (f"dsa chooses rows in Triton, not in CUDA C++: {error}",)
+        return None
+
+    def _reader(self) -> Callable[..., None]:
+        """Our own kernel that reads chosen rows, in CUDA C++ or in Triton."""
+        from cairn.kernels.attend_rows import AttendRows, refusal
+        from cairn.kernels.cuda_source import KernelUnavailableError
+        from cairn.kernels.row_attention import row_attention
+
+        shape = self._shape
+        heads, rope = shape.num_heads, shape.head_dim - self._latent
+        if refusal(heads, self._latent, rope, shape.dtype, shape.device) is None:
+            try:
+                return AttendRows(heads, shape.dtype, shape.device)
+            except KernelUnavailableError as error:
+                self.notes += (f"dsa reads rows in Triton, not in CUDA C++: {error}",)
+        return row_attention
 
     def decode(self, batch: AttentionBatch) -> RowStep:
         """All rows of a step in which every sequence has one."""
@@ -241,16 +279,20 @@ class RowKernels:
         """Write a tile's positions of the step, and its part of `slots` [n, k]."""
         from cairn.kernels.top_rows import top_rows
 
-        top_rows(
+        given = (
             scores,
             tile.listed.limits,
             tile.listed.seqs,
             self._table(layer, step),
             step.positions[tile.own],
             slots[tile.own],
-            self._listed[: scores.numel()].view(scores.shape),
-            page_size=self._shape.page_size,
         )
+        if self._choose is not None:
+            self._choose(*given, page_size=self._shape.page_size)
+        else:
+            assert self._listed is not None
+            listed = self._listed[: scores.numel()].view(scores.shape)
+            top_rows(*given, listed, page_size=self._shape.page_size)
 
     def copies(self, rows: int) -> int:
         """How often `attend` needs each of so many queries."""
@@ -264,10 +306,8 @@ class RowKernels:
         pool, scale = (stage or self._pool).part(layer, LATENT), self._shape.scale
         if self._flash is not None:
             return self._flash.attend(query, pool, slots, scale)
-        from cairn.kernels.row_attention import row_attention
-
         out = query.new_empty(*query.shape[:2], self._latent)
-        row_attention(query, pool, slots, out, scale=scale)
+        self.read(query, pool, slots, out, scale=scale)
         return out
 
 

@@ -1,6 +1,6 @@
 """`cairn bench dsa`: attention of one layer with an index, for new rows or for a whole prompt, and
 whole decode steps, beside the dense twin. On CUDA also the parts of a decode layer, beside other
-kernels and beside their floors, and decode steps with a host tier (`dsa_tier`)."""
+kernels and beside their floors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from cairn.attention.dsa_backend import DSABackend
 from cairn.attention.flash_mla_rows import FlashRows
 from cairn.attention.latent import LatentHeads
 from cairn.bench.attention import read_bandwidth, time_cuda
-from cairn.bench.dsa_tier import tier_steps
-from cairn.bench.engines import measured, need_cuda
+from cairn.bench.engines import measured
 from cairn.bench.report import show_rows, tell
 from cairn.cli_flags import check_at_least
 from cairn.engine.inputs import StepInputs
@@ -41,6 +40,7 @@ Call = Callable[[], Any]
 _PAGE = 64
 _PRODUCTS = 790e12  # products and sums of 16 bits that an H200 computes in a second, at best
 _CHUNK = 2048  # rows of a prompt that are computed at once
+_REPEAT = 3, 20  # runs of new rows, on a CPU and on CUDA
 _SETS = 4  # calls of one timed run: each reads other rows, not what the cache still has
 
 
@@ -59,8 +59,6 @@ def _run(arguments: argparse.Namespace) -> Rows:
     preset = dict(PRESETS[arguments.model])
     if arguments.topk is not None:
         preset["index_topk"] = arguments.topk
-    if "tier" in arguments.parts:
-        need_cuda("dsa --parts tier", arguments.device)
     sizes = [(length, seqs) for length in arguments.lengths for seqs in arguments.batches]
     bandwidth = read_bandwidth(device) if device.type == "cuda" else 0.0
     for length, seqs in sizes if "layer" in arguments.parts else ():
@@ -74,9 +72,6 @@ def _run(arguments: argparse.Namespace) -> Rows:
         yield _prefill(preset, device, length)
     if "step" in arguments.parts:
         yield from _steps(arguments.model, sizes, device)
-    for length, seqs in sizes if "tier" in arguments.parts else ():
-        own = arguments.model, arguments.contexts, seqs, length, arguments.changed
-        yield from tier_steps(*own, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +100,7 @@ class Layer:
     ) -> None:
         self._sizes = own = _Sizes.of(preset)
         self._device, self._length, self._rows = device, length, seqs * new
-        self._repeat = 3 if new == 1 else 1  # on a CPU
+        self._repeat = _REPEAT[device.type == "cuda"] if new == 1 else 1
         self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         width = own.latent + own.rope
         layout = CacheLayout.of_latents(width, own.index_width).of_type(self._dtype)
@@ -172,8 +167,6 @@ class Layer:
 
     def parts(self, bandwidth: float) -> dict[str, Any]:
         """Scan, selection and attention of a decode layer, apart and together."""
-        from cairn.kernels.row_attention import row_attention
-
         kernels, step = self._sparse._kernels, self._by_index.runs[0].kernels
         if kernels is None or step is None:
             return {"parts": "none: all rows are read densely"}
@@ -200,7 +193,7 @@ class Layer:
             "select": lambda i: kernels.choose(0, step, tile, scores[i], slots[i]),
             "attend": lambda i: kernels.attend(0, copies, slots[i]),
             "together": lambda i: together(sets[i], slots[i]),
-            "triton attend": lambda i: row_attention(absorbed, pool, slots[i], out, scale=scale),
+            "own attend": lambda i: kernels.read(absorbed, pool, slots[i], out, scale=scale),
             "torch.topk": lambda i: scores[i].topk(own.topk, sorted=False),
             "dense attend": lambda i: self._dense.forward(0, absorbed, self._whole),
         }
@@ -219,7 +212,7 @@ class Layer:
         row["dense / dsa"] = round(seconds["dense attend"] / seconds["together"], 2)
         row["topk / select"] = round(seconds["torch.topk"] / seconds["select"], 2)
         if "FlashMLA sparse" in seconds:
-            for name in ("attend", "triton attend"):
+            for name in ("attend", "own attend"):
                 ratio = seconds["FlashMLA sparse"] / seconds[name]
                 row[f"FlashMLA / {name}"] = round(ratio, 2)
         return row
@@ -298,7 +291,7 @@ def _step_seconds(
             inputs = _inputs(runner._device, seqs, 1, length, len(runner._tables))
             metadata = runner.backend.prepare(inputs.batch)
             call = partial(runner._forward, inputs, metadata, None)
-            times += _medians([call], device, 3)
+            times += _medians([call], device, _REPEAT[cuda])
     return times
 
 
@@ -310,7 +303,7 @@ def _per_set(call: Callable[[int], Any]) -> float:
 def _medians(calls: Sequence[Call], device: torch.device, repeat: int) -> list[float]:
     """Median seconds of each call; on a CPU in turn, so that all meet the same machine."""
     if device.type == "cuda":
-        return [time_cuda(call) for call in calls]
+        return [time_cuda(call, repeat) for call in calls]
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(repeat):
         for own, call in zip(times, calls, strict=True):

@@ -28,6 +28,7 @@ _KINDS = {
         *("choose_kernel", "few_kernel"),
         *("_union_kernel", "_attend_kernel", "union_attention"),
         *("_scan_plan_kernel", "_scan_kernel", "_sample_kernel", "_collect_kernel"),
+        *("choose_rows", "attend_rows"),
         *("_slots_kernel", "_row_attention_kernel", "_row_merge_kernel"),
     ),
     "attention": (

@@ -24,6 +24,7 @@ MOST_SHARED = 232448  # most bytes of shared memory per block with compute capab
 ALL_SHARED = 233472  # bytes per multiprocessor; CUDA reserves 1,024 of them per block
 
 _SHARED_SIZE = 8  # value of CUfunction_attribute
+_CLUSTER, _PDL = 4, 6  # values of CUlaunchAttributeID
 _BFLOAT16, _FLOAT16 = 9, 6  # values of CUtensorMapDataType
 _SWIZZLE_128B, _PROMOTE_256B = 3, 3
 
@@ -104,6 +105,25 @@ def _expect(status: int, what: str) -> None:
         raise KernelUnavailableError(f"{what} failed with status {status}")
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_uint * 16))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
 class CudaKernel:
     """A kernel from a cubin, loaded on one device. Its one argument is a struct, given as bytes."""
 
@@ -137,22 +157,27 @@ class CudaKernel:
         if status:
             raise RuntimeError(f"{function} failed with CUDA error {status}")
 
-    def launch(self, grid: tuple[int, int], structure: bytes) -> None:
-        """Launch on torch's current stream."""
+    def launch(
+        self,
+        grid: tuple[int, ...],
+        structure: bytes,
+        *,
+        cluster: int = 1,
+        shared_bytes: int | None = None,
+        pdl: bool = False,
+    ) -> None:
+        """Launch on torch's current stream. Blocks form clusters of so many in the grid's first
+        dimension. A kernel that waits for its predecessor itself may have `pdl` (see `pdl`)."""
         held = ctypes.create_string_buffer(structure, len(structure))
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(held))
+        shared = self.shared_bytes if shared_bytes is None else shared_bytes
+        attributes = (_Attribute * 2)(
+            _Attribute(_CLUSTER, 0, (cluster, 1, 1)), _Attribute(_PDL, 0, (int(pdl),))
+        )
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream().cuda_stream
-            self.call(
-                "cuLaunchKernel",
-                self.function,
-                *(*grid, 1),
-                *(self.threads, 1, 1),
-                self.shared_bytes,
-                ctypes.c_void_p(stream),
-                pointers,
-                None,
-            )
+            config = _Config((*grid, 1, 1)[:3], (self.threads, 1, 1), shared, stream, attributes, 2)
+            self.call("cuLaunchKernelEx", ctypes.byref(config), self.function, pointers, None)
 
     def describe(self, matrix: torch.Tensor, box_rows: int) -> bytes:
         """Tensor map of a matrix in half precision, for swizzled copies of [box_rows, 64] boxes."""

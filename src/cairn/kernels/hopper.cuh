@@ -133,3 +133,161 @@ DEVICE int take_one(int* left) {
                : "memory");
   return before;
 }
+
+// The blocks of a cluster: how many there are, which one this is, and memory of another one.
+DEVICE u32 cluster_size() {
+  u32 result;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(result));
+  return result;
+}
+
+DEVICE u32 cluster_rank() {
+  u32 result;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(result));
+  return result;
+}
+
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+DEVICE u8* own_memory(u8* shared) { return shared; }
+
+DEVICE u32 remote_address(const void* own, u32 rank) {
+  u32 result;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(result) : "r"(shared_address(own)), "r"(rank));
+  return result;
+}
+
+// What another block has where this one has `own`.
+DEVICE uint4 load_four_remote(const void* own, u32 rank) {
+  uint4 result;
+  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(result.x), "=r"(result.y), "=r"(result.z), "=r"(result.w)
+               : "r"(remote_address(own, rank))
+               : "memory");
+  return result;
+}
+
+DEVICE float load_remote(const float* own, u32 rank) {
+  float result;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];"
+               : "=f"(result)
+               : "r"(remote_address(own, rank))
+               : "memory");
+  return result;
+}
+
+DEVICE u64 load_remote(const u64* own, u32 rank) {
+  u64 result;
+  asm volatile("ld.shared::cluster.u64 %0, [%1];"
+               : "=l"(result)
+               : "r"(remote_address(own, rank))
+               : "memory");
+  return result;
+}
+
+// Programmatic dependent launch (pdl.py); nothing happens if the host did not ask for it.
+DEVICE void let_successor_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+DEVICE void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Named barriers of a block, of some of its threads.
+DEVICE void sync_threads(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+DEVICE void arrive_threads(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+DEVICE u64 operand(u32 address, u32 leading, u32 stride) {
+  return (u64)(address >> 4 & 0x3fff) | (u64)(leading >> 4) << 16 | (u64)(stride >> 4) << 32 |
+         1ull << 62;  // swizzled within 128 bytes
+}
+
+// Operand whose products sum over its columns: 8 rows are 1,024 bytes apart from the next 8.
+DEVICE u64 by_column(u32 address) { return operand(address, 16, 1024); }
+
+// Operand whose products sum over its rows: 64 columns are a box apart from the next 64.
+DEVICE u64 by_row(u32 address) { return operand(address, 64 * 128, 1024); }
+
+DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+DEVICE void products_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
+// Keep the compiler from moving accesses to registers of running products.
+template <int COUNT>
+DEVICE void hold(float (&x)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+#if HALF
+#define TYPES "f32.f16.f16"
+#else
+#define TYPES "f32.bf16.bf16"
+#endif
+#define R8(d, i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define R32(d, i) R8(d, i), R8(d, i + 8), R8(d, i + 16), R8(d, i + 24)
+#define N8(a, b, c, d, e, f, g, h) \
+  "%" #a ", %" #b ", %" #c ", %" #d ", %" #e ", %" #f ", %" #g ", %" #h
+
+// c [64, 64] += a @ b.T, or = if not ADD; a and b by column.
+template <bool ADD>
+DEVICE void score_step(float (&c)[32], u64 a, u64 b) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16." TYPES " {" N8(0, 1, 2, 3, 4, 5, 6, 7) ", "
+      N8(8, 9, 10, 11, 12, 13, 14, 15) ", " N8(16, 17, 18, 19, 20, 21, 22, 23) ", "
+      N8(24, 25, 26, 27, 28, 29, 30, 31) "}, %32, %33, p, 1, 1, 0, 0;}\n"
+      : R32(c, 0)
+      : "l"(a), "l"(b), "n"((int)ADD));
+}
+
+// c [64, 256] += a @ b; a by column, b by row.
+DEVICE void value_step(float (&c)[128], u64 a, u64 b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n256k16." TYPES " {" N8(0, 1, 2, 3, 4, 5, 6, 7) ", "
+      N8(8, 9, 10, 11, 12, 13, 14, 15) ", " N8(16, 17, 18, 19, 20, 21, 22, 23) ", "
+      N8(24, 25, 26, 27, 28, 29, 30, 31) ", " N8(32, 33, 34, 35, 36, 37, 38, 39) ", "
+      N8(40, 41, 42, 43, 44, 45, 46, 47) ", " N8(48, 49, 50, 51, 52, 53, 54, 55) ", "
+      N8(56, 57, 58, 59, 60, 61, 62, 63) ", " N8(64, 65, 66, 67, 68, 69, 70, 71) ", "
+      N8(72, 73, 74, 75, 76, 77, 78, 79) ", " N8(80, 81, 82, 83, 84, 85, 86, 87) ", "
+      N8(88, 89, 90, 91, 92, 93, 94, 95) ", " N8(96, 97, 98, 99, 100, 101, 102, 103) ", "
+      N8(104, 105, 106, 107, 108, 109, 110, 111) ", " N8(112, 113, 114, 115, 116, 117, 118, 119)
+      ", " N8(120, 121, 122, 123, 124, 125, 126, 127) "}, %128, %129, 1, 1, 1, 0, 1;\n"
+      : R32(c, 0), R32(c, 32), R32(c, 64), R32(c, 96)
+      : "l"(a), "l"(b));
+}
+
+// Copy 16 bytes, or clear them if there is nothing to copy.
+DEVICE void gather(u32 target, const void* source, bool there) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+               "r"(there ? 16 : 0)
+               : "memory");
+}
+
+// Arrive at a barrier once the thread's gathering copies are done.
+DEVICE void arrive_after_gathering(u64* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
+                   shared_address(barrier))
+               : "memory");
+}
+
+DEVICE void wait_for_gathering() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Give registers of a warpgroup back, or take more.
+template <int COUNT>
+DEVICE void shrink_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+template <int COUNT>
+DEVICE void grow_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}

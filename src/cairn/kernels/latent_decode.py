@@ -50,7 +50,8 @@ def constants_of(heads: int, page_size: int, max_seqs: int, dtype: torch.dtype) 
 
 
 def source() -> str:
-    return "".join((_FOLDER / name).read_text() for name in ("hopper.cuh", "latent_decode.cu"))
+    names = "hopper.cuh", "latent_tiles.cuh", "latent_decode.cu"
+    return "".join((_FOLDER / name).read_text() for name in names)
 
 
 class LatentDecode:

@@ -95,7 +95,7 @@ class RowScratch:
 
 @direct
 @triton.jit(do_not_specialize=["total", "table_stride"])
-def _swap_find_kernel(
+def _find_kernel(
     positions,  # [n, K] position in the sequence, -1 for none
     seqs,  # [n]
     page_table,  # [seqs, ...] page ids
@@ -159,7 +159,7 @@ def _age(used, slot, there, now, AGES: tl.constexpr):
 
 @direct
 @triton.jit(do_not_specialize=["total", "table_stride", "share"])
-def _swap_list_kernel(
+def _list_kernel(
     positions,
     seqs,
     generations,
@@ -219,7 +219,7 @@ def _swap_list_kernel(
 
 @direct
 @triton.jit(do_not_specialize=["share"])
-def _swap_give_kernel(
+def _give_kernel(
     tags,
     used,
     clock,
@@ -294,7 +294,7 @@ def _swap_give_kernel(
 
 @direct
 @triton.jit(do_not_specialize=["total"])
-def _swap_rows_kernel(
+def _copy_kernel(
     host,  # [rows, WORDS], host memory that the device can read
     pool,  # [rows, WORDS]
     tasks,
@@ -360,18 +360,18 @@ def find_rows(
     assert page_table.stride(0) == generations.stride(0)
     stride, share = page_table.stride(0), _share(total, _ENTRIES)
     options = pdl_options(positions)
-    _swap_find_kernel[(blocks_of(total, _ENTRIES),)](
+    _find_kernel[(blocks_of(total, _ENTRIES),)](
         positions, seqs, page_table, generations, frame_of, hot.tags, hot.used, hot.clock,
         hot.slot_of, scratch.claims, scratch.missing, hot.totals, places, total, stride, first_hot,
         K=k, PAGE_SIZE=page_size, BLOCK=_ENTRIES, num_warps=4, **options,
     )  # fmt: skip
-    _swap_list_kernel[(2 * _PROGRAMS,)](
+    _list_kernel[(2 * _PROGRAMS,)](
         positions, seqs, generations, places, hot.used, hot.clock, scratch.claims,
         scratch.missing, scratch.listed, scratch.counts, scratch.ages, total, stride, share, slots,
         K=k, PAGE_SIZE=page_size, PROGRAMS=_PROGRAMS, BLOCK=_ENTRIES, BLOCK_SLOTS=_SLOTS,
         AGES=HOT_AGES, num_warps=4, **options,
     )  # fmt: skip
-    _swap_give_kernel[(_PROGRAMS,)](
+    _give_kernel[(_PROGRAMS,)](
         hot.tags, hot.used, hot.clock, hot.slot_of, hot.totals, scratch.claims, scratch.missing,
         scratch.listed, scratch.counts, scratch.ages, scratch.tasks, scratch.num_tasks, share,
         slots, scratch.tasks.shape[1],
@@ -396,7 +396,7 @@ def copy_rows(
     word = torch.int32 if row_bytes % 4 == 0 else torch.int16
     words = row_bytes // word.itemsize
     block_words = power_of_two(words)
-    _swap_rows_kernel[(_COPY_PROGRAMS + blocks_of(total, _ENTRIES),)](
+    _copy_kernel[(_COPY_PROGRAMS + blocks_of(total, _ENTRIES),)](
         host.view(word), pool.view(word), scratch.tasks, scratch.num_tasks,
         scratch.num_tasks if places is None else places, hot.slot_of, hot.clock, total,
         scratch.tasks.shape[1], first_hot,

@@ -1,0 +1,100 @@
+"""Attention over chosen latent rows in CUDA C++ (attend_rows.cu).
+
+It computes the same as `row_attention.row_attention` for the shapes it supports. Some of its warps
+gather rows while others multiply, and blocks merge what they read in each other's memory; Triton
+cannot express either.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from pathlib import Path
+
+import torch
+
+from cairn.kernels.cuda_source import CudaKernel, compile_source
+from cairn.kernels.precompile import is_collecting
+from cairn.kernels.processors import processors
+from cairn.kernels.sizes import blocks_of
+
+_FOLDER = Path(__file__).parent
+_ARGUMENTS = struct.Struct("128s3Q2if28x")  # struct Arguments in the source
+_LATENT, _ROPE = 512, 64
+_THREADS = 384
+SHARED_BYTES = 3 * 64 * 2 * (_LATENT + _ROPE) + 4 * 4 * 64 + 8 * 6 + 16 + 1024
+"""Of a block: struct Gathered in the source, which is aligned to 1,024 bytes."""
+_MOST_PARTS = 8  # blocks of a cluster
+
+
+def refusal(
+    heads: int, latent: int, rope: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Why the kernel does not serve these rows on this device; None if it does."""
+    if device.type != "cuda":
+        return f"it is for CUDA devices, this is {device.type}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return "compute capability is {}.{}; it has 9.0".format(*capability)
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"the type is {str(dtype).removeprefix('torch.')}; it has bfloat16 and float16"
+    if (latent, rope) != (_LATENT, _ROPE):
+        return f"latent rows have {latent} and {rope} columns; it has {_LATENT} and {_ROPE}"
+    if heads % 64:
+        return f"there are {heads} heads; it has multiples of 64"
+    return None
+
+
+def constants_of(heads: int, dtype: torch.dtype) -> dict[str, int]:
+    """The macros that the source needs."""
+    return {"HEADS": heads, "HALF": int(dtype == torch.float16)}
+
+
+def source() -> str:
+    names = "hopper.cuh", "latent_tiles.cuh", "attend_rows.cu"
+    return "".join((_FOLDER / name).read_text() for name in names)
+
+
+def parts_of(queries: int, tiles: int, blocks: int) -> int:
+    """Parts of each list of so many tiles, if `blocks` parts of all lists are computed at once."""
+    parts = 1
+    while parts < _MOST_PARTS and 2 * parts * queries <= blocks and 2 * parts <= tiles:
+        parts *= 2
+    return parts
+
+
+def pack(
+    query_map: bytes, tensors: tuple[torch.Tensor, ...], k: int, parts: int, scale: float
+) -> bytes:
+    """Pack the kernel's arguments: tensor map, tensors `pool` to `out`, sizes, scale."""
+    pointers = (tensor.data_ptr() for tensor in tensors)
+    tiles = blocks_of(blocks_of(k, 64), parts)
+    return _ARGUMENTS.pack(query_map, *pointers, k, tiles, scale * math.log2(math.e))
+
+
+class AttendRows:
+    """The kernel for one shape and device, compiled and loaded."""
+
+    def __init__(self, heads: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Raises KernelUnavailableError if the kernel cannot be compiled or loaded."""
+        cubin = compile_source(source(), constants_of(heads, dtype), "sm_90a")
+        self._kernel = CudaKernel(cubin, "attend_rows", _THREADS, SHARED_BYTES, device)
+        self._blocks = processors(device) * 64 // heads
+
+    def __call__(
+        self,
+        query: torch.Tensor,  # [queries, heads, latent + rope], contiguous
+        pool: torch.Tensor,  # [pages, page_size, latent + rope]
+        slots: torch.Tensor,  # [queries, k] int32, -1 for none
+        out: torch.Tensor,  # [queries, heads, latent], contiguous
+        *,
+        scale: float,
+    ) -> None:
+        """Attention of each query over the rows of its list. An empty list gives zero."""
+        (queries, heads, width), k = query.shape, slots.shape[1]
+        parts = parts_of(queries, blocks_of(k, 64), self._blocks)
+        query_map = self._kernel.describe(query.view(-1, width), 64)
+        arguments = pack(query_map, (pool, slots, out), k, parts, scale)
+        if not is_collecting():  # `slots` is not initialised then
+            grid = parts, heads // 64, queries
+            self._kernel.launch(grid, arguments, cluster=parts, pdl=True)
