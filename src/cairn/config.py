@@ -175,7 +175,10 @@ class EngineConfig:
     disable_radix_cache: bool = option(False, "Do not reuse the KV of common prefixes.")
     eviction: str = option("lru", "Which cached pages to give up first.", "lru", "lfu")
     chunked_prefill_size: int | None = option(
-        None, "Rows a step computes for prefill and decode; 2048, on CUDA 8192.", low=1
+        None,
+        "Rows a step computes for prefill and decode; 2048 tokens, on CUDA 8192, and their "
+        "landmark rows.",
+        low=1,
     )
     max_running_requests: int | None = option(
         None, "Requests in the batch at once; 64, on CUDA 256.", low=1

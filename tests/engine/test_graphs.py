@@ -53,9 +53,13 @@ def test_a_decode_step_has_a_row_in_every_sequence() -> None:
     assert kv_lens.tolist() == [6, 10, 1, 1, 1, 1]
 
 
+@pytest.mark.parametrize("most", [10, 5000, 8192, 8322])
 @pytest.mark.parametrize("seqs", [1, 7, 8, 9, 63, 255, 256])
-def test_mixed_sizes_leave_room_for_padding(seqs: int) -> None:
-    sizes = mixed_sizes(4096, seqs)
-    assert max(size.seqs for size in sizes) == seqs + 1
-    assert max(size.rows for size in sizes) == 4096
-    assert len(set(sizes)) == len(sizes)
+def test_mixed_sizes_leave_room_for_padding(seqs: int, most: int) -> None:
+    """And have the longest chunks, and some numbers of tokens with their landmark rows."""
+    for geometry in (PageGeometry(64, 64), PageGeometry(64, 63)):
+        sizes = mixed_sizes(most, seqs, geometry)
+        assert max(size.seqs for size in sizes) == seqs + 1
+        assert max(sizes) == StepSize(most, seqs + 1)
+        assert len(set(sizes)) == len(sizes)
+        assert most < 5000 or geometry.rows(4096) in {size.rows for size in sizes}

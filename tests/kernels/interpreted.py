@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from cairn import LLM, SamplingParams
+from cairn.attention.backend import Graph
 from cairn.attention.hsa.backend import HSABackend
 from cairn.attention.hsa.kernel_sparse import KernelSparse
 from cairn.attention.triton_backend import TritonBackend
@@ -25,7 +26,7 @@ from cairn.bench.hsa import _watched
 from cairn.bench.tier_engines import drift as drift_in_decode
 from cairn.bench.tier_engines import stop_copying
 from cairn.engine import graphs
-from cairn.engine.graphs import StepGraphs
+from cairn.engine.graphs import StepGraphs, StepSize
 from cairn.kernels import paged_decode as paged_decode_module
 from cairn.kernels import paged_extend as paged_extend_module
 from cairn.kernels import rope_kv as rope_kv_module
@@ -515,7 +516,7 @@ def test_a_whole_engine_on_recorded_steps(tmp_path: Path, monkeypatch: pytest.Mo
     _use_few_programs(monkeypatch)
     monkeypatch.setattr(KernelSparse, "refusal", staticmethod(lambda *_: None))
     monkeypatch.setattr(TritonBackend, "unavailable_reason", staticmethod(lambda _: None))
-    monkeypatch.setattr(graphs, "_MIXED_ROWS", (32, 48))
+    monkeypatch.setattr(graphs, "_MIXED_TOKENS", (32, 48))
     config = {**TINY_LLAMA, "hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
     folder = write_model(tmp_path, config)
     rerun_steps(monkeypatch)
@@ -550,13 +551,59 @@ def test_a_whole_engine_on_recorded_steps(tmp_path: Path, monkeypatch: pytest.Mo
     assert used == {(True, "dense"), (True, "both"), (False, "both"), (False, "sparse")}
 
 
+def test_prompts_that_select_pages_in_recorded_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of a HiLS model, beside decoding rows and alone, padded to recorded sizes, against
+    the same steps as they are. Chunks with more candidates than recorded steps have run as they
+    are too."""
+    _use_few_programs(monkeypatch)
+    monkeypatch.setattr(KernelSparse, "refusal", staticmethod(lambda *_: None))
+    monkeypatch.setattr(TritonBackend, "unavailable_reason", staticmethod(lambda _: None))
+    monkeypatch.setattr(graphs, "_MIXED_TOKENS", (12, 40))
+    monkeypatch.setattr(sparse_select, "_FEW", 2)
+    config = {**TINY_HILS, "hidden_size": 64, "num_hidden_layers": 2, "full_attn_interleave": 2}
+    config |= {"vocab_size": 64, "hils_sliding_window": 20, "hils_topk": 1}
+    folder = write_model(tmp_path, config)
+    rerun_steps(monkeypatch)
+    prompts = [tokens_of(n, seed=n, vocab=64) for n in (20, 45, 75)]
+    answers, replayed = [], {}
+    for records in (False, True):
+        with LLM(
+            folder,
+            device="cpu",
+            dtype="float32",
+            kv_cache_gib=0.05,
+            attention_backend="hsa",
+            chunked_prefill_size=50,
+            max_running_requests=2,
+        ) as llm:
+            runner = llm.engine.runner
+            if records:
+                runner.record_graphs(50)
+            poison_free_memory(llm.engine)
+            results = llm.generate(prompts[:2], max_tokens=4, ignore_eos=True)
+            results += llm.generate(prompts[2:], max_tokens=2, ignore_eos=True)
+            answers.append([result.token_ids for result in results])
+            llm.engine.scheduler.check()
+            if records:
+                assert runner.graphs is not None
+                steps: Any = runner.graphs._graphs.items()
+                replayed = {key: step.graph.replays for key, step in steps if step.graph.replays}
+    assert answers[0] == answers[1]
+    mixed = Graph("sparse", mixed=True)
+    assert replayed[mixed, StepSize(50, 3)] == 2  # not the second chunk of the longest prompt
+    assert replayed[mixed, StepSize(42, 3)] == 1  # beside a decoding row
+    assert {graph for graph, _ in replayed} == {mixed, Graph("sparse", mixed=False)}
+
+
 def test_drafts_are_checked_in_recorded_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of a sequence read its past together, also behind a window."""
     _use_few_programs(monkeypatch)
     monkeypatch.setattr(TritonBackend, "unavailable_reason", staticmethod(lambda _: None))
-    monkeypatch.setattr(graphs, "_MIXED_ROWS", (32,))
+    monkeypatch.setattr(graphs, "_MIXED_TOKENS", (32,))
     config = {**TINY_OLMO3, "hidden_size": 64, "vocab_size": 64, "sliding_window": 20}
     config |= {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
     folder = write_model(tmp_path, config)
@@ -590,7 +637,7 @@ def test_drafts_read_the_pages_that_the_first_one_selected(
     _use_few_programs(monkeypatch)
     monkeypatch.setattr(KernelSparse, "refusal", staticmethod(lambda *_: None))
     monkeypatch.setattr(TritonBackend, "unavailable_reason", staticmethod(lambda _: None))
-    monkeypatch.setattr(graphs, "_MIXED_ROWS", (32,))
+    monkeypatch.setattr(graphs, "_MIXED_TOKENS", (32,))
     config = {**TINY_LLAMA, "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
     folder = write_model(tmp_path, config)
     rerun_steps(monkeypatch)

@@ -106,7 +106,7 @@ def test_a_whole_engine_on_recorded_steps(tmp_path: Path, monkeypatch: pytest.Mo
     as they are. A request goes from one kind to the other."""
     monkeypatch.setattr(TritonBackend, "unavailable_reason", staticmethod(lambda _: None))
     monkeypatch.setattr(RowKernels, "refusal", staticmethod(lambda *_: None))
-    monkeypatch.setattr(graphs, "_MIXED_ROWS", (16,))
+    monkeypatch.setattr(graphs, "_MIXED_TOKENS", (16,))
     rerun_steps(monkeypatch)
     folder = indexed_model(tmp_path)
     prompts = [tokens_of(n, seed=n, vocab=64) for n in (9, 4, 6)]

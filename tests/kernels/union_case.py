@@ -60,8 +60,19 @@ class UnionCase:
     normalizer: torch.Tensor | None
 
     def blocks(self, rows: int) -> ExtendBlocks:
-        seqs = np.arange(len(self.query_lens))
-        return ExtendBlocks.of(self.query_lens, seqs, self.query.device, rows)
+        """As recorded steps have them: with surplus blocks, which come first."""
+        lens = torch.from_numpy(self.query_lens).to(self.query.device)
+        return ExtendBlocks.on_device(lens, int(self.query_lens.sum()), rows)
+
+    def pages_read(self, rows: int) -> list[list[int]]:
+        """Number of pages that each block of `rows` rows and each kv head reads."""
+        blocks, found = self.blocks(rows), []
+        for seq, begin in zip(blocks.seq.tolist(), blocks.begin.tolist(), strict=True):
+            first = int(self.cu_query[seq]) + begin
+            last = first if begin < 0 else min(int(self.cu_query[seq + 1]), first + rows)
+            heads = self.selected[first:last].transpose(0, 1)
+            found.append([len(set(own.flatten().tolist()) - {-1}) for own in heads])
+        return found
 
     def by_cuda(self, kernel: UnionAttention, out: torch.Tensor) -> torch.Tensor:
         """Into `out`, which holds the window's output; returns counts."""

@@ -22,7 +22,8 @@ import torch
 
 from cairn.attention.batch import AttentionBatch
 from cairn.attention.hsa.backend import HSABackend
-from cairn.attention.hsa.kernel_sparse import ChunkRows, KernelSparse, LayerRows
+from cairn.attention.hsa.chunk_rows import ChunkRows
+from cairn.attention.hsa.kernel_sparse import KernelSparse, LayerRows
 from cairn.bench.engines import (
     Running,
     as_subclass,

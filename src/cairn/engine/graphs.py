@@ -14,7 +14,7 @@ They are recorded once for each kind of step that the attention backend distingu
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +28,7 @@ from cairn.attention.batch import send, to_device
 from cairn.engine.inputs import Draws, StepInputs
 from cairn.engine.step_time import step_sizes
 from cairn.kernels.packing import pack, unpack
+from cairn.memory.geometry import PageGeometry
 
 Forward = Callable[
     [StepInputs, Draws[torch.Tensor], torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]
@@ -38,7 +39,7 @@ vocab] and tokens [samples]."""
 
 Call = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
-_MIXED_ROWS = (
+_MIXED_TOKENS = (
     *(16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024),
     *(1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192),
 )
@@ -77,26 +78,36 @@ class StepSize(NamedTuple):
     """In a mixed step one of them is for padding."""
 
 
-def mixed_sizes(most_rows: int, most_seqs: int) -> list[StepSize]:
-    """Sizes of mixed steps to record."""
-    few = [(rows, min(_FEW_SEQS, most_seqs)) for rows in _MIXED_ROWS]
-    many = [(rows, most_seqs) for rows in _MIXED_ROWS if rows & (rows - 1) == 0 and rows >= 64]
-    return [
-        StepSize(rows, seqs + 1)
-        for rows, seqs in few + (many if most_seqs > _FEW_SEQS else [])
-        if rows <= most_rows
-    ]
+def mixed_sizes(most_rows: int, most_seqs: int, geometry: PageGeometry) -> list[StepSize]:
+    """Sizes of mixed steps to record: some numbers of tokens with their landmark rows, and
+    `most_rows`."""
+
+    def rows(tokens: Iterable[int]) -> list[int]:
+        return [*(own for own in map(geometry.rows, tokens) if own < most_rows), most_rows]
+
+    few = min(_FEW_SEQS, most_seqs)
+    sizes = [StepSize(own, few + 1) for own in rows(_MIXED_TOKENS)]
+    if most_seqs > few:
+        coarse = (own for own in _MIXED_TOKENS if own & (own - 1) == 0 and own >= 64)
+        sizes += [StepSize(own, most_seqs + 1) for own in rows(coarse)]
+    return sizes
 
 
 def recorded_sizes(
-    graphs: Collection[Graph], *, decode_rows: int, mixed_rows: int, seqs: int, few_rows: int = 1
+    graphs: Collection[Graph],
+    geometry: PageGeometry,
+    *,
+    decode_rows: int,
+    mixed_rows: int,
+    seqs: int,
+    few_rows: int = 1,
 ) -> dict[Graph, list[StepSize]]:
     """Sizes to record for each kind of step, up to these numbers of rows and sequences. A sequence
     with few rows has up to `few_rows`."""
     sizes = {}
     for graph in graphs:
         if graph.mixed:
-            sizes[graph] = mixed_sizes(mixed_rows, seqs)
+            sizes[graph] = mixed_sizes(mixed_rows, seqs, geometry)
         elif graph.few:
             # Where drafts keep failing, requests have one draft.
             sizes[graph] = [

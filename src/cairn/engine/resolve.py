@@ -130,7 +130,7 @@ def resolve(
     context = _context_length(config, spec)
     cache_dtype = _cache_dtype(config, spec, attention, dtype, device)
     groups = _with_queries(spec, sparse, dtype).groups(cache_dtype)
-    limits = _limits(config, device)
+    limits = _limits(config, device, geometry)
     shape = attention_shape(spec, sparse, geometry, groups, dtype, device)
     shape = replace(shape, longest=geometry.pages(context) * geometry.page_size)
     refused = None
@@ -307,10 +307,10 @@ def _unrecorded(config: EngineConfig, device: torch.device) -> str | None:
     return None
 
 
-def _limits(config: EngineConfig, device: torch.device) -> Limits:
+def _limits(config: EngineConfig, device: torch.device, geometry: PageGeometry) -> Limits:
     cuda = device.type == "cuda"
     return Limits(
-        chunked_prefill_size=config.chunked_prefill_size or (8192 if cuda else 2048),
+        chunked_prefill_size=config.chunked_prefill_size or geometry.rows(8192 if cuda else 2048),
         max_running_requests=config.max_running_requests or (256 if cuda else 64),
         max_queued_requests=config.max_queued_requests,
         max_step_seconds=None if config.max_step_ms is None else config.max_step_ms / 1e3,

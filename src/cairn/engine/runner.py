@@ -41,8 +41,8 @@ from cairn.models.loader import Progress
 from cairn.models.parallel import Parallel
 from cairn.sparsity.selection import Selection
 
-_MOST_RECORDED_ROWS = 8192
-"""Rows of the largest mixed step that is recorded. With more rows the device takes longer than the
+_MOST_RECORDED_TOKENS = 8192
+"""Tokens of the largest mixed step that is recorded. With more the device takes longer than the
 host needs to launch the kernels, so a graph saves nothing."""
 
 
@@ -198,7 +198,7 @@ class Runner:
                 dense_below=dense_below,
             )
         )
-        most_recorded = min(_MOST_RECORDED_ROWS, chunk)
+        most_recorded = min(self._geometry.rows(_MOST_RECORDED_TOKENS), chunk)
         with collecting() as forms, self._excerpt():
             for step in steps:
                 self._rehearse(step)
@@ -258,6 +258,7 @@ class Runner:
             self._recorded_step,
             sizes=recorded_sizes(
                 self.backend.graphs,
+                self._geometry,
                 decode_rows=most_decode_rows(num_slots, self._landmark_id is not None),
                 mixed_rows=min(most_rows, max_pages * self._geometry.page_size),
                 seqs=num_slots,

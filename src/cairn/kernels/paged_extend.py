@@ -45,16 +45,26 @@ class ExtendBlocks:
     def on_device(cls, query_lens: torch.Tensor, rows: int, block_m: int = 64) -> ExtendBlocks:
         """Blocks of sequences whose lengths only the device knows, with at most `rows` new rows.
 
-        Returns as many blocks as there can be at most. Surplus blocks begin at -1.
+        Returns as many blocks as there can be at most. Surplus blocks begin at -1. The order is
+        that of `of`.
         """
         counts = (query_lens + block_m - 1) // block_m
-        ends = counts.cumsum(0)
         most = rows // block_m + len(query_lens)
-        index = torch.arange(most, device=query_lens.device)
-        seq = torch.searchsorted(ends, index, right=True).clamp(max=len(query_lens) - 1)
-        begin = (index - (ends - counts)[seq]) * block_m
-        begin = torch.where(index < ends[-1], begin, -1)
-        return cls(seq.int(), begin.int(), block_m)
+        seq, nth, there = numbered(counts, most)
+        begin = torch.where(there, nth * block_m, -1)
+        return cls(seq.flip(0).int(), begin.flip(0).int(), block_m)
+
+
+def numbered(counts: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """List the items of sequences that have `counts` [seqs] items, at most `most` together.
+
+    Returns of each item [most] its sequence, its number within the sequence, and False for the
+    surplus items at the end.
+    """
+    ends = counts.cumsum(0)
+    index = torch.arange(most, device=counts.device)
+    seq = torch.searchsorted(ends, index, right=True).clamp(max=len(counts) - 1)
+    return seq, index - (ends - counts)[seq], index < ends[-1]
 
 
 @triton.jit

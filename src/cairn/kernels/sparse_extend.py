@@ -58,6 +58,9 @@ def _union_kernel(
     block = tl.program_id(1)
     seq = tl.load(block_seq + block)
     begin = tl.load(block_begin + block)
+    if begin < 0:
+        tl.store(counts + block * KV_HEADS + kv_head, 0)
+        return
     first_row = tl.load(cu_query + seq).to(tl.int32)
     rows = tl.load(cu_query + seq + 1).to(tl.int32) - first_row - begin
     first = ((first_row + begin) * KV_HEADS + kv_head).to(tl.int64) * TOPK
@@ -144,6 +147,8 @@ def _attend_kernel(
     kv_head = tl.program_id(1)
     seq = tl.load(block_seq + block)
     begin = tl.load(block_begin + block)
+    if begin < 0:
+        return
     first_row = tl.load(cu_query + seq).to(tl.int32)
     rows = tl.load(cu_query + seq + 1).to(tl.int32) - first_row - begin
     GROUP: tl.constexpr = HEADS // KV_HEADS

@@ -53,6 +53,8 @@ def few_kernel(
     TILE: tl.constexpr,  # at least the candidates of any row
 ):
     kv_head = tl.program_id(0)
+    if tl.load(block_begin + tl.program_id(1)) < 0:
+        return
     seq, row, in_rows, limit = rows_and_limits(
         block_seq, block_begin, kv_lens, cu_query, dense_until, WINDOW, PAGE_SIZE, BLOCK_M
     )

@@ -313,7 +313,7 @@ def select_pages(
     of_blocks = (candidates.offsets, kv_lens, cu_query, dense_until, blocks.seq, blocks.begin)
     landmarks = (vectors, vectors if bias is None else bias, candidates.pages)
     most_candidates = candidates.longest - shape.window // shape.page_size
-    if most_candidates <= min(tile, _FEW):
+    if most_candidates <= most_few(shape, scoring.dtype):
         few_kernel[grid](
             scoring,
             *landmarks,
@@ -468,13 +468,18 @@ def _tile_of(shape: SparseShape, dtype: torch.dtype) -> int:
     return _TILE if shape.landmark_width <= 128 and dtype.itemsize == 2 else 64
 
 
+def most_few(shape: SparseShape, dtype: torch.dtype) -> int:
+    """Most candidates of a row for which `few_kernel` selects."""
+    return min(_tile_of(shape, dtype), _FEW)
+
+
 def page_rungs(shape: SparseShape, dtype: torch.dtype, most: int) -> tuple[int, ...]:
     """Complete pages of a step's longest sequence, up to `most`, at which `select_pages` switches
     to other compiled forms."""
     tile, window = _tile_of(shape, dtype), shape.window // shape.page_size
     groups = max(_GROUPS, 4 * shape.topk)
     sizes = [size for size in _GROUP_PAGES if size <= tile]
-    tiles = [size + window for size in FEW_TILES if size <= min(tile, _FEW)]
+    tiles = [size + window for size in FEW_TILES if size <= most_few(shape, dtype)]
     last = [size * groups for size in sizes[:-1]]  # most pages for each group size
     full = sizes[-1] * power_of_two(groups)
     while full < most:

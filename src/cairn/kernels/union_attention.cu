@@ -313,6 +313,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   const int block = blockIdx.x, kv_head = blockIdx.y;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int seq = p.block_seq[block], begin = p.block_begin[block];
+  if (begin < 0) {  // a surplus block
+    if (threadIdx.x == 0) p.counts[block * KV_HEADS + kv_head] = 0;
+    return;
+  }
   const int first = p.cu_query[seq] + begin;
   const int rows = min(p.cu_query[seq + 1] - first, ROWS);
   const int head = kv_head * GROUP + lane / 4 % GROUP;

@@ -110,8 +110,10 @@ class HSABackend(SparseBackend):
         mixed: tuple[GraphKind, ...] = ()
         if not has_tier and self._config.reads_densely and decodes:
             decode = ("dense", "sparse", "both")
-            # Chunks whose rows select pages are not recorded.
+            # Chunks whose rows select pages are not recorded beside dense rows.
             mixed = ("dense", "both") if mixes else ()
+        elif not has_tier and not self._config.reads_densely and (mixes or not self._dense_groups):
+            mixed = ("sparse",)
         few = Graph("dense", mixed=False, few=True)
         return [
             *(Graph(kind, False) for kind in decode),
@@ -138,16 +140,22 @@ class HSABackend(SparseBackend):
             return None
         dense = self._dense_seqs(batch)
         kind: GraphKind = "resident" if batch.resident else "kept" if batch.kept else "sparse"
-        if dense.any() or mixed:
+        if dense.any() or (mixed and self._config.reads_densely):
             kind = "dense" if dense.all() else "both"
-        if mixed and ((batch.query_lens > 1) & ~dense).any():
+        graph = Graph(kind, mixed, few=not mixed and not batch.decodes)
+        if graph not in self.graphs:
             return None
+        selecting = batch.kv_lens[(batch.query_lens > 1) & ~dense]
+        if mixed and len(selecting):
+            fits = self.kernels is not None and self.kernels.chunks.fit(selecting)
+            if kind != "sparse" or not fits:
+                return None
+        seen = batch
         if kind in ("dense", "both"):
             seen = replace(batch, kv_lens=np.where(dense, batch.kv_lens, batch.query_lens))
-            if self._dense.graph_for(seen, mixed=mixed) is None:
-                return None
-        graph = Graph(kind, mixed, few=not mixed and not batch.decodes)
-        return graph if graph in self.graphs else None
+        elif not (mixed and self._dense_groups):
+            return graph
+        return None if self._dense.graph_for(seen, mixed=mixed) is None else graph
 
     def launching(self, batch: AttentionBatch, graph: Graph | None) -> None:
         if graph is not None and graph.kind == "kept":
@@ -168,12 +176,12 @@ class HSABackend(SparseBackend):
         if self.kernels is None:
             return False
         if graph is not None:
-            return graph.kind in ("sparse", "resident", "kept")
+            return not graph.mixed and graph.kind in ("sparse", "resident", "kept")
         return bool((batch.query_lens == 1).all() and not self._dense_seqs(batch).any())
 
     def replayed(self, batch: AttentionBatch, graph: Graph) -> None:
         """Make the landmarks of pages that the step completed outside sparse kernels."""
-        if self._seals_itself(batch, graph):
+        if graph.kind not in ("dense", "both"):
             return
         seq, place, _ = completed_pages(batch)
         if len(seq):
@@ -235,8 +243,10 @@ class HSABackend(SparseBackend):
             dense_rows = self._dense.prepare(own, {self._groups.kv})
         elif batch.recorded == "kept":
             kernels = self.kernels.prepare_kept(batch)
-        else:
+        elif batch.decodes:
             kernels = self.kernels.prepare_decode(batch)
+        else:
+            kernels = self.kernels.prepare_mixed(batch)
         return HSAMetadata(dense, dense_rows, none, kernels, (), None, batch)
 
     def begin(self, metadata: HSAMetadata) -> None:

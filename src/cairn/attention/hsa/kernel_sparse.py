@@ -6,7 +6,7 @@ selection, and a pass over the union of the pages that neighbouring rows selecte
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
@@ -15,11 +15,10 @@ import torch
 
 from cairn.attention.backend import AttentionShape, missing_module
 from cairn.attention.batch import AttentionBatch, Scoring, to_device
-from cairn.attention.hsa.metadata import CompletedPages, SparseGroups
-from cairn.attention.placing import fitting_runs
+from cairn.attention.hsa.chunk_rows import ChunkPlanner, ChunkRows
+from cairn.attention.hsa.metadata import CompletedPages, SparseGroups, completed_on_device
 from cairn.kernels.fp8_rows import FP8
 from cairn.kernels.interface import Located, Pooling
-from cairn.kernels.workspace import Workspace
 from cairn.memory.device_swap import DeviceSwap
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.landmarks import LandmarkPool
@@ -29,7 +28,6 @@ from cairn.sparsity.quest import QuestPolicy
 
 if TYPE_CHECKING:
     from cairn.kernels.paged_extend import ExtendBlocks
-    from cairn.kernels.sparse_select import CandidatePages
     from cairn.kernels.union_attention import UnionAttention
 
 
@@ -46,20 +44,6 @@ class DecodeRows:
     """The step has no other rows. The kernels then seal the pages that these rows complete."""
     resident: bool
     """See `AttentionBatch.resident`."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkRows:
-    """Sequences with several new rows."""
-
-    batch: AttentionBatch
-    windows: ExtendBlocks
-    selecting: ExtendBlocks
-    reading: tuple[ExtendBlocks, ...]
-    """All blocks, in parts whose pages fit into the stage."""
-    candidates: CandidatePages
-    dense_until: torch.Tensor  # [seqs] int32
-    workspace: Workspace
 
 
 class LayerRows(NamedTuple):
@@ -104,6 +88,7 @@ class KernelSparse:
         drafts: bool = False,
     ) -> None:
         """With `drafts`, the pages that a step selects are kept for drafts after it."""
+        from cairn.kernels.sparse_extend import union_rows
         from cairn.kernels.sparse_scratch import ResidentFrames, SparseScratch
         from cairn.kernels.sparse_shape import SparseShape
 
@@ -143,6 +128,15 @@ class KernelSparse:
             if unserved is not None:
                 note = f"hsa: Triton attends to pages of prompts, CUDA C++ cannot: {unserved}"
                 self.notes = (note,)
+        self.chunks = ChunkPlanner(
+            config,
+            self._shape,
+            shape.dtype,
+            landmarks,
+            self._groups,
+            union_rows(self._shape) if self._unions is None else self._unions.rows,
+            swap,
+        )
         self._scratch = SparseScratch.empty(self._shape, shape.max_seqs, max_pages, shape.device)
         self._frames: ResidentFrames | None = None
         if swap is not None:
@@ -240,7 +234,7 @@ class KernelSparse:
             rows, kv_lens = batch.device_cu_query[seqs], batch.device_kv_lens[seqs]
             decode = self._decode_rows(batch, rows, kv_lens, seqs, resident=batch.resident)
         longer = chosen[~single]
-        chunks = self._chunk_rows(batch, longer) if len(longer) else None
+        chunks = self.chunks.of(batch, longer) if len(longer) else None
         return KernelMetadata(decode, chunks, completed)
 
     def prepare_decode(self, batch: AttentionBatch) -> KernelMetadata:
@@ -305,6 +299,13 @@ class KernelSparse:
         decode = self._decode_rows(batch, rows, torch.where(sparse, kv_lens, 1))
         return KernelMetadata(decode, None), torch.where(sparse, query_lens, kv_lens)
 
+    def prepare_mixed(self, batch: AttentionBatch) -> KernelMetadata:
+        """Metadata of a recorded step without dense rows. Sequences may have any number of new
+        rows, which only the device knows; those with several fit `ChunkPlanner.on_device`."""
+        singles, _ = self.prepare_both(batch)
+        completed = completed_on_device(batch, self._groups)
+        return replace(singles, chunks=self.chunks.on_device(batch), completed=completed)
+
     def _decode_rows(
         self,
         batch: AttentionBatch,
@@ -322,52 +323,6 @@ class KernelSparse:
         if seqs is not None:
             pages, kv_pages, lives = pages[seqs], kv_pages[seqs], lives[seqs]
         return DecodeRows(rows, kv_lens, pages, kv_pages, lives, alone, resident)
-
-    def _chunk_rows(self, batch: AttentionBatch, seqs: np.ndarray) -> ChunkRows:
-        from cairn.kernels.paged_extend import ExtendBlocks
-        from cairn.kernels.sparse_extend import union_rows
-        from cairn.kernels.sparse_select import SELECT_ROWS
-
-        until = self._config.dense_until(batch.prompt_rows)
-
-        def blocks(rows: int, of: np.ndarray = seqs) -> ExtendBlocks:
-            return ExtendBlocks.of(batch.query_lens, of, batch.device, rows)
-
-        rows = union_rows(self._shape) if self._unions is None else self._unions.rows
-        return ChunkRows(
-            batch,
-            blocks(64),
-            blocks(SELECT_ROWS),
-            tuple(blocks(rows, of) for of in self._staged_together(batch, seqs)),
-            self._candidates(batch, seqs),
-            to_device(until.astype(np.int32), batch.device),
-            Workspace(batch.device),
-        )
-
-    def _candidates(self, batch: AttentionBatch, seqs: np.ndarray) -> CandidatePages:
-        """The complete pages of these sequences; -1 where a landmark is of another generation."""
-        from cairn.kernels.sparse_select import CandidatePages
-
-        tables = batch.groups[self._groups.selected]
-        counts = batch.kv_lens[seqs] // batch.page_size
-        within = np.arange(counts.max(initial=0)) < counts[:, None]
-        pages, lives = (
-            to_device(table[seqs, : within.shape[1]][within].astype(np.int32), batch.device)
-            for table in (tables.host_pages, tables.host_generations)
-        )
-        offsets = np.zeros(batch.num_seqs, np.int32)
-        offsets[seqs] = np.cumsum(counts) - counts
-        valid = self._landmarks.sealed[pages.long()] == lives
-        return CandidatePages(
-            torch.where(valid, pages, -1), to_device(offsets, batch.device), within.shape[1]
-        )
-
-    def _staged_together(self, batch: AttentionBatch, seqs: np.ndarray) -> list[np.ndarray]:
-        """Split sequences into runs whose pages fit into the stage even if all are selected."""
-        if self._swap is None or batch.resident:
-            return [seqs]
-        pages = batch.kv_lens[seqs] // batch.page_size
-        return fitting_runs(seqs, pages, len(self._swap.stage))
 
     def begin(self, metadata: KernelMetadata) -> None:
         if metadata.kept is not None:

@@ -101,6 +101,24 @@ def completed_pages(batch: AttentionBatch) -> tuple[np.ndarray, np.ndarray, np.n
     return seq, place, rows
 
 
+def completed_on_device(batch: AttentionBatch, groups: SparseGroups) -> CompletedPages:
+    """`completed_pages` of a step whose lengths only the device knows. Lists as many as there can
+    be at most; surplus ones are the null page."""
+    from cairn.kernels.paged_extend import numbered
+
+    size, cu_query = batch.page_size, batch.device_cu_query
+    past = batch.device_kv_lens - cu_query.diff()
+    first = past // size
+    most = batch.num_rows // size + batch.num_seqs
+    seq, nth, there = numbered(batch.device_kv_lens // size - first, most)
+    place = torch.where(there, first[seq] + nth, 0)
+    pages, kv_pages = (
+        torch.where(there, batch.groups[g].page_table[seq, place], 0).long() for g in groups
+    )
+    last_rows = cu_query[seq] + (place + 1) * size - 1 - past[seq]
+    return CompletedPages(pages, kv_pages, torch.where(there, last_rows, 0))
+
+
 def make_tiles(
     batch: AttentionBatch,
     groups: SparseGroups,
