@@ -503,8 +503,8 @@ def test_where_dense_attention_is_not_slower_a_row_is_dense() -> None:
     all_selected = 5 * 8 + 99
     assert bounds("cpu") == (all_selected, ALL_ROWS)
     assert bounds("cpu", hsa_prefill="sparse") == (all_selected, all_selected)
-    assert bounds("cuda") == (18432, ALL_ROWS)
-    assert bounds("cuda", hsa_prefill="sparse") == (18432, 24576)
+    assert bounds("cuda") == (16384, ALL_ROWS)
+    assert bounds("cuda", hsa_prefill="sparse") == (16384, 24576)
     assert bounds("cuda", hsa_prefill="sparse", hsa_dense_below=0) == (0, 0)
     assert bounds("cuda", hsa_dense_below=100) == (100, ALL_ROWS)
     # A page that weighs as much as its landmark says is not what dense attention makes of it.

@@ -333,7 +333,16 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int, pool: st
     """Kernels of a model with 16 query heads: HiLS, or `quest` where landmarks are of kv heads."""
     native = landmark_heads == 16
     width = dim if native else 2 * dim
-    names = ("page_table", "kv_lens", "rows", "candidates", "best_index", "selected", "arrivals")
+    names = (
+        "page_table",
+        "kv_lens",
+        "rows",
+        "candidates",
+        "best_index",
+        "best_page",
+        "selected",
+        "arrivals",
+    )
     types = dict.fromkeys((*names, "cu_query", "dense_until", "block_seq", "block_begin"), I32)
     types |= dict.fromkeys(("pages", "readers", "counts", "limits", "last_rows", "offsets"), I32)
     types |= dict.fromkeys(("generations", "sealed", "selected"), I32)
@@ -393,6 +402,7 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int, pool: st
     for at_home in (False, True):
         constants["IN_FRAMES"] = at_home
         build(sparse_scratch._begin_kernel)
+    constants["WINDOW_STAGES"] = 2 if native else 3
     build(sparse_score.score_kernel, num_stages=3 if native else 5)
     build(sparse_pages.topk_kernel)
     build(sparse_pages.choose_kernel, num_warps=1)

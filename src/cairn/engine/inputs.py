@@ -88,18 +88,25 @@ class StepInputs:
         cu_query = np.concatenate(([0], np.cumsum(query_lens)))
         num_rows = cu_query[-1]
         seq = np.repeat(np.arange(len(plan.advances)), query_lens)
-        cache_rows = np.arange(num_rows) - cu_query[seq] + first_rows[seq]
-        positions = cache_rows - cache_rows // size * (size - per_page)
-        is_token = cache_rows % size < per_page
-        token_ids = np.full(num_rows, -1 if landmark_id is None else landmark_id, dtype=np.int64)
-        token_ids[is_token] = np.frombuffer(
-            b"".join([advance.token_ids for advance in plan.advances]), np.int64
-        )
-        unknown = is_token & (token_ids == UNKNOWN)
-        newest = stops - np.maximum(samples, 1) - np.maximum(guess - 1, 0)
-        places = slots[seq] * per_slot + np.maximum(positions - newest[seq], 0)
-        sources = np.where(unknown, places, -1)
-        token_ids[unknown] = 0
+        cache_rows = np.arange(num_rows) + (first_rows - cu_query[:-1])[seq]
+        known = b"".join([advance.token_ids for advance in plan.advances])
+        token_ids, positions = np.frombuffer(known, np.int64), cache_rows
+        is_token = np.ones(num_rows, dtype=bool)
+        if geometry.has_landmark_row:
+            assert landmark_id is not None
+            pages = cache_rows // size
+            positions = cache_rows - pages * (size - per_page)
+            is_token = cache_rows - pages * size < per_page
+            with_landmarks = np.full(num_rows, landmark_id)
+            with_landmarks[is_token] = token_ids
+            token_ids = with_landmarks
+        sources = np.full(num_rows, -1)
+        unknown = token_ids == UNKNOWN
+        if unknown.any():
+            newest = stops - np.maximum(samples, 1) - np.maximum(guess - 1, 0)
+            places = slots[seq] * per_slot + np.maximum(positions - newest[seq], 0)
+            sources = np.where(unknown, places, -1)
+            token_ids = np.maximum(token_ids, 0)
         owner, tokens = sampled_tokens(stops, samples)
         sampled_rows = cu_query[owner] + geometry.rows(tokens) - first_rows[owner]
         batch = AttentionBatch(
@@ -166,7 +173,8 @@ class StepInputs:
     def arrays(self) -> tuple[np.ndarray, ...]:
         """All arrays to send, except the tables."""
         batch = self.batch
-        pages, offsets = self.cache_rows // batch.page_size, self.cache_rows % batch.page_size
+        pages = self.cache_rows // batch.page_size
+        offsets = self.cache_rows - pages * batch.page_size
         return (
             self.token_ids,
             self.sources,

@@ -32,10 +32,10 @@ _PAGES: Mapping[str, _Defaults] = {"spread": _Defaults(8, 111, 128)}
 """By policy. `spread` needs small pages; these are 1,024 rows, a quarter of 4,096."""
 _OTHERS = _Defaults(DEFAULT_PAGE_SIZE, 32, 512)
 
-_DENSE_PAYS = {"cuda": (18432, 24576)}
+_DENSE_PAYS = {"cuda": (16384, 24576)}
 """By device, where it was measured: positions of generated rows and of prompt rows below which
 dense kernels are at least as fast as sparse ones. On an H200, dense decoding of one sequence is as
-fast as sparse decoding up to about 18,000 rows, and a prompt's rows up to about 24,000
+fast as sparse decoding up to about 16,000 rows, and a prompt's rows up to about 24,000
 (docs/lab-notes.md). Only a row's position decides, so that its result does not depend on the rest
 of the batch."""
 

@@ -61,6 +61,7 @@ def sparse_decode(
     half = query.dtype.itemsize == 2
     # Where the address of a load comes from another load, half of the stages go to the first one.
     ahead = 5 if half and shape.head_dim * shape.page_size <= 8192 else 2
+    stages = ahead if shared > 1 else 3 if half else 2
     score_kernel[(tasks, seqs)](
         query,
         scoring,
@@ -89,19 +90,24 @@ def sparse_decode(
         POOLING=-1 if pooling is None else POOLINGS[pooling],
         MOST_STRIPS=most_strips,
         BLOCK_P=max(16, min(64, 8192 // shape.landmark_width)),
+        WINDOW_STAGES=max(2, (stages + 1) // 2),
         num_warps=4,
-        num_stages=ahead if shared > 1 else 3 if half else 2,
+        num_stages=stages,
         **pdl_options(query),
     )
     chunks = blocks_of(scratch.candidates.shape[1], CHUNK)
     best_stride = scratch.best_rank.stride(1)
+    table = page_table if frames is None else frames.table
     topk_kernel[(chunks, shape.kv_heads, seqs)](
         kv_lens,
+        table,
         scratch.scores,
         scratch.score_lse,
         scratch.partial_lse,
         scratch.best_rank,
         scratch.best_index,
+        scratch.best_page,
+        table.stride(0),
         scratch.candidates.stride(0),
         best_stride,
         strips,
@@ -130,11 +136,9 @@ def sparse_decode(
         located = locate(scratch.selected[:seqs])
         page_parts = _parts_beside_copies(shape, seqs)
         stages = ahead
-    table = page_table if frames is None else frames.table
     pages_kernel[(page_parts, shape.kv_heads, seqs)](
         query,
         pool,
-        table,
         located.pages,
         located.arrived,
         kv_lens,
@@ -142,6 +146,7 @@ def sparse_decode(
         scratch.scores,
         scratch.best_rank,
         scratch.best_index,
+        scratch.best_page,
         scratch.selected,
         scratch.partial,
         scratch.partial_lse,
@@ -151,7 +156,6 @@ def sparse_decode(
         out,
         shape.scale,
         query.stride(0),
-        table.stride(0),
         scratch.candidates.stride(0),
         best_stride,
         located.first_slot,

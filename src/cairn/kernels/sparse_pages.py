@@ -23,16 +23,22 @@ from cairn.kernels.softmax import LN2
 from cairn.kernels.sparse_shape import SOFTMAX_HEAD, SUM_GROUP, candidate_limit
 from cairn.kernels.top_pages import keep_best
 
+FEW_CANDIDATES = tl.constexpr(256)
+"""Up to so many candidates are ranked without the work for a whole chunk."""
+
 
 @direct
-@triton.jit(do_not_specialize=["strips"])
+@triton.jit(do_not_specialize=["table_stride", "strips"])
 def topk_kernel(
     kv_lens,
+    page_table,
     scores,
     score_lse,
     partial_lse,
     best_rank,
     best_index,
+    best_page,
+    table_stride: tl.int32,
     candidate_stride,
     best_stride,
     strips: tl.int32,
@@ -51,17 +57,62 @@ def topk_kernel(
 ):
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     chunk = tl.program_id(0)
     kv_head = tl.program_id(1)
     seq = tl.program_id(2)
-    length = tl.load(kv_lens + seq).to(tl.int32)
+    length = tl.load(kv_lens + seq, cache_modifier=".cg").to(tl.int32)
+    if PDL:
+        gdc_wait()
     limit = candidate_limit(length - 1, WINDOW, PAGE_SIZE)
-    if chunk * CHUNK >= limit:
+    first = chunk * CHUNK
+    if first >= limit:
         return
+    pages = page_table + seq * table_stride
+    base = (seq * KV_HEADS + kv_head).to(tl.int64) * best_stride + chunk * TOPK
+    best = (best_rank + base, best_index + base, best_page + base)
+    SMALL: tl.constexpr = min(CHUNK, FEW_CANDIDATES)
+    if limit - first <= SMALL:
+        _keep_chunk(
+            pages, scores, score_lse, partial_lse, best, first, limit, seq, kv_head,
+            candidate_stride, strips, HEADS, KV_HEADS, SINKS, STRATEGY, TOPK, SMALL, MOST_STRIPS,
+            WINDOW_PARTS, PARTS,
+        )  # fmt: skip
+    else:
+        _keep_chunk(
+            pages, scores, score_lse, partial_lse, best, first, limit, seq, kv_head,
+            candidate_stride, strips, HEADS, KV_HEADS, SINKS, STRATEGY, TOPK, CHUNK, MOST_STRIPS,
+            WINDOW_PARTS, PARTS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _keep_chunk(
+    page_table,  # of the sequence
+    scores,
+    score_lse,
+    partial_lse,
+    best,  # of the chunk: ranks, places in the sequence and pages
+    first,
+    limit,
+    seq,
+    kv_head,
+    candidate_stride,
+    strips,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SINKS: tl.constexpr,
+    STRATEGY: tl.constexpr,
+    TOPK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MOST_STRIPS: tl.constexpr,
+    WINDOW_PARTS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Write the best TOPK of up to CHUNK candidates, from `first` on."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    index = first + tl.arange(0, CHUNK)
     there = index < limit
+    page = tl.load(page_table + index, mask=there, other=0)
     rank = tl.full((CHUNK,), 0.0 if STRATEGY == SUM_GROUP else float("-inf"), tl.float32)
     for g in range(GROUP):
         head = seq * HEADS + kv_head * GROUP + g
@@ -92,14 +143,15 @@ def topk_kernel(
         rank = tl.where((index < SINKS) & (rank > float("-inf")), float("inf"), rank)
     keep = keep_best(rank, TOPK)
     place = tl.cumsum(keep.to(tl.int32), 0) - 1
-    base = (seq * KV_HEADS + kv_head).to(tl.int64) * best_stride + chunk * TOPK
-    tl.store(best_rank + base + place, rank, mask=keep)
-    tl.store(best_index + base + place, index, mask=keep)
+    best_rank, best_index, best_page = best
+    tl.store(best_rank + place, rank, mask=keep)
+    tl.store(best_index + place, index, mask=keep)
+    tl.store(best_page + place, page, mask=keep)
     BLOCK_K: tl.constexpr = triton.next_power_of_2(TOPK)
     slot = tl.arange(0, BLOCK_K)
     empty = (slot >= tl.sum(keep.to(tl.int32))) & (slot < TOPK)
-    tl.store(best_rank + base + slot, tl.full((BLOCK_K,), float("-inf"), tl.float32), mask=empty)
-    tl.store(best_index + base + slot, tl.full((BLOCK_K,), -1, tl.int32), mask=empty)
+    tl.store(best_rank + slot, tl.full((BLOCK_K,), float("-inf"), tl.float32), mask=empty)
+    tl.store(best_index + slot, tl.full((BLOCK_K,), -1, tl.int32), mask=empty)
 
 
 @triton.jit
@@ -246,11 +298,10 @@ def _read_page(
 
 
 @direct
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit
 def pages_kernel(
     query,
     pool,
-    page_table,
     located,  # [seqs, KV_HEADS, TOPK] if LOCATED: selected pages in the pool, negated if the
     #           previous launch is still bringing them in
     arrived,  # [KV_HEADS, slots] how many of a page's PIECES have arrived
@@ -259,6 +310,7 @@ def pages_kernel(
     scores,
     best_rank,
     best_index,
+    best_page,
     selected,
     partial,
     partial_lse,
@@ -268,7 +320,6 @@ def pages_kernel(
     out,  # [rows, HEADS, DIM]
     scale,
     query_stride,
-    table_stride: tl.int32,
     candidate_stride,
     best_stride,
     first_slot,  # the page of the pool that is slot 0
@@ -299,8 +350,6 @@ def pages_kernel(
         # bypassing the L1 cache, which may be stale until the wait. Pipelined loads of few bytes do
         # not bypass it; this is safe, because no kernel since the last layer has cached those
         # lines. Pages that are present were written in earlier steps.
-        if not LOCATED:
-            gdc_wait()
     part = tl.program_id(0)
     kv_head = tl.program_id(1)
     seq = tl.program_id(2)
@@ -308,7 +357,9 @@ def pages_kernel(
     BLOCK_G: tl.constexpr = max(16, triton.next_power_of_2(GROUP))
     length = tl.load(kv_lens + seq, cache_modifier=".cg").to(tl.int32)
     row = tl.load(rows + seq, cache_modifier=".cg").to(tl.int64)
-    if not LOCATED:  # noqa: SIM102 - known at compile time
+    if not LOCATED:
+        if PDL:
+            gdc_wait()
         if row < 0:
             return
     limit = candidate_limit(length - 1, WINDOW, PAGE_SIZE)
@@ -342,6 +393,7 @@ def pages_kernel(
         place, kept_index, count = _choose(
             best_rank + base, best_index + base, chosen, limit, part == 0, TOPK, CHUNK, BEST
         )
+        kept_page = tl.load(best_page + base + tl.arange(0, BEST), mask=kept_index >= 0, other=0)
 
     if COUNTED:
         tl.atomic_add(reads, tl.where(part == 0, count, 0))
@@ -380,7 +432,7 @@ def pages_kernel(
     else:
         for wanted in range(part, count, PAGE_PARTS):
             index = tl.max(tl.where(place == wanted, kept_index, -1))
-            page = tl.load(page_table + seq * table_stride + index).to(tl.int64)
+            page = tl.max(tl.where(place == wanted, kept_page, -1)).to(tl.int64)
             most, total, accs = _read_page(
                 queries, own_pool, page, True, own_scores + index, in_group, scale,
                 most, total, accs, KV_HEADS, DIM, PAGE_SIZE, HIDE_LAST, BY_LSE, PAIRS,

@@ -24,6 +24,37 @@ from cairn.kernels.softmax import LOG2E, softmax_result, softmax_weights
 from cairn.kernels.sparse_shape import candidate_limit, load_scoring
 
 
+@triton.jit
+def _score_pages(
+    q,  # [BLOCK_S, WIDTH]
+    landmark,  # [BLOCK_P, WIDTH]
+    page,  # [BLOCK_P], -1 for none
+    bias,  # of the landmark head
+    scale,
+    place,  # [BLOCK_S, BLOCK_P] pointers to the scores
+    there,  # [BLOCK_S, BLOCK_P] which of them exist
+    most,  # [BLOCK_S]
+    total,  # [BLOCK_S]
+    LANDMARK_HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """Store the scores of pages, and add them to the log-sum-exp in most and total."""
+    if SHARED == 1:
+        product = tl.sum(q.to(tl.float32) * landmark.to(tl.float32), 1)[None, :]
+    else:
+        product = tl.dot(q, tl.trans(landmark), input_precision="ieee")
+    product = product * scale
+    if HAS_BIAS:
+        product += tl.load(bias + page * LANDMARK_HEADS, mask=page >= 0, other=0.0)[None, :]
+    product = tl.where((page >= 0)[None, :], product, float("-inf"))
+    tl.store(place, product, mask=there)
+    new_most = tl.maximum(most, tl.max(product, 1))
+    safe = tl.where(new_most == float("-inf"), 0.0, new_most)
+    total = total * tl.exp(most - safe) + tl.sum(tl.exp(product - safe[:, None]), 1)
+    return new_most, total
+
+
 @direct
 @triton.jit(do_not_specialize=["table_stride", "strips"])
 def score_kernel(
@@ -64,11 +95,11 @@ def score_kernel(
     WINDOW_PARTS: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    WINDOW_STAGES: tl.constexpr,  # of the loop over the window
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
     task = tl.program_id(0)
     seq = tl.program_id(1)
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -77,52 +108,67 @@ def score_kernel(
     BLOCK_G: tl.constexpr = max(16, triton.next_power_of_2(GROUP))
     SLICE: tl.constexpr = slice_size(pool, PAGE_SIZE, DIM)
     PAIRS: tl.constexpr = reads_pairs(pool, query)
-    length = tl.load(kv_lens + seq).to(tl.int32)
-    row = tl.load(rows + seq).to(tl.int64)
+    # What no kernel of this layer writes is read before the wait, bypassing the L1 cache: the first
+    # candidates and their landmarks, and the window's first page id. A page that this row completes
+    # is no candidate.
+    length = tl.load(kv_lens + seq, cache_modifier=".cg").to(tl.int32)
+    row = tl.load(rows + seq, cache_modifier=".cg").to(tl.int64)
+    limit = candidate_limit(length - 1, WINDOW, PAGE_SIZE)
+    strip = task % strips
+    own = task // strips  # landmark head
+    of_window = task - strips * LANDMARK_HEADS
+    part = of_window % WINDOW_PARTS
+    pages = tl.cdiv(length, PAGE_SIZE)
+    offs_w = tl.arange(0, WIDTH)
+    table = candidates + seq.to(tl.int64) * candidate_stride
+    first = strip * BLOCK_P + tl.arange(0, BLOCK_P)
+    first_page = tl.load(
+        table + first, mask=(first < limit) & (of_window < 0), other=-1, cache_modifier=".cg"
+    ).to(tl.int64)
+    first_landmark = tl.load(
+        vectors + (first_page * LANDMARK_HEADS + own)[:, None] * WIDTH + offs_w[None, :],
+        mask=(first_page >= 0)[:, None],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    following = tl.load(
+        kv_table + seq * table_stride + limit + part,
+        mask=(of_window >= 0) & (limit + part < pages),
+        other=0,
+        cache_modifier=".cg",
+    )
+    if PDL:
+        gdc_wait()
     if row < 0:
         return
-    limit = candidate_limit(length - 1, WINDOW, PAGE_SIZE)
-    if task < strips * LANDMARK_HEADS:
-        strip = task % strips
-        own = task // strips  # landmark head
-        offs_w = tl.arange(0, WIDTH)
+    if of_window < 0:
         offs_s = tl.arange(0, BLOCK_S)
         head = own * SHARED + offs_s
         in_group = (offs_s < SHARED)[:, None]
         q = load_scoring(scoring, row * scoring_stride, head[:, None], in_group, WIDTH, SPLIT)
+        own_scores = scores + (seq.to(tl.int64) * HEADS + head)[:, None] * candidate_stride
         most = tl.full((BLOCK_S,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_S,), tl.float32)
-        table = candidates + seq.to(tl.int64) * candidate_stride
-        for start in range(strip * BLOCK_P, limit, strips * BLOCK_P):
+        most, total = _score_pages(
+            q, first_landmark, first_page, bias + own, scale, own_scores + first[None, :],
+            in_group & (first < limit)[None, :], most, total, LANDMARK_HEADS, SHARED, HAS_BIAS,
+        )  # fmt: skip
+        for start in range((strip + strips) * BLOCK_P, limit, strips * BLOCK_P):
             index = start + tl.arange(0, BLOCK_P)
-            there = index < limit
-            page = tl.load(table + index, mask=there, other=-1).to(tl.int64)
+            page = tl.load(table + index, mask=index < limit, other=-1).to(tl.int64)
             landmark = tl.load(
                 vectors + (page * LANDMARK_HEADS + own)[:, None] * WIDTH + offs_w[None, :],
                 mask=(page >= 0)[:, None],
                 other=0.0,
             )  # [BLOCK_P, WIDTH]
-            if SHARED == 1:
-                product = tl.sum(q.to(tl.float32) * landmark.to(tl.float32), 1)[None, :]
-            else:
-                product = tl.dot(q, tl.trans(landmark), input_precision="ieee")
-            product = product * scale  # [BLOCK_S, BLOCK_P]
-            if HAS_BIAS:
-                more = tl.load(bias + page * LANDMARK_HEADS + own, mask=page >= 0, other=0.0)
-                product += more[None, :]
-            product = tl.where((page >= 0)[None, :], product, float("-inf"))
-            place = (seq.to(tl.int64) * HEADS + head)[:, None] * candidate_stride + index[None, :]
-            tl.store(scores + place, product, mask=(offs_s < SHARED)[:, None] & there[None, :])
-            new_most = tl.maximum(most, tl.max(product, 1))
-            safe = tl.where(new_most == float("-inf"), 0.0, new_most)
-            total = total * tl.exp(most - safe) + tl.sum(tl.exp(product - safe[:, None]), 1)
-            most = new_most
+            most, total = _score_pages(
+                q, landmark, page, bias + own, scale, own_scores + index[None, :],
+                in_group & (index < limit)[None, :], most, total, LANDMARK_HEADS, SHARED, HAS_BIAS,
+            )  # fmt: skip
         lse = tl.where(total > 0, most + tl.log(total), float("-inf"))
         tl.store(score_lse + (seq * HEADS + head) * MOST_STRIPS + strip, lse, mask=offs_s < SHARED)
-    elif task < strips * LANDMARK_HEADS + WINDOW_PARTS * KV_HEADS:
-        task -= strips * LANDMARK_HEADS
-        part = task % WINDOW_PARTS
-        kv_head = task // WINDOW_PARTS
+    elif of_window < WINDOW_PARTS * KV_HEADS:
+        kv_head = of_window // WINDOW_PARTS
         offs_g = tl.arange(0, BLOCK_G)
         offs_d = tl.arange(0, DIM)
         offs_n = tl.arange(0, PAGE_SIZE)
@@ -138,8 +184,10 @@ def score_kernel(
         total = tl.zeros((BLOCK_G,), tl.float32)
         acc = tl.zeros((BLOCK_G, DIM // EACH), tl.float32)
         odd_acc = acc
-        for index in range(limit + part, tl.cdiv(length, PAGE_SIZE), WINDOW_PARTS):
-            page = tl.load(kv_table + seq * table_stride + index).to(tl.int64)
+        for index in tl.range(limit + part, pages, WINDOW_PARTS, num_stages=WINDOW_STAGES):
+            page = following.to(tl.int64)
+            after = index + WINDOW_PARTS
+            following = tl.load(kv_table + seq * table_stride + after, mask=after < pages, other=0)
             keys = pool + (page * (2 * KV_HEADS) + kv_head) * SLICE
             values = keys + KV_HEADS * SLICE
             there = index * PAGE_SIZE + offs_n < length
@@ -177,7 +225,7 @@ def score_kernel(
         tl.store(partial + place[:, None] * DIM + offs_d[None, :], out, mask=in_group[:, None])
         tl.store(partial_lse + place, lse, mask=in_group)
     elif POOLING >= 0:
-        kv_head = task - strips * LANDMARK_HEADS - WINDOW_PARTS * KV_HEADS
+        kv_head = of_window - WINDOW_PARTS * KV_HEADS
         if length % PAGE_SIZE == 0:
             last = seq * table_stride + length // PAGE_SIZE - 1
             page = tl.load(page_table + last).to(tl.int64)

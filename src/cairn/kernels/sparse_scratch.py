@@ -25,6 +25,7 @@ class SparseScratch:
     score_lse: torch.Tensor  # [seqs, heads, strips] float32
     best_rank: torch.Tensor  # [seqs, kv_heads, chunks * topk] float32
     best_index: torch.Tensor  # [seqs, kv_heads, chunks * topk] int32, -1 for none
+    best_page: torch.Tensor  # [seqs, kv_heads, chunks * topk] int32, unset where there is none
     selected: torch.Tensor  # [seqs, kv_heads, topk] int32 place in the sequence, -1 for none
     partial: torch.Tensor  # [seqs, parts, heads, dim] float32
     partial_lse: torch.Tensor  # [seqs, parts, heads] float32
@@ -47,6 +48,7 @@ class SparseScratch:
             floats(max_seqs, shape.heads, max_pages),
             floats(max_seqs, shape.heads, strips_of(shape, 1)),
             floats(max_seqs, shape.kv_heads, best),
+            ints(max_seqs, shape.kv_heads, best),
             ints(max_seqs, shape.kv_heads, best),
             ints(max_seqs, shape.kv_heads, shape.topk),
             floats(max_seqs, shape.parts, shape.heads, shape.head_dim),
