@@ -25,8 +25,7 @@ import torch.nn.functional as F
 from cairn.config import EngineConfig
 from cairn.engine.locate import locate
 from cairn.eval.haystack import Prose, read_text
-from cairn.eval.needle import is_right
-from cairn.eval.policies import kept
+from cairn.eval.needle import is_right, kept
 from cairn.eval.prompts import Frame, build_prompts, choose_style
 from cairn.eval.tasks import TASKS, NameMaker
 from cairn.models.gguf_file import GGUFFile

@@ -10,6 +10,7 @@ import pytest
 
 from cairn import LLM
 from cairn.cli.main import main
+from cairn.eval.needle import Answer, against
 from tests.helpers import exit_code
 
 CPU = ["--device", "cpu", "--kv-cache-gib", "0.05"]
@@ -41,6 +42,27 @@ def test_needle(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert cells["multiquery", 500, 1.0]["asked"] == 2
     again = run([a for a in arguments if a != str(files["plot"]) and a != "--plot"], capsys)
     assert again == record
+
+    # Compared with itself, nothing is lost.
+    compared = run([*arguments[:-6], "--against", str(files["answers"])], capsys)
+    found = compared.pop("against")
+    assert compared == record
+    assert (found["asked"], found["lost"], found["won"]) == (16, 0, 0)
+    assert main([*arguments[:-6], "--against", str(files["answers"]), "--keys", "3"]) != 0
+    assert "keys was 8 there and is 3 now" in capsys.readouterr().err
+
+
+def test_answers_are_compared_in_pairs() -> None:
+    def answers(*rights: bool) -> list[Answer]:
+        return [
+            Answer("single", 500, 0.0, i, "Mira", "1", "1", right, 0)
+            for i, right in enumerate(rights)
+        ]
+
+    found = against(answers(True, False, True, True), answers(True, True, False))
+    counts = {"asked": 3, "right": 2, "theirs": 2, "lost": 1, "won": 1, "kept": 1.0}
+    assert {name: found[name] for name in counts} == counts
+    assert found["low"] < 1 < found["high"]
 
 
 def test_answers_until_ctrl_c_are_reported(

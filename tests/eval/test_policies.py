@@ -11,7 +11,8 @@ import pytest
 from cairn.cli.main import main
 from cairn.errors import ConfigError
 from cairn.eval import command
-from cairn.eval.policies import VARIANTS, kept, make_points
+from cairn.eval.needle import kept
+from cairn.eval.policies import VARIANTS, make_points
 
 TOKENS = 1024
 
@@ -35,7 +36,7 @@ def test_policies_read_what_the_budget_says(
     arguments = ["eval", "policies", "--model", str(folder), "--device", "cpu"]
     arguments += ["--kv-cache-gib", "0.05", "--tokens", str(TOKENS), "--budgets", "40"]
     arguments += ["--policies", policies, "--samples", "1", "--rows", "2"]
-    arguments += ["--tasks", "niah_single_1", "--points", str(points)]
+    arguments += ["--tasks", "vt", "--points", str(points)]
     assert main([*arguments, "--plot", str(plot)]) == 0
     record: dict[str, Any] = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     dense, *rows = record["results"]

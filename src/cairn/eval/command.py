@@ -32,6 +32,7 @@ _NEEDLE = (
     TEXT,
     _ANSWERS,
     _RESUME,
+    flag("against", None, "Compare with --answers of another run, in pairs.", metavar="FILE"),
 )
 RULER_TASKS = (
     *(f"niah_single_{i}" for i in (1, 2, 3)),

@@ -27,6 +27,7 @@ from cairn.progress import loading_bar
 
 _NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+(?!\d)|\d+")
 _Z95 = 1.959963984540054
+_RESAMPLES = 2000
 _TOKENS_AT_ONCE = {"cuda": 2**20}
 """By device: tokens of prompts that are asked together, where one text does not use all of it."""
 
@@ -88,12 +89,20 @@ def command(arguments: argparse.Namespace) -> int:
         done = [Answer(**one) for one in resume.earlier(arguments.answers, "--answers", same)]
         counts = Counter(answer.of for answer in done)
         done = [answer for answer in done if counts[answer.of] == len(options.depths)]
+    other: list[Answer] = []
+    if arguments.against is not None:
+        # Of another engine or model, but over the same questions.
+        questions = {name: same[name] for name in same if name not in ("model", "options")}
+        found = resume.earlier(arguments.against, "--against", questions)
+        other = [Answer(**one) for one in found]
     with LLM(**engine) as llm, loading_bar("Asking") as progress:
         asking = ask(llm, text, options, progress, {answer.of for answer in done})
         answers, whole = resume.take(asking, arguments.answers, same, done)
     wanted = set(samples_of(options))
     answers = [answer for answer in answers if answer.of in wanted]
     record = report.make_record("needle", engine, {**asked, "whole": whole}, tally(answers))
+    if arguments.against is not None:
+        record["against"] = {"answers": arguments.against, **against(answers, other)}
     report.show_needle(record)
     if not whole:
         print(resume.say_stopped(len(answers), arguments.answers), file=sys.stderr)
@@ -183,6 +192,18 @@ def tally(answers: Sequence[Answer]) -> list[dict[str, Any]]:
     return rows
 
 
+def against(answers: Sequence[Answer], other: Sequence[Answer]) -> dict[str, Any]:
+    """Right answers compared with those of another run, over the questions that both have."""
+    theirs = {(*answer.of, answer.depth): answer.right for answer in other}
+    keys = {(*answer.of, answer.depth): answer.right for answer in answers}
+    pairs = [(right, theirs[key]) for key, right in keys.items() if key in theirs]
+    own, base = [right for right, _ in pairs], [right for _, right in pairs]
+    share, low, high = kept(own, base) or (None, None, None)
+    lost, won = pairs.count((False, True)), pairs.count((True, False))
+    counts = {"asked": len(pairs), "right": sum(own), "theirs": sum(base)}
+    return {**counts, "lost": lost, "won": won, "kept": share, "low": low, "high": high}
+
+
 def is_right(said: str, answer: str) -> bool:
     """Whether the first number in `said` equals the answer, digit for digit. If the answer is
     `unknown`, `said` must say so and contain no number."""
@@ -205,3 +226,21 @@ def wilson(right: float, asked: int, z: float = _Z95) -> tuple[float, float]:
     low = 0.0 if right == 0 else (middle - half) / (1 + spread)
     high = 1.0 if right == asked else (middle + half) / (1 + spread)
     return low, high
+
+
+def kept(own: Sequence[bool], base: Sequence[bool]) -> tuple[float, float, float] | None:
+    """Right answers as a share of those of the base, with a 95 % interval over questions, each
+    drawn with both of its answers. None if the base has no right answer."""
+    if not any(base):
+        return None
+    draw, pairs = random.Random(0), list(zip(own, base, strict=True))
+    shares = []
+    for _ in range(_RESAMPLES):
+        drawn = draw.choices(pairs, k=len(pairs))
+        of_base = sum(right for _, right in drawn)
+        if of_base:
+            shares.append(sum(right for right, _ in drawn) / of_base)
+    shares.sort()
+    cut = len(shares) // 40
+    whole = sum(own) / sum(base)
+    return round(whole, 4), round(shares[cut], 4), round(shares[-1 - cut], 4)

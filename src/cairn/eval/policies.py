@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import Any
 
 from cairn.attention.backend import AUTO_SPARSE
@@ -46,7 +45,6 @@ _COLUMNS = ("policy", "bytes", "landmarks", "far", "ratio", "facts", "kept", "ru
 _DEPTHS = (0.75, 0.5, 0.25, 0.0)  # facts right before the question are found by the window
 _PAGE_SIZE, _WINDOW, _SINKS = 16, 128, 1
 _TIMED = 32  # tokens
-_RESAMPLES = 2000
 _STRIDE = 16  # tokens between queries
 
 
@@ -190,7 +188,7 @@ def compare(points: Sequence[Point], found: Sequence[dict[str, Any]]) -> list[di
     for row in (by_flags[own] for own in flags if own in by_flags):
         tail = row["ppl_tail"]
         ratio = None if tail is None else round(tail / base["ppl_tail"], 4)
-        share, low, high = kept(row["rights"], base["rights"]) or (None, None, None)
+        share, low, high = needle.kept(row["rights"], base["rights"]) or (None, None, None)
         rows.append({**row, "ratio": ratio, "kept": share, "kept_low": low, "kept_high": high})
     return rows
 
@@ -277,24 +275,6 @@ def _seconds_per_token(llm: LLM, ids: list[int]) -> float:
     first = time.perf_counter()
     llm.generate(ids, max_tokens=_TIMED, ignore_eos=True)
     return (time.perf_counter() - 2 * first + begin) / (_TIMED - 1)
-
-
-def kept(own: Sequence[bool], base: Sequence[bool]) -> tuple[float, float, float] | None:
-    """Right answers as a share of those of the base, with a 95 % interval over questions, each
-    drawn with both of its answers. None if the base has no right answer."""
-    if not any(base):
-        return None
-    random, pairs = Random(0), list(zip(own, base, strict=True))
-    shares = []
-    for _ in range(_RESAMPLES):
-        drawn = random.choices(pairs, k=len(pairs))
-        of_base = sum(right for _, right in drawn)
-        if of_base:
-            shares.append(sum(right for right, _ in drawn) / of_base)
-    shares.sort()
-    cut = len(shares) // 40
-    whole = sum(own) / sum(base)
-    return round(whole, 4), round(shares[cut], 4), round(shares[-1 - cut], 4)
 
 
 def flags_of(options: Mapping[str, Any]) -> str:

@@ -45,6 +45,17 @@ def show_needle(record: dict[str, Any]) -> None:
         table.add_row("all", *(_cell(cells[n, None], interval=True) for n in lengths))
         Console().print(table)
 
+    if "against" in record:
+        _show_against(record["against"])
+
+
+def _show_against(found: dict[str, Any]) -> None:
+    share = "none were right there"
+    if found["kept"] is not None:
+        share = f"{found['kept']:.0%} of them ({found['low']:.0%} to {found['high']:.0%})"
+    text = f"{found['right']} of {found['asked']} right, {found['theirs']} in {found['answers']}"
+    print(f"{text}: {share}; {found['lost']} lost, {found['won']} won")
+
 
 def show_ruler(record: dict[str, Any]) -> None:
     """Print a table: tasks down, lengths across."""

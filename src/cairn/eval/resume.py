@@ -24,12 +24,12 @@ def earlier(path: str | None, flag: str, asked: Mapping[str, Any]) -> list[dict[
         # The last line may be cut off.
         results: list[dict[str, Any]] = [json.loads(line) for line in lines if line.endswith("}")]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{flag} {path} is no file to resume from: {error!r}") from error
+        raise ConfigError(f"{flag} {path} has no earlier results: {error!r}") from error
     for name, value in json.loads(json.dumps(asked)).items():
         if before.get(name) != value:
             raise ConfigError(
-                f"--resume: {name} was {before.get(name)!r} in {path} and is {value!r} now; "
-                "ask the same, or leave --resume out to start anew"
+                f"{flag} {path}: {name} was {before.get(name)!r} there and is {value!r} now; ask "
+                "the same, or leave the earlier results out"
             )
     return results
 
