@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from cairn import LLM
-from cairn.kernels.cpu import HEAD_DIMS, CpuKernels, CpuKernelsUnavailableError
+from cairn.kernels.cpu import HEAD_DIMS, CpuKernels, CpuKernelsUnavailableError, Replays
 from cairn.models.rope import rotate
 from tests.helpers import TINY, TINY_EXPERTS, TINY_OLMO3, tokens_of, write_model
 
@@ -110,3 +112,92 @@ def test_models_say_the_same_with_kernels_and_without(
     with LLM(folder, **options) as llm:
         torch.testing.assert_close(llm.logprobs(prompts[1]), scores, rtol=0, atol=2e-3)
         assert [r.token_ids for r in llm.generate(prompts, max_tokens=20)] == answers
+
+
+SPARSE = {"attention_backend": "hsa", "page_size": 8, "hsa_window": 16, "hsa_topk": 3}
+
+
+@pytest.mark.parametrize("options", [{}, {**SPARSE, "hsa_policy": "spread"}])
+@pytest.mark.parametrize("name", ["llama", "norm of heads"])
+def test_steps_that_are_repeated_from_a_tape_say_the_same(
+    name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone and together, across pages, beyond the rows that sparse attention reads densely."""
+    folder = write_model(tmp_path, MODELS[name])
+    prompts = [tokens_of(n, seed=n) for n in (3, 30, 17, 1)]
+    every = {"device": "cpu", "quantization": "int8", "kv_cache_gib": 0.01, **options}
+    counts = {"record": 0, "replay": 0}
+
+    def counting(name: str) -> None:
+        function = getattr(CpuKernels, name)
+
+        def counted(*args: Any) -> Any:
+            counts[name] += 1
+            return function(*args)
+
+        monkeypatch.setattr(CpuKernels, name, counted)
+
+    for each in counts:
+        counting(each)
+    found = []
+    for most in (8, 0):
+        monkeypatch.setattr("cairn.models.decoder._REPLAYED_ROWS", most)
+        with LLM(folder, **every) as llm:
+            if any("slowly" in note for note in llm.engine.notes):
+                pytest.skip("there is no C++ compiler")
+            together = [one.token_ids for one in llm.generate(prompts, max_tokens=40)]
+            alone = [llm.generate(prompt, max_tokens=40).token_ids for prompt in prompts]
+            found.append((together, alone, llm.logprobs(alone[1]).tolist()))
+        if most:
+            assert 1 <= counts["record"] <= 8 and counts["replay"] > 10 * counts["record"]
+            counts.update(record=0, replay=0)
+    assert found[0] == found[1]
+    assert counts == {"record": 0, "replay": 0}
+
+
+def test_a_run_is_repeated_with_other_inputs(kernels: CpuKernels) -> None:
+    replays = Replays(kernels)
+    cache = torch.zeros(4, 2 * KV_HEADS, SIZE, 32)
+    width = (HEADS + 2 * KV_HEADS) * 32
+    draw = torch.Generator().manual_seed(0)
+    runs = []
+
+    def run(qkv: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        cos, sin, pages, offsets, table, first, last = rest
+        runs.append(0)
+        query = kernels.rotate_and_store(qkv, HEADS, (cos, sin), None, cache, pages, offsets)
+        return kernels.attend(query, cache, table, first, last, 0.3)
+
+    for step in range(4):
+        qkv = torch.randn(2, width, generator=draw)
+        cos, sin = (torch.randn(2, 1, 32, generator=draw) for _ in range(2))
+        offsets = torch.tensor([step, step], dtype=torch.int32)
+        table = torch.zeros(2, 3 + step, dtype=torch.int32)  # its rows grow
+        table[:, 0] = torch.tensor([1, 2])
+        inputs = (qkv, cos, sin, table[:, 0].clone(), offsets, table, torch.zeros(2).long(),
+                  torch.full((2,), step + 1))  # fmt: skip
+        out = replays(partial(run, *inputs), inputs).clone()
+        before = cache.clone()
+        torch.testing.assert_close(out, run(*inputs), rtol=0, atol=0)
+        assert torch.equal(before, cache)
+    assert len(runs) == 5  # once for the tape, and four to compare
+
+
+@pytest.mark.parametrize("what", ["torch computes", "an input is missing", "one input twice"])
+def test_what_a_tape_would_miss_is_not_recorded(what: str, kernels: CpuKernels) -> None:
+    cache = torch.randn(4, 2 * KV_HEADS, SIZE, 32)
+    query, table = torch.randn(1, HEADS, 32), torch.tensor([[1, 2]], dtype=torch.int32)
+    first, last = torch.tensor([0]), torch.tensor([20])
+    inputs = [query, table, first, last]
+
+    def run() -> torch.Tensor:
+        own = query * 2 if what == "torch computes" else query
+        return kernels.attend(own, cache, table, first, last, 0.3).flatten(1)
+
+    if what == "an input is missing":
+        del inputs[1]
+    elif what == "one input twice":
+        inputs.append(last)
+    assert kernels.record(run, inputs)[1] is None
+    assert kernels.record(lambda: kernels.attend(query, cache, table, first, last, 0.3)[:, :2],
+                          [query, table, first, last])[1] is not None  # fmt: skip

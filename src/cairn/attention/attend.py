@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cairn.attention.backend import AttentionBackend, SparseBackend
+from cairn.attention.backend import AttentionBackend, Replayable, SparseBackend
 from cairn.attention.batch import AttentionBatch, IndexQuery, Scoring
 from cairn.attention.latent import LatentHeads
 from cairn.kernels.cpu import CpuKernels
@@ -111,6 +111,16 @@ class Attend:
             pages = self._batch.groups[self._pool.ids_of[layer]].row_pages
             self._pool.write(layer, pages, self._batch.row_offsets, index.keys, INDEX)
         return self._indexed.forward_indexed(layer, query, heads, self._metadata, index)
+
+    def replayable(self) -> tuple[Replayable, Attend] | None:
+        """How to repeat recorded CPU kernels for this step, and attention for a run of them; None
+        if that cannot be done."""
+        found = self._backend.replayable(self._metadata)
+        if found is None:
+            return None
+        pages = (group.row_pages for group in self._batch.groups)
+        found = found._replace(inputs=[*found.inputs, *pages, self._batch.row_offsets])
+        return found, Attend(self._pool, self._backend, self._batch, found.metadata)
 
     @property
     def reads_index(self) -> bool:

@@ -7,7 +7,7 @@ requested, and reports itself whether it can run on this machine.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -78,6 +78,17 @@ class Graph(NamedTuple):
 DENSE_GRAPHS = (Graph("dense", mixed=False), Graph("dense", mixed=True))
 
 
+class Replayable(NamedTuple):
+    """A step whose attention is a fixed series of CPU kernels."""
+
+    inputs: Sequence[torch.Tensor]
+    """All tensors of the metadata that they read."""
+    metadata: Any
+    """For `forward`, which then calls kernels alone."""
+    finish: Callable[[], None]
+    """What is left to do after the last layer."""
+
+
 class AttentionBackend(Protocol):
     """The interface of every backend; `DenseBackend` and `SparseBackend` implement most of it."""
 
@@ -124,6 +135,11 @@ class AttentionBackend(Protocol):
         [rows, heads, nope + rope] that is not absorbed."""
         ...
 
+    def replayable(self, metadata: Any) -> Replayable | None:
+        """How to repeat recorded CPU kernels for this step; None if `forward` does more than to
+        call them."""
+        ...
+
 
 class Backend:
     """What dense and sparse backends have in common. Derive from one of those, not from this."""
@@ -159,6 +175,9 @@ class Backend:
         self, layer: int, query: torch.Tensor, heads: LatentHeads, metadata: Any
     ) -> torch.Tensor:
         return heads.values(self.forward(layer, heads.absorb(query), metadata))
+
+    def replayable(self, metadata: Any) -> Replayable | None:
+        return None
 
 
 class DenseBackend(Backend):

@@ -55,3 +55,6 @@ class PairBackend:
         self, layer: int, query: torch.Tensor, heads: LatentHeads, metadata: _Chosen
     ) -> torch.Tensor:
         return metadata.backend.forward_latent(layer, query, heads, metadata.metadata)
+
+    def replayable(self, metadata: _Chosen) -> None:
+        return None

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from cairn.attention.backend import DenseBackend
+from cairn.attention.backend import DenseBackend, Replayable
 from cairn.attention.batch import AttentionBatch, to_device
 from cairn.attention.clearing import clear_begun_pages
 from cairn.attention.fused import attention
@@ -114,6 +114,14 @@ class TorchBackend(DenseBackend):
             else _GroupMetadata(None, ())
             for g, group in enumerate(self._shape.groups)
         ]
+
+    def replayable(self, metadata: list[_GroupMetadata]) -> Replayable | None:
+        inputs: list[torch.Tensor] = []
+        for group in metadata:
+            if group.chunks or (group.decode is not None and group.decode.spans is None):
+                return None
+            inputs += () if group.decode is None else group.decode.spans or ()
+        return Replayable(inputs, metadata, _nothing)
 
     def _decode_rows(
         self, batch: AttentionBatch, g: int, group: LayerGroup, seqs: np.ndarray
@@ -320,6 +328,10 @@ class TorchBackend(DenseBackend):
 
     def _scale(self, layer: int) -> float:
         return self._shape.scales[layer] if self._shape.scales else self._shape.scale
+
+
+def _nothing() -> None:
+    """All is done."""
 
 
 def _extend(

@@ -15,13 +15,16 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from cairn.config import cache_folder
 from cairn.errors import CairnError
+from cairn.kernels.cpu_tape import StrideOf, Tape, Watch
 
 HEAD_DIMS = (32, 64, 96, 128, 256)
 """Sizes of heads that can be rotated and attended to."""
@@ -30,7 +33,7 @@ _HEADERS, _SOURCES = (
     tuple(Path(__file__).with_name(name) for name in names)
     for names in (
         ("cpu_vectors.h", "cpu_rows.h"),
-        ("cpu_products.cpp", "cpu_floats.cpp", "cpu_attention.cpp"),
+        ("cpu_products.cpp", "cpu_floats.cpp", "cpu_attention.cpp", "cpu_replay.cpp"),
     )
 )
 # Sums must not depend on what a compiler merges into one instruction.
@@ -87,6 +90,7 @@ class CpuKernels:
             self._experts = loaded.cairn_experts
             self._rotate_and_store = loaded.cairn_rotate_and_store
             self._attend = loaded.cairn_attend
+            self._replay = loaded.cairn_replay
         except (OSError, AttributeError) as error:
             raise CpuKernelsUnavailableError(f"{library} cannot be loaded: {error}") from error
         self._product.argtypes = self._float_product.argtypes = (
@@ -105,11 +109,12 @@ class CpuKernels:
             *(_POINTER, _INT, _INT, _POINTER, _INT, _INT, _INT),
             *(_POINTER, _LONG, _POINTER, _POINTER, _FLOAT, _POINTER, _INT),
         )
-        for function in (
-            *(self._product, self._float_product, self._experts),
-            *(self._rotate_and_store, self._attend),
-        ):
+        self._replay.argtypes = (_POINTER, _INT, _POINTER, _POINTER)
+        # Those that can be recorded, by their numbers in the C++ source.
+        self._kinds = [self._product, self._float_product, self._rotate_and_store, self._attend]
+        for function in (*self._kinds, self._experts, self._replay):
             function.restype = None
+        self._tape: Tape | None = None  # of the run that is being recorded
 
     @classmethod
     def load(cls, march: str = "native") -> CpuKernels:
@@ -157,9 +162,10 @@ class CpuKernels:
         """
         weight, eps = (None, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
         product = self._product if isinstance(matrix, MatrixPlace) else self._float_product
-        product(
-            ctypes.byref(matrix),
-            *(x.data_ptr(), x.stride(0), x.shape[0], weight, eps, silu),
+        self._call(
+            product,
+            (x, out),
+            *(ctypes.addressof(matrix), x.data_ptr(), x.stride(0), x.shape[0], weight, eps, silu),
             *(out.data_ptr(), out.stride(0), add, torch.get_num_threads()),
         )
 
@@ -175,6 +181,8 @@ class CpuKernels:
         x = x if x.stride(-1) == 1 else x.contiguous()
         ids, weights, out = ids.contiguous(), weights.contiguous(), torch.empty_like(x)
         assert ids.dtype == torch.int32 and x.dtype == weights.dtype == torch.float32
+        if self._tape is not None:
+            self._tape.whole = False  # which experts run differs from run to run
         self._experts(
             *(gate_up, down, len(down), x.data_ptr(), x.stride(0), len(x)),
             *(ids.data_ptr(), weights.data_ptr(), ids.shape[1]),
@@ -199,11 +207,13 @@ class CpuKernels:
         rows = qkv.shape[0]
         query = qkv.new_empty(rows, heads, dim)
         q_weight, k_weight, eps = (None, None, 0.0) if norm is None else norm
-        self._rotate_and_store(
-            *(qkv.data_ptr(), qkv.stride(0), rows, heads, *(part.data_ptr() for part in cos_sin)),
+        self._call(
+            self._rotate_and_store,
+            (qkv, query),
+            *(qkv.data_ptr(), qkv.stride(0), rows, heads, *map(self._given, cos_sin)),
             None if q_weight is None else q_weight.data_ptr(),
             None if k_weight is None else k_weight.data_ptr(),
-            *(eps, cache.data_ptr(), kv // 2, size, dim, pages.data_ptr(), offsets.data_ptr()),
+            *(eps, cache.data_ptr(), kv // 2, size, dim, *map(self._given, (pages, offsets))),
             *(query.data_ptr(), torch.get_num_threads()),
         )
         return query
@@ -221,13 +231,72 @@ class CpuKernels:
         query = query.contiguous()
         out = torch.empty_like(query)
         seqs, heads, dim = query.shape
-        self._attend(
+        self._call(
+            self._attend,
+            (query, out),
             *(query.data_ptr(), seqs, heads),
             *(cache.data_ptr(), cache.shape[1] // 2, cache.shape[2], dim),
-            *(table.data_ptr(), table.stride(0), first.data_ptr(), last.data_ptr(), scale),
+            *(self._given(table), StrideOf(table), *map(self._given, (first, last)), scale),
             *(out.data_ptr(), torch.get_num_threads()),
         )
         return out
+
+    def _call(
+        self,
+        kernel: Any,
+        tensors: tuple[torch.Tensor, ...],
+        *arguments: int | float | None,
+    ) -> None:
+        """Run a kernel. `tensors` are those of its arguments that this step made."""
+        kernel(*arguments)
+        if self._tape is not None:
+            self._tape.add(self._kinds.index(kernel), tensors, arguments)
+
+    def record(
+        self, run: Callable[[], torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, Tape | None]:
+        """The result of `run`, and a tape that repeats it with other `inputs`, which have the same
+        shapes. No tape if something else than these kernels computes."""
+        self._tape = tape = Tape(inputs)
+        try:
+            with Watch(tape):
+                result = run()
+        finally:
+            self._tape = None
+        tape.end(result)
+        return result, tape if tape.whole else None
+
+    def replay(self, tape: Tape, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Repeat a recorded run. The next one overwrites the result."""
+        kinds, words = tape.compiled
+        self._replay(kinds, len(kinds), words, tape.values(inputs))
+        return inputs[tape.result] if isinstance(tape.result, int) else tape.result
+
+    def _given(self, tensor: torch.Tensor) -> int:
+        """The pointer to a tensor that the step's inputs decide."""
+        if self._tape is not None:
+            self._tape.expect(tensor)
+        return tensor.data_ptr()
+
+
+class Replays:
+    """Runs that are recorded once for each form of their inputs, and then replayed."""
+
+    def __init__(self, kernels: CpuKernels) -> None:
+        self._kernels = kernels
+        self._tapes: dict[Hashable, Tape | None] = {}
+
+    def __call__(
+        self, run: Callable[[], torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """The result of `run`, which depends on `inputs` and on nothing else that changes. The next
+        call overwrites it."""
+        form = torch.get_num_threads(), *(x.shape[0] for x in inputs)
+        if form not in self._tapes:
+            result, self._tapes[form] = self._kernels.record(run, inputs)
+            return result
+        tape = self._tapes[form]
+        return run() if tape is None else self._kernels.replay(tape, inputs)
 
 
 def find_compiler() -> str:

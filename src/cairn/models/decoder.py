@@ -16,7 +16,7 @@ import torch
 
 from cairn.attention.attend import Attend
 from cairn.errors import LoadError
-from cairn.kernels.cpu import HEAD_DIMS
+from cairn.kernels.cpu import HEAD_DIMS, Replays
 from cairn.kernels.fp8_rows import power_of_two_above
 from cairn.models.interface import LanguageModel
 from cairn.models.layers import Embedding, Factory, Linear, Module, Parameter, RMSNorm, TensorSlot
@@ -26,6 +26,10 @@ from cairn.models.split import rank_spec
 
 Stream = torch.Tensor | None
 """The residual stream without the last addition; None where there is none yet."""
+
+_REPLAYED_ROWS = 8
+"""Rows of the largest step that is recorded on a CPU. With more rows the kernels take much longer
+than Python between them, and each number of rows keeps memory of its own."""
 
 
 class Attention(Module):
@@ -272,6 +276,16 @@ class Decoder(Module):
             for rotation in wanted
             if rotation is not None
         }
+        self._replays: Replays | None = None
+        # Layers whose kernels also add return no separate stream.
+        if factory.cpu is not None and factory.fuses_norms(1) and not spec.post_norm:
+            self._replays = Replays(factory.cpu)
+
+    def excerpt(self, layers: list[PreNormLayer | PostNormLayer]) -> Decoder:
+        """The same decoder with these layers of it."""
+        short = copy(self)
+        short.layers, short._replays = layers, None
+        return short
 
     def __call__(
         self,
@@ -280,14 +294,32 @@ class Decoder(Module):
         lengths: torch.Tensor,
         attend: Attend,
     ) -> torch.Tensor:
-        added, stream = self._embed(token_ids), None
+        added = self._embed(token_ids)
         angles: dict[Rotation | None, CosSin] = {
             rotation: rotary(positions, lengths) for rotation, rotary in self._rotaries.items()
         }
+        found = None
+        if self._replays is not None and len(added) <= _REPLAYED_ROWS:
+            found = attend.replayable()
+        if found is None or self._replays is None:
+            return self.norm.add(*self._through_layers(added, angles, attend))[0]
+        step, kernels_attend = found
+        inputs = [added, *(part for own in angles.values() for part in own), *step.inputs]
+        # No separate stream comes back, since kernels add to it.
+        through = self._replays(
+            lambda: self._through_layers(added, angles, kernels_attend)[0], inputs
+        )
+        step.finish()
+        return self.norm.add(through, None)[0]
+
+    def _through_layers(
+        self, added: torch.Tensor, angles: Mapping[Rotation | None, CosSin], attend: Attend
+    ) -> tuple[torch.Tensor, Stream]:
+        stream = None
         for layer in self.layers:
             cos_sin = angles.get(layer.self_attn.rotation)
             added, stream = layer(added, stream, cos_sin, attend)
-        return self.norm.add(added, stream)[0]
+        return added, stream
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.lmk_embed is None:
@@ -339,8 +371,7 @@ class CausalLM(LanguageModel):
             kind = self._layer_specs[i], type(layer.self_attn), type(layer.mlp), kind_of(i), forms
             first.setdefault(kind, layer)
         short = copy(self)
-        short.model = copy(self.model)
-        short.model.layers = list(first.values())
+        short.model = self.model.excerpt(list(first.values()))
         return short
 
     def __call__(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cairn.attention.backend import AttentionShape, Graph, SparseBackend, SparseParts
+from cairn.attention.backend import AttentionShape, Graph, Replayable, SparseBackend, SparseParts
 from cairn.attention.batch import AttentionBatch, GraphKind, Scoring, to_device
 from cairn.attention.clearing import clear_begun_pages
 from cairn.attention.hsa.kernel_sparse import KernelMetadata, KernelSparse
@@ -290,6 +290,30 @@ class HSABackend(SparseBackend):
             if self.kernels is None:
                 out[tile.rows] = attended.to(out.dtype)
         return out
+
+    def replayable(self, metadata: HSAMetadata) -> Replayable | None:
+        """Steps of single rows that are all dense. No row reads the landmarks of pages that it
+        completes, so these are saved at the end."""
+        steps = [part for part in (metadata.dense, metadata.dense_rows) if part is not None]
+        found = [self._dense.replayable(part) for part in steps]
+        if (
+            self.kernels is not None
+            or self._tiered is not None
+            or self._policy.observed
+            or metadata.tiles
+            or metadata.dense_rows is None
+            or None in found
+        ):
+            return None
+        inputs = [tensor for one in found if one is not None for tensor in one.inputs]
+        completed = metadata.completed
+
+        def finish() -> None:
+            if completed is not None:
+                for layer in self._config.layers:
+                    self._save_landmarks(layer, completed, None)
+
+        return Replayable(inputs, replace(metadata, completed=None), finish)
 
     def selections(self, metadata: HSAMetadata, row: int) -> dict[int, Selection]:
         seq = int(np.searchsorted(metadata.batch.cu_query, row, side="right")) - 1
