@@ -18,7 +18,7 @@ import torch
 
 import cairn
 from cairn import LLM
-from cairn.bench import dsa, hsa
+from cairn.bench import dsa, dsa_tier, hsa
 from cairn.bench.client_speed import client_speed
 from cairn.bench.engines import settled
 from cairn.bench.hsa import LocalSelection
@@ -395,6 +395,28 @@ def test_an_index_beside_its_dense_twin(capsys: pytest.CaptureFixture[str]) -> N
     assert "bench dsa has dsv32-slice, dsv32-slice-long, glm5-slice" in capsys.readouterr().err
 
 
+def test_scripted_rows_change_at_the_given_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = dsa_tier._draw(20, 3, 50, 1020, 0.2, torch.Generator().manual_seed(1))
+    parts = drawn * 50 // 1020
+    assert drawn.shape == (20, 3, 50) and (parts == torch.arange(50)).float().mean() > 0.95
+    assert (drawn.diff(dim=-1) > 0).all() and (drawn >= 0).all() and (drawn < 1020).all()
+    assert 0.15 < (drawn.diff(dim=0) != 0).float().mean() < 0.22
+    fixed = dsa_tier._draw(3, 3, 50, 1020, 0.0, torch.Generator())
+    assert not fixed.diff(dim=0).any()
+    assert main(["bench", "dsa", "--device", "cpu", "--parts", "tier"]) == 2
+    assert "bench dsa --parts tier measures CUDA kernels" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_tier_of_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts and first tokens of a model with an index."""
+    folder = write_model(tmp_path, {**TINY_DSA, "max_position_embeddings": 2048})
+    without, _, _, _, host = rows_of("ttft", folder, capsys, "--prefix", "300")
+    assert without["ms"] > 0 and host["mb_in"] > 0
+    (row,) = rows_of("beyond", folder, capsys, "--longest", "1500", "--kv-cache-gib", "0.0007")
+    assert row["context"] == 1500 and row["resident"] < 1 and row["prefill_s"] > 0
+
+
 def test_the_last_chunk_of_a_prompt_may_be_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
@@ -442,7 +464,7 @@ OF_MODULES = {
     "matrix products": "gemv fp8 packed",
     "experts": "experts route",
     "sampling": "sampling",
-    "host memory": "swap_in",
+    "host memory": "swap_in swap_rows",
 }
 
 
@@ -464,6 +486,7 @@ def test_kernels_count_for_what_they_compute(kind: str) -> None:
         (["--hot-sizes", "2,0"], "--hot-sizes: has '0'; write numbers from 1, with commas"),
         (["--chunk", "0"], "chunk is 0; it must be a whole number from 1"),
         (["--parts", "bandwidth", "--bandwidth-gib", "0.01"], "raise --bandwidth-gib"),
+        (["--model", "dsv32-slice"], "whose index selects rows; the part throughput scripts pages"),
         (["--profile"], "--profile shows kernels of a GPU; leave it out with --device cpu"),
     ],
 )

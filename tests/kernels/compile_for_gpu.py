@@ -172,17 +172,19 @@ def swapped_rows() -> None:
     """Latent rows of DeepSeek-V3.2, of 16 bits."""
     wide = ("tags", "used", "clock", "totals", "listed")
     lists = ("positions", "seqs", "page_table", "generations", "frame_of", "slot_of", "claims")
-    more = ("missing", "places", "counts", "ages", "tasks", "num_tasks", "host", "pool")
+    more = ("missing", "places", "counts", "ends", "ages", "tasks", "num_tasks", "host", "pool")
     types = {**dict.fromkeys((*lists, *more), I32), **dict.fromkeys(wide, I64)}
     types |= dict.fromkeys(("total", "table_stride", "first_hot", "share", "slots", "room"), "i32")
     find: dict[str, Any] = {"K": 2048, "PAGE_SIZE": 64, "BLOCK": swap_rows._ENTRIES}
-    compile_kernel(swap_rows._find_kernel, types, find)
+    compile_kernel(swap_rows._swap_find_kernel, types, find)
     slots = {"PROGRAMS": swap_rows._PROGRAMS, "BLOCK_SLOTS": swap_rows._SLOTS, "AGES": HOT_AGES}
-    compile_kernel(swap_rows._list_kernel, types, {**find, **slots})
-    compile_kernel(swap_rows._give_kernel, types, slots, num_warps=8)
+    compile_kernel(
+        swap_rows._swap_list_kernel, types, {**find, **slots, "BLOCK": swap_rows._LISTED}
+    )
+    compile_kernel(swap_rows._swap_give_kernel, types, slots, num_warps=8)
     copy = {"WORDS": 288, "BLOCK_WORDS": 512, "ROWS": 4, "PROGRAMS": 264, "BLOCK": find["BLOCK"]}
     for tell in (False, True):
-        compile_kernel(swap_rows._copy_kernel, types, {**copy, "TELL": tell})
+        compile_kernel(swap_rows._swap_rows_kernel, types, {**copy, "TELL": tell})
 
 
 def mixture() -> None:

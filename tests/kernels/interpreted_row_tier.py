@@ -41,8 +41,10 @@ def test_swap_in_of_rows(
     shape: tuple[int, int, int, int], block: int, ages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where programs look at their part in several steps, and old slots are equally old."""
-    for name in ("_ENTRIES", "_SLOTS"):
+    for name in ("_ENTRIES", "_LISTED", "_SLOTS"):
         monkeypatch.setattr(swap_rows, name, block)
+    if block < 256:  # several programs list rows, and some list none
+        monkeypatch.setattr(swap_rows, "_PROGRAMS", 8)
     for module in (swap_rows, hot_cache):
         monkeypatch.setattr(module, "HOT_AGES", ages)
     swap_rows_case.check(*shape, CPU, torch.float32, steps=5)

@@ -201,7 +201,7 @@ def test_lengths_need_no_other_forms(name: str, tmp_path: Path) -> None:
     ("model", "more", "kernel"),
     [
         ("hils", {"hils_topk": 16}, "swap_in:_swap_plan_kernel"),
-        ("index", {}, "swap_rows:_find_kernel"),
+        ("index", {}, "swap_rows:_swap_find_kernel"),
     ],
 )
 def test_a_host_tier_needs_no_other_forms(

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cairn.errors import PageError
+from cairn.memory import hot_cache
 from cairn.memory.copies import CopyEdits, Transfer
 from cairn.memory.device_swap import SwapBytes
 from cairn.memory.groups import LayerGroup
@@ -99,6 +100,24 @@ def test_what_was_just_loaded_outlives_what_nobody_asked_for() -> None:
     assert read(1, 4) == 1  # and makes room
     assert read(3) == 1
     assert read(2) == 0
+
+
+@pytest.mark.parametrize("steps", [1, 3, 4, 200])
+def test_slots_that_were_not_used_for_long_are_equally_old(
+    steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hot_cache, "HOT_AGES", 10)
+    cache = HotCache(1, 3, CPU)
+
+    def read(page: int) -> int:
+        """The slot that the page is in."""
+        index = torch.tensor(page).view(1, 1, 1)
+        return int(cache.plan(index, torch.ones_like(index), index >= 0).slots)
+
+    assert [read(page) for page in (1, 2, 1, 3)] == [0, 1, 0, 2]
+    for _ in range(steps - 1):
+        assert read(3) == 2
+    assert read(4) == (1 if steps < 4 else 0)
 
 
 def test_more_than_fits_is_refused_and_rows_are_cut_so_that_it_does_not_happen() -> None:

@@ -49,7 +49,7 @@ _ATTENTION = (
     flag("cases", "", "Only cases with this in their name, such as MLA.", metavar="TEXT"),
 )
 _MOE_PARTS = ("layer", "step", "serve")
-_DSA_PARTS = ("layer", "prefill", "step")
+_DSA_PARTS = ("layer", "prefill", "step", "tier")
 _DSA = (
     flag("model", "dsv32-slice", "A preset with an index.", metavar="NAME"),
     flag("device", "auto", "Where to run."),
@@ -57,6 +57,15 @@ _DSA = (
     list_flag("lengths", (8192, 32768), "Contexts."),
     list_flag("batches", (1, 8), "Numbers of sequences."),
     flag("new-rows", 1, "layer: new rows of each sequence."),
+    flag("contexts", 4, "tier: contexts that the device has memory for."),
+    list_flag(
+        "changed",
+        (0.0, 0.05, 0.134, 0.3),
+        "tier: shares of the selected rows that change with every token.",
+        float,
+        low=0,
+        high=1,
+    ),
     flag(
         "topk", None, "layer, prefill: rows that a query reads; by default the preset's.", type=int
     ),

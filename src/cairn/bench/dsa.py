@@ -1,6 +1,6 @@
 """`cairn bench dsa`: attention of one layer with an index, for new rows or for a whole prompt, and
 whole decode steps, beside the dense twin. On CUDA also the parts of a decode layer, beside other
-kernels and beside their floors."""
+kernels and beside their floors, and decode steps with a host tier (`dsa_tier`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from cairn.attention.dsa_backend import DSABackend
 from cairn.attention.flash_mla_rows import FlashRows
 from cairn.attention.latent import LatentHeads
 from cairn.bench.attention import read_bandwidth, time_cuda
-from cairn.bench.engines import measured
+from cairn.bench.dsa_tier import tier_steps
+from cairn.bench.engines import measured, need_cuda
 from cairn.bench.report import show_rows, tell
 from cairn.cli_flags import check_at_least
 from cairn.engine.inputs import StepInputs
@@ -59,6 +60,8 @@ def _run(arguments: argparse.Namespace) -> Rows:
     preset = dict(PRESETS[arguments.model])
     if arguments.topk is not None:
         preset["index_topk"] = arguments.topk
+    if "tier" in arguments.parts:
+        need_cuda("dsa --parts tier", arguments.device)
     sizes = [(length, seqs) for length in arguments.lengths for seqs in arguments.batches]
     bandwidth = read_bandwidth(device) if device.type == "cuda" else 0.0
     for length, seqs in sizes if "layer" in arguments.parts else ():
@@ -72,6 +75,9 @@ def _run(arguments: argparse.Namespace) -> Rows:
         yield _prefill(preset, device, length)
     if "step" in arguments.parts:
         yield from _steps(arguments.model, sizes, device)
+    for length, seqs in sizes if "tier" in arguments.parts else ():
+        own = arguments.model, arguments.contexts, seqs, length, arguments.changed
+        yield from tier_steps(*own, device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from cairn.bench.tier_engines import (
     SMALL_BATCHES,
     drop_copies,
     engine,
+    has_index,
     host_gib,
     reads,
     stop_copying,
@@ -65,6 +66,11 @@ def command(arguments: argparse.Namespace) -> int:
     bench = TierBench(**collect(arguments, TierBench))
     if bench.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is 'cuda', but torch finds no CUDA device; add --device cpu")
+    if "throughput" in bench.parts and has_index(bench):
+        raise ConfigError(
+            f"model is {bench.model!r}, whose index selects rows; the part throughput scripts "
+            "pages: leave it out, and use `cairn bench dsa --parts tier`"
+        )
     show_rows("tier", tell(_run(bench)), arguments.output)
     return 0
 
@@ -236,7 +242,10 @@ def _prompt(bench: TierBench) -> Rows:
     for context in bench.contexts:
         seconds: dict[bool, float] = {}
         for tier in (False, True):
-            gib = bench.kv_cache_gib if tier else _WITH_LANDMARKS * host_gib(bench, context, 1)
+            whole = host_gib(bench, context, 1) * token_bytes(bench)
+            gib = bench.kv_cache_gib
+            if not tier:
+                gib = _WITH_LANDMARKS * whole / token_bytes(bench, staying=False)
             row: dict[str, Any] = {"tier": tier, "context": context, "gib": gib}
             if bench.device == "cuda" and not tier and not _fits(gib):
                 yield row | {"left_out": "the device has no room for it"}

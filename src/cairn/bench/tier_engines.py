@@ -38,17 +38,24 @@ def full_length(bench: TierBench, context: int, requests: int) -> int:
     return context + measurements * each + filling + 2 * bench.page_size
 
 
-def token_bytes(bench: TierBench) -> int:
-    """Bytes of the keys and values of one token, in all layers."""
+def token_bytes(bench: TierBench, *, staying: bool = True) -> int:
+    """Bytes that one token takes in the caches of all layers. Without `staying`, those that may be
+    in host memory."""
     source = locate(EngineConfig(model=bench.model))
     dtype = resolve_dtype(bench.weights, source.config, torch.device(bench.device))
-    return sum(group.page_bytes(1) for group in read_spec(source.config).groups(dtype))
+    groups = read_spec(source.config).groups(dtype)
+    return sum(own.page_bytes(1) - (0 if staying else own.staying_bytes(1)) for own in groups)
+
+
+def has_index(bench: TierBench) -> bool:
+    """Whether queries of the model select rows, by an index."""
+    return read_spec(locate(EngineConfig(model=bench.model)).config).index_topk is not None
 
 
 def host_gib(bench: TierBench, context: int, requests: int) -> float:
     """GiB of host memory that `requests` contexts take."""
     tokens = requests * full_length(bench, context, requests)
-    return _SPARE * tokens * token_bytes(bench) / 2**30
+    return _SPARE * tokens * token_bytes(bench, staying=False) / 2**30
 
 
 @contextmanager
@@ -76,15 +83,15 @@ def engine(
         "load_format": "dummy",
         "dtype": bench.weights,
         "device": bench.device,
-        "attention_backend": "hsa",
-        "hsa_topk": bench.topk,
-        "hsa_window": bench.window,
         "page_size": bench.page_size,
         "context_length": full_length(bench, context, requests),
         "kv_cache_gib": bench.kv_cache_gib,
         "max_running_requests": requests,
         "chunked_prefill_size": bench.chunk,
     }
+    if not has_index(bench):
+        defaults |= {"attention_backend": "hsa"}
+        defaults |= {"hsa_topk": bench.topk, "hsa_window": bench.window}
     with measured(**{**defaults, **options}) as llm:
         if tier and drifting and bench.change > 0:
             drift(llm, bench.change)

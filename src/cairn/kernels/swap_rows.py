@@ -34,7 +34,8 @@ _UNCLAIMED = tl.constexpr(0x7FFFFFFF)
 _NUMBER = tl.constexpr(0xFFFFFFFF)  # bits of a tag that hold the row number
 _NONE = tl.constexpr(-1)  # an entry without a row; smaller places stand for rows that are missing
 _ENTRIES = 256  # entries at once
-_SLOTS = 256  # slots at once
+_LISTED = 512  # entries at once of a program that lists rows
+_SLOTS = 1024  # slots at once
 _PROGRAMS = 64  # programs that list rows, and as many that look through slots
 _COPY_PROGRAMS = 264
 _COPY_WORDS = 2048  # words that a program of 128 threads has in flight
@@ -67,6 +68,7 @@ class RowScratch:
     missing: torch.Tensor  # [1] int32, entries whose row is missing
     listed: torch.Tensor  # [room] int64, tags of claimed rows; each program has its own part
     counts: torch.Tensor  # [programs] int32, rows that each program listed
+    ends: torch.Tensor  # [programs, programs] int32, their sums, for each program that gives slots
     ages: torch.Tensor  # [programs, ages] int32, slots by age
     tasks: torch.Tensor  # [2, room] int32, row and slot of each copy
     num_tasks: torch.Tensor  # [1] int32
@@ -76,12 +78,13 @@ class RowScratch:
         def ints(*size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=torch.int32, device=device)
 
-        room = _PROGRAMS * _share(entries, _ENTRIES)
+        room = _PROGRAMS * _share(entries)
         return cls(
             claims=ints(num_rows).fill_(_UNCLAIMED.value),
             missing=ints(1),
             listed=torch.zeros(room, dtype=torch.int64, device=device),
             counts=ints(_PROGRAMS),
+            ends=ints(_PROGRAMS, _PROGRAMS),
             ages=ints(_PROGRAMS, HOT_AGES),
             tasks=ints(2, entries),
             num_tasks=ints(1),
@@ -95,7 +98,7 @@ class RowScratch:
 
 @direct
 @triton.jit(do_not_specialize=["total", "table_stride"])
-def _find_kernel(
+def _swap_find_kernel(
     positions,  # [n, K] position in the sequence, -1 for none
     seqs,  # [n]
     page_table,  # [seqs, ...] page ids
@@ -159,7 +162,7 @@ def _age(used, slot, there, now, AGES: tl.constexpr):
 
 @direct
 @triton.jit(do_not_specialize=["total", "table_stride", "share"])
-def _list_kernel(
+def _swap_list_kernel(
     positions,
     seqs,
     generations,
@@ -219,7 +222,7 @@ def _list_kernel(
 
 @direct
 @triton.jit(do_not_specialize=["share"])
-def _give_kernel(
+def _swap_give_kernel(
     tags,
     used,
     clock,
@@ -229,6 +232,7 @@ def _give_kernel(
     missing,
     listed,
     counts,
+    ends,
     ages,
     tasks,
     num_tasks,
@@ -254,6 +258,9 @@ def _give_kernel(
         tl.atomic_add(totals + 1, -misses.to(tl.int64))
         tl.atomic_add(totals + 2, misses.to(tl.int64))
     if misses > 0:
+        ends += program * PROGRAMS
+        tl.store(ends + each, end)
+        tl.debug_barrier()  # all of them are stored before they are searched
         age = tl.arange(0, AGES)
         counted = tl.load(ages + each[:, None] * AGES + age[None, :])
         by_age = tl.sum(counted, 0)
@@ -278,9 +285,13 @@ def _give_kernel(
             # Slots in ascending order get rows in the order of entries.
             order = given + tl.cumsum(victim.to(tl.int32), 0) - 1
             given += tl.sum(victim.to(tl.int32), 0)
-            behind = end[None, :] <= order[:, None]  # programs that listed earlier rows only
-            lister = tl.sum(behind.to(tl.int32), 1)
-            skipped = tl.sum(tl.where(behind, count[None, :], 0), 1)
+            lister = tl.zeros((BLOCK_SLOTS,), tl.int32)  # programs that listed earlier rows only
+            step = PROGRAMS // 2
+            while step > 0:
+                before_it = tl.load(ends + lister + step - 1, mask=victim, other=0)
+                lister += tl.where(before_it <= order, step, 0)
+                step //= 2
+            skipped = tl.load(ends + lister - 1, mask=victim & (lister > 0), other=0)
             tag = tl.load(listed + lister * share + order - skipped, mask=victim, other=0)
             row = (tag & _NUMBER).to(tl.int32)
             tl.store(tags + slot, tag, mask=victim)
@@ -294,7 +305,7 @@ def _give_kernel(
 
 @direct
 @triton.jit(do_not_specialize=["total"])
-def _copy_kernel(
+def _swap_rows_kernel(
     host,  # [rows, WORDS], host memory that the device can read
     pool,  # [rows, WORDS]
     tasks,
@@ -358,23 +369,23 @@ def find_rows(
     """
     k, total, slots = positions.shape[1], positions.numel(), len(hot.tags)
     assert page_table.stride(0) == generations.stride(0)
-    stride, share = page_table.stride(0), _share(total, _ENTRIES)
+    stride, share = page_table.stride(0), _share(total)
     options = pdl_options(positions)
-    _find_kernel[(blocks_of(total, _ENTRIES),)](
+    _swap_find_kernel[(blocks_of(total, _ENTRIES),)](
         positions, seqs, page_table, generations, frame_of, hot.tags, hot.used, hot.clock,
         hot.slot_of, scratch.claims, scratch.missing, hot.totals, places, total, stride, first_hot,
         K=k, PAGE_SIZE=page_size, BLOCK=_ENTRIES, num_warps=4, **options,
     )  # fmt: skip
-    _list_kernel[(2 * _PROGRAMS,)](
+    _swap_list_kernel[(2 * _PROGRAMS,)](
         positions, seqs, generations, places, hot.used, hot.clock, scratch.claims,
         scratch.missing, scratch.listed, scratch.counts, scratch.ages, total, stride, share, slots,
-        K=k, PAGE_SIZE=page_size, PROGRAMS=_PROGRAMS, BLOCK=_ENTRIES, BLOCK_SLOTS=_SLOTS,
+        K=k, PAGE_SIZE=page_size, PROGRAMS=_PROGRAMS, BLOCK=_LISTED, BLOCK_SLOTS=_SLOTS,
         AGES=HOT_AGES, num_warps=4, **options,
     )  # fmt: skip
-    _give_kernel[(_PROGRAMS,)](
+    _swap_give_kernel[(_PROGRAMS,)](
         hot.tags, hot.used, hot.clock, hot.slot_of, hot.totals, scratch.claims, scratch.missing,
-        scratch.listed, scratch.counts, scratch.ages, scratch.tasks, scratch.num_tasks, share,
-        slots, scratch.tasks.shape[1],
+        scratch.listed, scratch.counts, scratch.ends, scratch.ages, scratch.tasks,
+        scratch.num_tasks, share, slots, scratch.tasks.shape[1],
         PROGRAMS=_PROGRAMS, BLOCK_SLOTS=_SLOTS, AGES=HOT_AGES, num_warps=8, **options,
     )  # fmt: skip
 
@@ -396,7 +407,7 @@ def copy_rows(
     word = torch.int32 if row_bytes % 4 == 0 else torch.int16
     words = row_bytes // word.itemsize
     block_words = power_of_two(words)
-    _copy_kernel[(_COPY_PROGRAMS + blocks_of(total, _ENTRIES),)](
+    _swap_rows_kernel[(_COPY_PROGRAMS + blocks_of(total, _ENTRIES),)](
         host.view(word), pool.view(word), scratch.tasks, scratch.num_tasks,
         scratch.num_tasks if places is None else places, hot.slot_of, hot.clock, total,
         scratch.tasks.shape[1], first_hot,
@@ -407,6 +418,6 @@ def copy_rows(
     )  # fmt: skip
 
 
-def _share(entries: int, block: int) -> int:
+def _share(entries: int) -> int:
     """Entries of a program that lists rows: whole blocks."""
-    return blocks_of(blocks_of(entries, _PROGRAMS), block) * block
+    return blocks_of(blocks_of(entries, _PROGRAMS), _LISTED) * _LISTED
