@@ -303,7 +303,7 @@ export class PageMap {
       detail.append(text);
     }
     const { before, own, after } = around(this.pages, this.place);
-    const beyond = this.text(this.place).slice(own.length); // of the answer
+    const beyond = this.text(this.place).slice((this.pages.texts[this.place] || "").length); // of the answer
     const answer = this.place === this.source ? this.reads.map((read) => read.token).join("") : "";
     const page = document.createElement("span");
     page.className = this.place === this.source ? "page mattered" : "page";

@@ -27,13 +27,19 @@ export function findSource(pages, reads) {
   return { ...best, text: `${before}${own}${after}`.trim() };
 }
 
-// The text of a page, and a little before and after it if pages are small.
+// The text of a page, and a little before and after it if pages are small. Words that a page's edge cuts belong to
+// the page.
 export function around({ texts, tokens_per_page: size }, page) {
   const more = Math.floor(AROUND / size);
+  const before = texts.slice(Math.max(0, page - more), page).join("");
+  const own = texts[page] || "";
+  const after = texts.slice(page + 1, page + more + 1).join("");
+  const begun = /^[\p{L}\p{N}]/u.test(own) ? before.match(/[\p{L}\p{N}]*$/u)[0] : "";
+  const rest = /[\p{L}\p{N}]$/u.test(own) ? after.match(/^[\p{L}\p{N}]*/u)[0] : "";
   return {
-    before: texts.slice(Math.max(0, page - more), page).join(""),
-    own: texts[page] || "",
-    after: texts.slice(page + 1, page + more + 1).join(""),
+    before: before.slice(0, before.length - begun.length),
+    own: begun + own + rest,
+    after: after.slice(rest.length),
   };
 }
 
