@@ -318,7 +318,9 @@ def test_sparse_attention(name: str, few: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("entries", "ways"), [(1024, 16), (8, 2)])
-@pytest.mark.parametrize("shape", swap_case.SHAPES[:3])
+@pytest.mark.parametrize(
+    "shape", [*swap_case.SHAPES[:2], pytest.param(swap_case.SHAPES[2], marks=pytest.mark.slow)]
+)
 def test_swap_in(
     shape: tuple[int, int, int, int], entries: int, ways: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,6 +330,7 @@ def test_swap_in(
     swap_case.check(*shape, CPU, torch.float32)
 
 
+@pytest.mark.slow
 def test_swap_in_after_a_month() -> None:
     """Ages are set back in the third of six steps, and slots are given up in the same order."""
     swap_case.check(3, 5, 7, 40, CPU, torch.float32, clock=swap_case.LATE - 6)
@@ -337,11 +340,15 @@ def test_swap_in_of_pages_in_several_pieces() -> None:
     swap_case.check_pieces(CPU)
 
 
-@pytest.mark.parametrize("shape", swap_case.STAGED)
+@pytest.mark.parametrize(
+    "shape",
+    [swap_case.STAGED[0], *(pytest.param(s, marks=pytest.mark.slow) for s in swap_case.STAGED[1:])],
+)
 def test_swap_in_for_prompts(shape: tuple[int, int, int]) -> None:
     swap_case.check_stage(*shape, CPU, torch.float32)
 
 
+@pytest.mark.slow
 def test_made_up_selections_drift() -> None:
     shape = SparseShape(
         heads=4, kv_heads=2, head_dim=16, page_size=16, landmark_heads=2, landmark_width=32,
@@ -376,7 +383,9 @@ def test_made_up_selections_drift() -> None:
         assert (state.selected[:, 0].diff(dim=-1) > 0).all()
 
 
-@pytest.mark.parametrize(("parts", "by_lse"), [(1, True), (2, False), (3, True)])
+@pytest.mark.parametrize(
+    ("parts", "by_lse"), [(1, True), (2, False), pytest.param(3, True, marks=pytest.mark.slow)]
+)
 def test_pages_that_come_late(parts: int, by_lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """However few programs share them."""
     monkeypatch.setattr(sparse_decode, "_parts_beside_copies", lambda *_: parts)
@@ -454,6 +463,7 @@ def _keep_each(rank, keep, n, BLOCK: tl.constexpr, K: tl.constexpr):
     tl.store(keep + place, keep_best(value, K).to(tl.int32), mask=column < n)
 
 
+@pytest.mark.slow
 def test_a_whole_engine_on_sparse_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunked prefill, mixed steps, decode across a page's end and a prefix hit, against torch."""
     _use_few_programs(monkeypatch)

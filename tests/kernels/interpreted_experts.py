@@ -83,7 +83,10 @@ def test_tiles_of_several_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     latent_case.check([1, 40, 300, 700], [1, 1, 1, 1], sizes, CPU, torch.float32, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("case", ["hf_qwen3_moe_norm", "hf_deepseek_v3_yarn_groups"])
+@pytest.mark.parametrize(
+    "case",
+    ["hf_qwen3_moe_norm", pytest.param("hf_deepseek_v3_yarn_groups", marks=pytest.mark.slow)],
+)
 def test_a_whole_engine(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunked prefill, a mixed step and decode, against torch."""
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_gib": 0.02}

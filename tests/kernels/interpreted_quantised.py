@@ -97,7 +97,7 @@ def write(kind: str, folder: Path) -> Path:
     return target
 
 
-@pytest.mark.parametrize("kind", ["blocks", "AWQ", "experts"])
+@pytest.mark.parametrize("kind", ["blocks", pytest.param("AWQ", marks=pytest.mark.slow), "experts"])
 def test_a_whole_engine(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through kernels that read what the file has, and in torch from the same weights in float. So
     few rows at a time that inputs are not rounded."""

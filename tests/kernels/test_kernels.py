@@ -13,12 +13,18 @@ import torch
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("half", ["0", "1"])
-def test_kernels_agree_with_their_references_in_the_interpreter(half: str) -> None:
+@pytest.mark.parametrize(
+    ("half", "which"),
+    [
+        *(("0", "not slow"), ("1", "not slow")),
+        *(pytest.param(half, "slow", marks=pytest.mark.slow) for half in "01"),
+    ],
+)
+def test_kernels_agree_with_their_references_in_the_interpreter(half: str, which: str) -> None:
     """Every other test of the files, so that two workers can share them."""
     tests = map(str, sorted(Path(__file__).parent.glob("interpreted*.py")))
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, *tests],
         env={**os.environ, "TRITON_INTERPRET": "1", "EVERY_OTHER_TEST": half},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
