@@ -12,7 +12,6 @@ from cairn.attention.backend import Graph
 from cairn.attention.dsa_backend import DSABackend
 from cairn.attention.dsa_kernels import RowKernels
 from cairn.attention.triton_backend import TritonBackend
-from cairn.engine import graphs
 from cairn.kernels import swap_rows
 from cairn.memory import hot_cache
 from tests.engine.lanes import tier_of
@@ -73,7 +72,6 @@ def test_a_whole_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         alone = llm.generate(tokens_of(14, vocab=64), max_tokens=2, ignore_eos=True)
     monkeypatch.setattr(TritonBackend, "unavailable_reason", staticmethod(lambda _: None))
     monkeypatch.setattr(RowKernels, "refusal", staticmethod(lambda *_: None))
-    monkeypatch.setattr(graphs, "_MIXED_ROWS", ())
     rerun_steps(monkeypatch)
     with tiered(folder, frames=4, hot=2, pages=20, **options) as llm:
         engine, backend = llm.engine, llm.engine.runner.backend
