@@ -259,6 +259,7 @@ def test_a_prompt_of_a_million_tokens_in_three_gib(monkeypatch: pytest.MonkeyPat
     )
     monkeypatch.setattr(memory_plan, "free_memory", lambda _: 64 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100 * GIB, 140 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     choices = resolve(config, spec, torch.bfloat16, torch.device("cpu"))
     cuda = replace(choices.shape, device=torch.device("cuda"))
     plan = plan_memory(replace(choices, kernel_refusal=None, shape=cuda))
