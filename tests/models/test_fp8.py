@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from cairn import LLM
 from cairn.bench.products import random_codes
 from cairn.errors import CairnError, ConfigError
-from cairn.models.fp8 import readable, to_fp8
+from cairn.models.fp8 import fit_fp8, readable, to_fp8
 from cairn.models.layers import Factory, Linear
 from cairn.models.parallel import Alone
 from tests.helpers import TINY_LLAMA, tokens_of, write_model
@@ -158,6 +158,19 @@ def test_shares(span: int | None) -> None:
         share = matrix.narrow(1, begin, count)
         assert torch.equal(share.dense(), dense[:, begin : begin + count])
         assert readable(share)
+
+
+def test_scales_that_fit_change_weights_less() -> None:
+    """No output suffers, none needs more than twice its smallest scale, and zeros stay."""
+    torch.manual_seed(0)
+    dense = torch.randn(200, 320) * torch.rand(200, 1)
+    dense[7] = 0
+    plain, fitted = to_fp8(dense), fit_fp8(dense)
+    errors = [(own.dense() - dense).square().sum(1) for own in (plain, fitted)]
+    assert (errors[1] <= errors[0]).all() and errors[1].sum() < 0.95 * errors[0].sum()
+    assert plain.scale is not None and fitted.scale is not None
+    assert (fitted.scale >= plain.scale).all() and (fitted.scale < 2 * plain.scale).all()
+    assert torch.equal(fitted.dense()[7], dense[7])
 
 
 def test_rounding_is_to_the_nearest_number() -> None:

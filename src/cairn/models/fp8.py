@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from cairn.kernels.interface import E4M3_LARGEST, FEW_FP8_ROWS
 from cairn.models.narrow import Narrow
 
+_FITTED = 8  # scales that are tried for an output
+
 
 def to_fp8(dense: torch.Tensor, span: int | None = None) -> Narrow:
     """The matrix [outputs, columns] rounded to FP8, by default with one scale for each output.
@@ -23,6 +25,22 @@ def to_fp8(dense: torch.Tensor, span: int | None = None) -> Narrow:
     scale = torch.where(most > 0, most / E4M3_LARGEST, 1)
     numbers = (spans / scale[..., None]).clamp(-E4M3_LARGEST, E4M3_LARGEST)
     return Narrow(numbers.flatten(-2)[..., :columns].to(torch.float8_e4m3fn), scale, span)
+
+
+def fit_fp8(dense: torch.Tensor) -> Narrow:
+    """The same with one scale for each output: of eight between the smallest with which the output
+    fits and twice that, the one that changes it least. Rounding depends on where a scale puts
+    weights between powers of two, so a larger scale may be better."""
+    wide = dense.float()
+    best = to_fp8(wide)
+    assert best.scale is not None
+    scale, least = best.scale, (best.dense() - wide).square().sum(-1, keepdim=True)
+    for step in range(1, _FITTED):
+        tried = best.scale * 2 ** (step / _FITTED)
+        rounded = (wide / tried).to(torch.float8_e4m3fn).float() * tried
+        error = (rounded - wide).square().sum(-1, keepdim=True)
+        scale, least = torch.where(error < least, tried, scale), torch.minimum(error, least)
+    return Narrow((wide / scale).to(torch.float8_e4m3fn), scale, best.span)
 
 
 def fp8_product(x: torch.Tensor, matrix: Narrow) -> torch.Tensor:

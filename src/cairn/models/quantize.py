@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from cairn.models.blocks import BLOCK, Codes, Kept
-from cairn.models.fp8 import to_fp8
+from cairn.models.fp8 import fit_fp8
 
 
 def to_int8(dense: torch.Tensor) -> Codes:
@@ -46,7 +46,7 @@ ROUNDINGS: Mapping[str, Rounding] = {
     for rounding in (
         Rounding("int8", to_int8, BLOCK, embeddings=True),
         Rounding("int4", to_int4, BLOCK, embeddings=False),
-        Rounding("fp8", to_fp8, 16, embeddings=False),
+        Rounding("fp8", fit_fp8, 16, embeddings=False),
     )
 }
 
