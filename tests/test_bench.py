@@ -34,7 +34,7 @@ from cairn.cli.main import main
 from cairn.engine.inputs import StepInputs
 from cairn.errors import ConfigError
 from cairn.models.presets import PRESETS
-from tests.helpers import TINY_DSA, TINY_LLAMA, byte_tokenizer, exit_code, write_model
+from tests.helpers import TINY_DSA, TINY_EXPERTS, TINY_LLAMA, byte_tokenizer, exit_code, write_model
 
 
 @pytest.fixture(scope="module")
@@ -455,6 +455,22 @@ def test_experts_beside_transformers(capsys: pytest.CaptureFixture[str]) -> None
     assert "bench products measures CUDA kernels" in capsys.readouterr().err
     assert main(["bench", "moe", "--model", "qwen3-0.6b"]) == 2
     assert "bench moe has qwen3-30b-a3b, moe-toy" in capsys.readouterr().err
+
+
+def test_steps_of_a_model_that_is_quantised(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PRESETS, "tiny", TINY_EXPERTS)
+    given = ["--model", "tiny", "--device", "cpu", "--quantizations", "none,fp8"]
+    sizes = ["--batches", "2,1", "--context", "20", "--steps", "2"]
+    assert main(["bench", "step", *given, *sizes]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert [(row["quantization"], row["rows"]) for row in rows] == [
+        ("none", 1), ("none", 2), ("fp8", 1), ("fp8", 2),
+    ]  # fmt: skip
+    assert all(row["median_ms"] > 0 for row in rows)
+    assert [row["times_as_fast"] for row in rows[:2]] == [1, 1]
+    assert rows[2]["weights_MB"] < rows[0]["weights_MB"]
 
 
 OF_MODULES = {

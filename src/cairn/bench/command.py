@@ -10,6 +10,7 @@ from cairn.bench.load import SYNTAX
 from cairn.bench.tier_options import TierBench
 from cairn.cli_flags import OUTPUT, PLOT, TEXT, Flag, add_command, flag, flags_of, list_flag
 from cairn.config import EngineConfig
+from cairn.models.quantize import ROUNDINGS
 
 # What it measures; requests, input length and output length by default.
 _KINDS = {
@@ -48,7 +49,7 @@ _ATTENTION = (
     flag("backends", None, "Only these.", metavar="A,B"),
     flag("cases", "", "Only cases with this in their name, such as MLA.", metavar="TEXT"),
 )
-_MOE_PARTS = ("layer", "step", "serve")
+_MOE_PARTS = ("layer", "serve")
 _DSA_PARTS = ("layer", "prefill", "step", "tier")
 _DSA = (
     flag("model", "dsv32-slice", "A preset with an index.", metavar="NAME"),
@@ -76,7 +77,21 @@ _MOE = (
     list_flag("parts", ("layer",), "Of the model; all but layer on CUDA.", str, choices=_MOE_PARTS),
     list_flag("rows", (1, 8, 64, 512), "Rows of the layer."),
     flag("baseline", True, "Run transformers too.", action=argparse.BooleanOptionalAction),
-    flag("quantization", "none", "Of step and serve.", choices=("none", "fp8")),
+    flag("quantization", "none", "Of serve.", choices=("none", "fp8")),
+)
+_STEP = (
+    flag("model", "llama-7b", "A preset.", metavar="NAME"),
+    flag("device", "auto", "Where to run."),
+    list_flag(
+        "quantizations",
+        ("none", *ROUNDINGS),
+        "The first is what others are compared to.",
+        str,
+        choices=("none", *ROUNDINGS),
+    ),
+    list_flag("batches", (1, 8, 64), "Numbers of sequences."),
+    flag("context", 1024, "Tokens of each sequence before the first step."),
+    flag("steps", 64, "That are counted, for each number of sequences."),
 )
 _FORMS = ("fp8", "fp8-blocks", "AWQ", "GPTQ", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q8_0", "Q2_K")
 _PRODUCTS = (
@@ -106,6 +121,7 @@ _OTHERS: dict[str, tuple[str, Sequence[Flag], Sequence[Flag]]] = {
     "products": ("products with quantised matrices, on CUDA", _PRODUCTS, ()),
     "profile": ("where the time of a decode step goes, on CUDA", _PROFILE, _ENGINE),
     "replay": ("requests of a recorded trace, at their times", _REPLAY, _ENGINE),
+    "step": ("decode steps of a whole model, quantised and not", _STEP, ()),
     "spec": ("what drafted tokens save, and cost where they are wrong", _SPEC, _ENGINE),
     "tier": ("what KV in host memory buys, and what it costs", flags_of(TierBench), ()),
 }

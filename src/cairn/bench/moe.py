@@ -15,7 +15,7 @@ import torch
 
 from cairn.attention.backend import missing_module
 from cairn.bench.attention import read_bandwidth, time_cuda
-from cairn.bench.engines import Running, first_token, measured, need_cuda, random_prompt
+from cairn.bench.engines import first_token, measured, need_cuda, random_prompt
 from cairn.bench.report import show_rows, tell
 from cairn.engine.resolve import resolve_device, resolve_dtype
 from cairn.errors import ConfigError
@@ -61,8 +61,8 @@ def _run(arguments: argparse.Namespace, preset: Any) -> Rows:
     if "layer" in arguments.parts:
         dtype = resolve_dtype("auto", ConfigReader(preset, arguments.model), device)
         yield from _layer(preset, device, dtype, arguments.rows, arguments.baseline)
-    if "step" in arguments.parts or "serve" in arguments.parts:
-        yield from _engine(arguments, preset, device)
+    if "serve" in arguments.parts:
+        yield from _serve(arguments)
 
 
 def _layer(
@@ -166,10 +166,9 @@ def _router_seconds(rows: int, routing: Routing, device: torch.device) -> float:
     return time_cuda(lambda: route(logits, None, routing, torch.float32))
 
 
-def _engine(arguments: argparse.Namespace, preset: Any, device: torch.device) -> Rows:
-    """The whole model with random weights: decode steps, and requests served together."""
-    bandwidth = read_bandwidth(device)
-    model, parts = arguments.model, arguments.parts
+def _serve(arguments: argparse.Namespace) -> Rows:
+    """Requests served together by the whole model, with random weights."""
+    model = arguments.model
     with measured(
         model=model,
         load_format="dummy",
@@ -179,29 +178,14 @@ def _engine(arguments: argparse.Namespace, preset: Any, device: torch.device) ->
         max_running_requests=_SERVED,
         quantization=arguments.quantization,
     ) as llm:
-        by_module = llm.engine.runner._model.bytes_by_module()
-        every = sum(by_module.values())
-        of_experts = sum(size for name, size in by_module.items() if name.endswith(".mlp.experts"))
-        idle = 1 - preset["num_experts_per_tok"] / preset["num_experts"]
-        floors = {"floor_of_one_ms": every - idle * of_experts, "floor_of_all_ms": every}
-        floor = {name: round(1e3 * nbytes / bandwidth, 3) for name, nbytes in floors.items()}
+        prompts = [random_prompt(llm, _LENGTH, seed) for seed in range(_SERVED)]
+        prefill = first_token(llm, prompts)
+        llm.engine.scheduler.cache.tree.clear()
+        begin = time.perf_counter()
+        llm.generate(prompts, max_tokens=_LENGTH, ignore_eos=True)
+        seconds = time.perf_counter() - begin
+        tokens = _SERVED * _LENGTH
         named = model if arguments.quantization == "none" else f"{model}, {arguments.quantization}"
-        running = Running(llm, _LENGTH, max_tokens=2 * _LENGTH)
-        for batch in (1, 8, _SERVED) if "step" in parts else ():
-            running.grow_to(batch)
-            gaps = running.step_gaps(16, 64)
-            ms = round(1e3 * median(gaps.tolist()), 3)
-            yield {"what": f"decode step of {named}", "rows": batch, "median_ms": ms, **floor}
-        running.end()
-        if "serve" in parts:
-            prompts = [random_prompt(llm, _LENGTH, seed) for seed in range(_SERVED)]
-            llm.engine.scheduler.cache.tree.clear()
-            prefill = first_token(llm, prompts)
-            llm.engine.scheduler.cache.tree.clear()
-            begin = time.perf_counter()
-            llm.generate(prompts, max_tokens=_LENGTH, ignore_eos=True)
-            seconds = time.perf_counter() - begin
-            tokens = _SERVED * _LENGTH
-            what = f"{_SERVED} requests of {_LENGTH} in and out, {named}"
-            rates = {"prefill_tokens/s": tokens / prefill, "output_tokens/s": tokens / seconds}
-            yield {"what": what, **{name: round(rate) for name, rate in rates.items()}}
+        what = f"{_SERVED} requests of {_LENGTH} in and out, {named}"
+        rates = {"prefill_tokens/s": tokens / prefill, "output_tokens/s": tokens / seconds}
+        yield {"what": what, **{name: round(rate) for name, rate in rates.items()}}
