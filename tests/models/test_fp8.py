@@ -15,9 +15,12 @@ from safetensors.torch import load_file, save_file
 from cairn import LLM
 from cairn.bench.products import random_codes
 from cairn.errors import CairnError, ConfigError
+from cairn.models import experts
+from cairn.models.experts import ExpertWeights
 from cairn.models.fp8 import fit_fp8, readable, to_fp8
 from cairn.models.layers import Factory, Linear
 from cairn.models.parallel import Alone
+from cairn.models.quantize import ROUNDINGS
 from tests.helpers import TINY_LLAMA, tokens_of, write_model
 
 CONFIG = {**TINY_LLAMA, "hidden_size": 160, "intermediate_size": 200}
@@ -227,3 +230,23 @@ def test_ranks_keep_their_shares_of_quantised_matrices(kind: str, split: Any) ->
 def test_a_share_that_would_divide_a_scale_is_refused() -> None:
     with pytest.raises(ConfigError, match="shares of 192, and 128 columns have one scale"):
         random_codes("AWQ", 4, 768).narrow(1, 192, 192)
+
+
+def test_experts_are_rounded_several_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For kernels: each as if it were alone."""
+    monkeypatch.setattr(experts, "_MOST_ROUNDED", 2 * 32 * 48)
+    torch.manual_seed(0)
+    factory = Factory(torch.float32, torch.device("cpu"), fused=True)
+    weights = ExpertWeights(48, 16, 5, factory)
+    floats = {"gate_up": torch.randn(5, 32, 48), "down": torch.randn(5, 48, 16)}
+    for name, stack in floats.items():
+        getattr(weights, name).copy_(stack)
+    pairs = list(weights.quantize(ROUNDINGS["fp8"]))
+    assert sum(len(before) for before, _ in pairs) == 5 * (32 + 48) and len(pairs) == 3 + 2
+    for name, stack in floats.items():
+        kept = weights._fp8[name]
+        for expert, matrix in enumerate(stack):
+            alone = fit_fp8(matrix)
+            assert alone.scale is not None and kept.scale is not None
+            assert torch.equal(kept.values[expert].float(), alone.values.float())
+            assert torch.equal(kept.scale[expert], alone.scale)

@@ -26,6 +26,7 @@ from cairn.models.quantize import Rounding
 from cairn.models.spec import DecoderSpec
 from cairn.models.split import share
 
+_MOST_ROUNDED = 2**26  # weights at once
 _MIXED = "experts of one layer must be all FP8, or none of them"
 
 
@@ -292,21 +293,34 @@ class ExpertWeights(Module):
                 "use fp8 or none"
             )
         self._any_float = False
-        floats = self.gate_up, self.down
+        floats = {"gate_up_proj": self.gate_up, "down_proj": self.down}
+        if self._fused:
+            for part, stack in floats.items():
+                yield from self._quantize_stack(part, stack, rounding)
+            return
         pairs = []
         for expert in range(self._own):
-            before = [stack[expert] for stack in floats]
+            before = [stack[expert] for stack in floats.values()]
             after = [rounding.round(matrix) for matrix in before]
             for wide, rounded in zip(before, after, strict=True):
                 yield wide, rounded.dense()
-            if self._fused:
-                for part, rounded in zip(("gate_up_proj", "down_proj"), after, strict=True):
-                    self._keep(expert, part, rounded)
-            else:
-                gate_up, down = (Stack([rounded], self._cpu) for rounded in after)
-                pairs.append((gate_up, down))
-        if pairs:
-            self._keep_all(pairs)
+            gate_up, down = (Stack([rounded], self._cpu) for rounded in after)
+            pairs.append((gate_up, down))
+        self._keep_all(pairs)
+
+    def _quantize_stack(
+        self, part: str, stack: torch.Tensor, rounding: Rounding
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Round several experts at once: on a GPU, launches would take longer than the work."""
+        _, outputs, columns = stack.shape
+        many = max(1, _MOST_ROUNDED // (outputs * columns))
+        for first in range(0, len(stack), many):
+            some = stack[first : first + many]
+            before = some.flatten(0, 1)
+            rounded = rounding.round(before)
+            yield before, rounded.dense()
+            for i in range(len(some)):
+                self._keep(first + i, part, rounded.narrow(0, i * outputs, outputs))
 
     def _keep_all(self, pairs: list[tuple[Stack, Stack]]) -> None:
         self._kept = KeptExperts(pairs, self._cpu)
