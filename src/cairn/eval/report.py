@@ -205,7 +205,7 @@ def _plot_recall(record: dict[str, Any], path: str) -> None:
 
 
 def _plot_policies(record: dict[str, Any], path: str) -> None:
-    """Facts, RULER and perplexity against the share of the KV bytes that is read."""
+    """Facts with their intervals, RULER and perplexity against the share of the KV bytes read."""
     results = record["results"]
     figure, axes = report.need_matplotlib().subplots(1, 3, figsize=(13, 3.8))
     shown = {"facts": "facts found", "ruler": "RULER's score", "ratio": "perplexity / dense"}
@@ -218,7 +218,10 @@ def _plot_policies(record: dict[str, Any], path: str) -> None:
             rows.sort(key=lambda row: float(row["bytes"]))
             across = [100 * row["bytes"] for row in rows]
             up = [float("nan") if row[column] is None else row[column] for row in rows]
-            axis.plot(across, up, marker="o", label=policy)
+            (line,) = axis.plot(across, up, marker="o", label=policy)
+            if column == "facts":
+                ends = [row["low"] for row in rows], [row["high"] for row in rows]
+                axis.vlines(across, *ends, color=line.get_color(), alpha=0.35)
         axis.set_xlabel("% of the KV bytes read")
         axis.set_ylabel(label)
     axes[0].legend(fontsize=8)
