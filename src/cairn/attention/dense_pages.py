@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cairn.attention.backend import AttentionBackend, Graph
+from cairn.attention.backend import AttentionBackend, Graph, Replayable
 from cairn.attention.batch import AttentionBatch, Scoring
 from cairn.memory.kv_pool import KVPool
 
@@ -63,6 +63,9 @@ class DensePages:
 
     def graph_for(self, batch: AttentionBatch, *, mixed: bool) -> Graph | None:
         return None if len(batch.traced_rows) else self._inner.graph_for(batch, mixed=mixed)
+
+    def replayable(self, metadata: Any) -> Replayable | None:
+        return None if self._rows else self._inner.replayable(metadata)
 
     def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> Any:
         self._rows = []
