@@ -37,6 +37,14 @@ def test_many_rows_with_fp8(rows: int, width: int, group: int) -> None:
     )
 
 
+@pytest.mark.parametrize("rows", [63, 64, 65, 1500])
+def test_many_rows_with_fp8_by_torch(rows: int) -> None:
+    """From 64 rows on, where the number of outputs is a multiple of 16."""
+    fp8_case.check_product(
+        rows, 4096, 0, CUDA, torch.bfloat16, adds=True, outputs=1024, tolerance=1e-2
+    )
+
+
 @pytest.mark.parametrize("form", CODE_FORMS)
 @pytest.mark.parametrize(
     ("rows", "before"),

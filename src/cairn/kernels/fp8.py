@@ -17,12 +17,13 @@ from cairn.kernels.activation import silu_and_mul
 from cairn.kernels.interface import E4M3_LARGEST, FEW_FP8_ROWS
 from cairn.kernels.launch import direct
 from cairn.kernels.norm import rms_norm
-from cairn.kernels.pdl import pdl_options
+from cairn.kernels.pdl import is_hopper, pdl_options
 from cairn.kernels.processors import staying
 from cairn.kernels.sizes import blocks_of, power_of_two
 
 _RUN = 16  # columns that a thread loads at once
 _ONE_ROW_OUTPUTS = 4  # of a tile
+_LIBRARY_ROWS = 64  # from here on torch's own product is faster, where there is one
 _SMALL_TILE_ROWS = 512  # most rows for which many-row products have small tiles
 _LARGEST = tl.constexpr(E4M3_LARGEST)
 
@@ -305,6 +306,8 @@ def _many_rows(
 ) -> torch.Tensor:
     rows, (out_features, width) = x.shape[0], weight.shape
     rounded, x_scale = round_rows(x, group)
+    if _has_library(x, out_features) and group == 0:
+        return torch._scaled_mm(rounded, weight.t(), x_scale, scale.t(), out_dtype=x.dtype)
     out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
     block_m = 64 if rows <= _SMALL_TILE_ROWS else 128
     grid = blocks_of(out_features, 128), blocks_of(rows, block_m)
@@ -314,6 +317,12 @@ def _many_rows(
         num_warps=4 if block_m == 64 else 8, num_stages=3, **pdl_options(x),
     )  # fmt: skip
     return out
+
+
+def _has_library(x: torch.Tensor, out_features: int) -> bool:
+    """Whether torch has a product with a scale for each row and each output."""
+    fits = len(x) >= _LIBRARY_ROWS and out_features % 16 == 0
+    return fits and x.dtype == torch.bfloat16 and is_hopper(x.device)
 
 
 def _columns(group: int) -> int:
