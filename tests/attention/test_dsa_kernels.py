@@ -66,10 +66,14 @@ def test_buffers_come_out_of_the_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch)
     assert choices.buffer_bytes == 4 * 2**20  # 1,024 rows of 512 scores
     assert kv_budget(choices) == 51 * 2**20
     explicit = EngineConfig(kv_cache_gib=68 / 1024)
-    with pytest.raises(ConfigError, match=r"and buffers of dsa take 0\.004 GiB beside the KV c"):
+    with pytest.raises(
+        ConfigError, match=r"and buffers of kernels take 0\.004 GiB beside the KV c"
+    ):
         kv_budget(replace(choices, config=explicit))
     free = 18 * 2**20
-    with pytest.raises(ConfigError, match=r"holds no page; .*, and buffers of dsa take 0\.004 GiB"):
+    with pytest.raises(
+        ConfigError, match=r"holds no page; .*, and buffers of kernels take 0\.004 GiB"
+    ):
         size_pools(replace(choices, config=EngineConfig()))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from cairn import LLM
 from cairn.attention.backend import AttentionShape, dense_class, refusal
+from cairn.attention.sgl_kernel_backend import SglKernelBackend
+from cairn.attention.torch_backend import TorchBackend
+from cairn.attention.triton_backend import TritonBackend
+from cairn.attention.widened import widened_bytes
 from cairn.errors import ConfigError, LoadError
 from cairn.kernels.fp8_rows import FP8, page_rows, quantize, rows_and_scales, widen
 from cairn.memory.groups import group_layers
@@ -155,6 +160,34 @@ def test_scales_of_the_checkpoint_are_used_as_powers_of_two(tmp_path: Path) -> N
         LLM(folder, **options)
 
 
+@pytest.mark.parametrize("backend", ["auto", "hsa"])
+def test_a_token_does_not_depend_on_how_its_prompt_is_cut(backend: str, tmp_path: Path) -> None:
+    """Rows of the same chunk are read as they are stored, rounded, like all others."""
+    folder = write_model(tmp_path / "model", TINY_LLAMA)
+    options: dict[str, Any] = {"dtype": "float64", "device": "cpu", "page_size": 16}
+    options |= {"attention_backend": backend, "kv_cache_dtype": "fp8", "disable_radix_cache": True}
+    if backend == "hsa":
+        options |= {"hsa_window": 16, "hsa_topk": 2, "hsa_policy": "mean", "hsa_dense_below": 0}
+    found = []
+    for chunk in (100, 33, 7):
+        with LLM(folder, chunked_prefill_size=chunk, **options) as llm:
+            found.append(llm.logprobs(tokens_of(100)))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=1e-9)
+
+
+def test_memory_has_room_for_widened_pages() -> None:
+    groups = group_layers([None], [CacheLayout.of_heads(8, 128).of_type(FP8)])
+    size = 16, 8, 128, 0.1, 64, torch.bfloat16, torch.device("cpu"), groups
+    row, kinds = 2 * 8 * 128 * 2, [SglKernelBackend, TritonBackend]
+    for longest, rows in ((4096, 512 * 128), (100_000, 2 * 782 * 128), (2**20, 2**19 - 128)):
+        shape = AttentionShape(*size, longest=longest)
+        assert widened_bytes(kinds, shape) == (rows + 128) * row
+        assert widened_bytes([TorchBackend], shape) == 0
+    own = group_layers([None], [CacheLayout.of_heads(8, 128).of_type(torch.bfloat16)])
+    assert widened_bytes(kinds, replace(shape, groups=own)) == 0
+
+
 def test_scales_are_sent_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = group_layers([None], [CacheLayout.of_heads(2, 64).of_type(FP8)])
     pool = KVPool(groups, [2], 16, torch.device("cpu"))
@@ -181,9 +214,9 @@ def test_backends_that_do_not_read_fp8_are_refused(tmp_path: Path) -> None:
     groups = group_layers([None], [CacheLayout.of_heads(2, 64).of_type(FP8)])
     shape = AttentionShape(4, 2, 64, 0.1, 64, torch.bfloat16, torch.device("cpu"), groups)
     assert groups[0].layout.part(KV).dtype == FP8 and refusal("torch", shape) is None
-    for name in ("sgl_kernel", "flashinfer"):
-        why = dense_class(name).unsupported_reason(shape)
-        assert why is not None and "8 bits" in why
+    why = dense_class("flashinfer").unsupported_reason(shape)
+    assert why is not None and "8 bits" in why
+    assert dense_class("sgl_kernel").unsupported_reason(shape) is None
     folder = write_model(tmp_path / "model", TINY_LLAMA)
     with pytest.raises(ConfigError, match="'toy', which does not read a cache of 8 bits"):
         LLM(

@@ -339,11 +339,13 @@ def test_errors_name_buffers_of_kernels() -> None:
     given: dict[str, Any] = {"host": 4000, "swap": SwapBytes(0, 0)}
     assert sizes(budget=4000, buffers=512, **given) == sizes(budget=4000, **given)
     with pytest.raises(
-        ConfigError, match=r"of hot cache, and buffers of hsa take 0\.500 GiB beside .*; raise kv_c"
+        ConfigError,
+        match=r"of hot cache, and buffers of kernels take 0\.500 GiB beside .*; raise kv_c",
     ):
         sizes(budget=1000, buffers=512, **given)
     with pytest.raises(
-        ConfigError, match=r"are free .*, and buffers of hsa take 1024\.000 GiB beside .*; lower it"
+        ConfigError,
+        match=r"are free .*, and buffers of kernels take 1024\.000 GiB beside .*; lower it",
     ):
         sizes(budget=4000, buffers=2**20, **given)
 

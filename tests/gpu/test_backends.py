@@ -8,6 +8,7 @@ import torch
 
 from cairn.attention.backend import AttentionShape, backend_names, dense_class, refusal
 from cairn.attention.batch import to_device
+from cairn.attention.widened import dense_backend
 from cairn.engine.inputs import StepInputs
 from cairn.errors import ConfigError
 from cairn.kernels.fp8_rows import FP8, widen
@@ -68,7 +69,7 @@ def test_backends_agree_with_the_reference(
     inputs = StepInputs.made_up(page_size, new, total, [table] * len(groups))
     step = inputs.send(device, True).batch
     query = torch.randn(int(new.sum()), num_heads, dim, device=device).bfloat16()
-    attention = dense_class(backend)(shape, pool)
+    attention = dense_backend([dense_class(backend)], shape, pool)
     metadata = attention.prepare(step)
     attention.begin(metadata)
     for layer, window in enumerate((None, 100)):

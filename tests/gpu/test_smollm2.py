@@ -21,3 +21,26 @@ def test_greedy_text_in_float32_equals_the_cpu() -> None:
         ) as llm:
             answers.append([r.token_ids for r in llm.generate(PROMPTS, max_tokens=64)])
     assert answers[0] == answers[1]
+
+
+def test_an_fp8_cache_gives_the_same_scores_however_a_prompt_is_cut() -> None:
+    """By backends that widen pages, in recorded and other steps, and by plain torch."""
+    if not pulled_path("smollm2").exists():
+        pytest.skip("the model is not here; cairn pull smollm2 fetches it")
+    prompt = " ".join(PROMPTS * 20)
+    options = {"device": "cuda", "dtype": "bfloat16", "kv_cache_gib": 1, "kv_cache_dtype": "fp8"}
+    found = []
+    for more in (
+        {},
+        {"chunked_prefill_size": 300},
+        {"disable_cuda_graph": True, "chunked_prefill_size": 100},
+        {"attention_backend": "triton"},
+        {"attention_backend": "torch"},
+    ):
+        with LLM("smollm2", quantization="none", **options, **more) as llm:
+            assert llm.tokenizer is not None
+            ids = llm.tokenizer.encode(prompt)[:1000]
+            found.append(llm.logprobs(ids).float().cpu())
+    for other in found[1:]:
+        error = (other - found[0]).square().mean().sqrt() / found[0].std()
+        assert error < 0.02, f"error ratio {error:.1e}"

@@ -39,6 +39,7 @@ from cairn.kernels import (
     swap_in,
     swap_rows,
     top_rows,
+    widen_pages,
 )
 from cairn.kernels.interface import HOT_AGES, MOST_HOT_SLOTS
 
@@ -88,6 +89,10 @@ def main() -> None:
             if not tma:
                 types |= {"pool": FP8, "tiles": FP8}
                 compile_kernel(paged_extend._extend_kernel, types, extend, num_stages=stages)
+        types = {"pool": FP8, "page_table": I32, "ends": I32, "skipped": I32, "out": BF16}
+        types |= {"num_seqs": "i32", "table_stride": "i32", "width": "i32"}
+        widened = {"PARTS": 16, "DIM": 128, "PAGE_SIZE": page_size, "RATIO": 2, "BLOCK": 256}
+        compile_kernel(widen_pages._widen_kernel, types, widened)
     for dim, page_size, landmark_heads, pooling in (
         (128, 64, 16, 0),
         (64, 64, 16, 0),

@@ -66,6 +66,10 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**SELECTING, "hsa_policy": "mean", "hsa_selection_strategy": "group"},
     ),
     "fp8": ({**TINY_LLAMA, **LARGE}, {**SELECTING, "kv_cache_dtype": "fp8"}),
+    "fp8-windows": (
+        {**TINY_OLMO3, **LARGE},
+        {"attention_backend": "triton", "page_size": PAGE, "kv_cache_dtype": "fp8"},
+    ),
     "torch": ({**TINY_LLAMA, **LARGE}, {"attention_backend": "torch", "page_size": PAGE}),
     "experts": ({**TINY_EXPERTS, **LARGE}, {"attention_backend": "triton", "page_size": PAGE}),
     "latents": ({**TINY_LATENT, **LARGE}, {"attention_backend": "triton", "page_size": PAGE}),
@@ -76,6 +80,7 @@ OWN_KERNELS = {
     "experts": "experts:_product_kernel",
     "latents": "latent:_latent_decode_kernel",
     "index": "row_attention:_row_attention_kernel",
+    "fp8-windows": "widen_pages:_widen_kernel",
 }
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -189,7 +194,8 @@ def test_lengths_need_no_other_forms(name: str, tmp_path: Path) -> None:
         runner = llm.engine.runner
         assert most_pages(runner) > 9000
         known = rehearsed(runner)
-        found = forms_of(runner, some_batches(runner, 40))
+        long = (most_pages(runner) * (PAGE - 1) - 10, 5)
+        found = forms_of(runner, [*some_batches(runner, 40), [long] * SEQS])
     assert OWN_KERNELS.get(name, "rope_kv:_rope_kv_kernel") in {
         name.removeprefix("cairn.kernels.") for name, _ in found
     }

@@ -196,6 +196,8 @@ class DenseBackend(Backend):
     """Parts of the cache that it needs in every layer."""
     reads_latents: ClassVar[bool] = False
     """It also serves layers that keep latent rows instead of these parts."""
+    reads_widened: ClassVar[bool] = False
+    """With keys and values of 8 bits, it reads pages that were widened (`attention/widened.py`)."""
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
         self._shape = shape
@@ -218,7 +220,7 @@ class DenseBackend(Backend):
         if not latent and cls.head_dims is not None and shape.head_dim not in cls.head_dims:
             sizes = ", ".join(map(str, cls.head_dims))
             return f"heads have size {shape.head_dim}; it has {sizes}"
-        if shape.cache_dtype == FP8 and not cls.reads_fp8:
+        if shape.cache_dtype == FP8 and not (cls.reads_fp8 or cls.reads_widened):
             return "it does not read a cache of 8 bits (kv_cache_dtype)"
         if shape.hides_landmark_rows and not cls.hides_rows:
             return "the model hides landmark rows from its window layers, and it cannot"

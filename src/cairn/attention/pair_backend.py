@@ -29,6 +29,7 @@ class PairBackend:
     def __init__(self, prefill: DenseBackend, decode: DenseBackend) -> None:
         self._prefill = prefill
         self._decode = decode
+        self.notes = (*prefill.notes, *decode.notes)
         own = ((decode, False), (prefill, True))
         self.graphs = [g for kind, mixed in own for g in kind.graphs if g.mixed == mixed]
 

@@ -51,6 +51,7 @@ class _Metadata:
 class SglKernelBackend(DenseBackend):
     name = "sgl_kernel"
     head_dims = (64, 96, 128, 192, 256)
+    reads_widened = True
     graphs = DENSE_GRAPHS
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:

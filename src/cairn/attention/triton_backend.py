@@ -238,6 +238,7 @@ class TritonBackend(DenseBackend):
     hides_rows = True
     reads_latents = True
     reads_fp8 = True
+    reads_widened = True
     graphs: Collection[Graph] = DENSE_GRAPHS
 
     def __init__(self, shape: AttentionShape, pool: KVPool) -> None:
@@ -269,7 +270,14 @@ class TritonBackend(DenseBackend):
                 )
         return super().unsupported_reason(shape)
 
-    def prepare(self, batch: AttentionBatch, groups: Collection[int] | None = None) -> _Metadata:
+    def prepare(
+        self,
+        batch: AttentionBatch,
+        groups: Collection[int] | None = None,
+        *,
+        chunks: np.ndarray | None = None,
+    ) -> _Metadata:
+        """`chunks` [n] are the sequences with several rows to compute; None for all of them."""
         from cairn.kernels.paged_extend import ExtendBlocks
 
         lens = batch.device_kv_lens
@@ -284,12 +292,15 @@ class TritonBackend(DenseBackend):
             query_lens = batch.device_cu_query.diff()
             single = query_lens == 1
             rows, lens = batch.device_cu_query[:-1], torch.where(single, lens, 0)
-            new = query_lens.masked_fill(single, 0)
-            blocks = ExtendBlocks.on_device(new, batch.num_rows, self._kernels.rows_per_block)
+            if chunks is None:
+                new = query_lens.masked_fill(single, 0)
+                blocks = ExtendBlocks.on_device(new, batch.num_rows, self._kernels.rows_per_block)
         else:
-            chunks = np.flatnonzero(batch.query_lens > 1)
-            size = self._kernels.rows_per_block
-            blocks = ExtendBlocks.of(batch.query_lens, chunks, batch.device, size)
+            if chunks is None:
+                chunks = np.flatnonzero(batch.query_lens > 1)
+            if len(chunks):
+                size = self._kernels.rows_per_block
+                blocks = ExtendBlocks.of(batch.query_lens, chunks, batch.device, size)
             decoding = np.flatnonzero(batch.query_lens == 1)
             if len(decoding):
                 index = to_device(decoding, batch.device)
@@ -304,11 +315,19 @@ class TritonBackend(DenseBackend):
             for g in metadata.groups:
                 self._kernels.plan(g, metadata)
 
-    def attend(self, layer: int, query: torch.Tensor, metadata: _Metadata) -> torch.Tensor:
-        width = self._shape.value_dim or query.shape[2]
-        # Where sequences have few rows, padding rows belong to none, and nobody writes them.
-        make = torch.zeros if metadata.batch.few else torch.empty
-        out = make(*query.shape[:2], width, dtype=query.dtype, device=query.device)
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        metadata: _Metadata,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """With `out`, only the rows of `metadata` are written."""
+        if out is None:
+            width = self._shape.value_dim or query.shape[2]
+            # Where sequences have few rows, padding rows belong to none, and nobody writes them.
+            make = torch.zeros if metadata.batch.few else torch.empty
+            out = make(*query.shape[:2], width, dtype=query.dtype, device=query.device)
         if metadata.decode_rows is not None:
             self._kernels.decode(layer, query, metadata, out)
         if metadata.blocks is not None:

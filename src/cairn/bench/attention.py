@@ -14,6 +14,7 @@ import torch
 
 from cairn.attention.backend import AttentionShape, backend_names, dense_class, refusal
 from cairn.attention.latent import LatentHeads
+from cairn.attention.widened import dense_backend
 from cairn.bench.engines import need_cuda
 from cairn.bench.report import show_rows, tell
 from cairn.engine.inputs import StepInputs
@@ -128,7 +129,14 @@ def measure(case: Case, backend: str, device: torch.device) -> float | str:
     dtype = torch.bfloat16
     dims = case.num_heads, case.kv_heads, case.head_dim, case.head_dim**-0.5
     shape = AttentionShape(
-        *dims, PAGE_SIZE, dtype, device, groups, case.seqs, value_dim=case.latent
+        *dims,
+        PAGE_SIZE,
+        dtype,
+        device,
+        groups,
+        case.seqs,
+        longest=case.length,
+        value_dim=case.latent,
     )
     reason = refusal(backend, shape)
     if reason is not None:
@@ -145,7 +153,7 @@ def measure(case: Case, backend: str, device: torch.device) -> float | str:
     new = np.full(case.seqs, case.new_rows)
     total = np.full(case.seqs, case.length)
     batch = StepInputs.made_up(PAGE_SIZE, new, total, [table]).send(device, True).batch
-    attention = dense_class(backend)(shape, pool)
+    attention = dense_backend([dense_class(backend)], shape, pool)
     metadata = attention.prepare(batch)
     attention.begin(metadata)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from cairn.attention.backend import AttentionBackend, SparseParts, missing_module
-from cairn.attention.pair_backend import PairBackend
+from cairn.attention.widened import WidePool, dense_backend
 from cairn.config import EngineConfig
 from cairn.engine.engine import Engine
 from cairn.engine.graphs import most_decode_rows
@@ -224,15 +224,16 @@ def build_runner(
     # apply it: dense attention reads the missing pages from the stage.
     unbounded = (g if g.copy_of is None else replace(g, window=None) for g in groups)
     dense_shape = replace(shape, groups=tuple(unbounded))
-    backends = [dense(dense_shape, pool) for dense in choices.dense]
-    notes += [note for dense in backends for note in dense.notes]
-    backend: AttentionBackend = backends[0] if len(backends) == 1 else PairBackend(*backends)
+    wide_pool = WidePool(dense_shape)
+    dense = dense_backend(choices.dense, dense_shape, pool, wide_pool)
+    notes.extend(dense.notes)
+    backend: AttentionBackend = dense
     tier = in_stage = landmarks = None
     if sparse is not None and choices.attention.backend is not None:
         if choices.hisparse is not None:
             tier = _build_tier(choices, memory, pool, max_seqs)
             if tier.stage is not None:
-                in_stage = choices.dense[0](dense_shape, tier.stage)
+                in_stage = dense_backend(choices.dense[:1], dense_shape, tier.stage, wide_pool)
         if choices.landmarks is not None:
             num_pages = memory.num_pages[choices.page_group]
             landmarks = LandmarkPool(choices.landmarks, num_pages, device)
@@ -242,7 +243,7 @@ def build_runner(
                 pool=pool,
                 config=sparse,
                 max_pages=memory.max_pages,
-                dense=backend,
+                dense=dense,
                 landmarks=landmarks,
                 tier=tier,
                 in_stage=in_stage,

@@ -160,9 +160,8 @@ def _beside(choices: EngineChoices) -> str:
     """What errors about memory say of buffers of kernels."""
     if not choices.buffer_bytes:
         return ""
-    assert choices.attention.backend is not None
-    name = choices.attention.backend.name
-    return f", and buffers of {name} take {choices.buffer_bytes / _GIB:.3f} GiB beside the KV cache"
+    size = f"{choices.buffer_bytes / _GIB:.3f} GiB"
+    return f", and buffers of kernels take {size} beside the KV cache"
 
 
 def free_memory(device: torch.device) -> int:

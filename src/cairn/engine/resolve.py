@@ -21,6 +21,7 @@ from cairn.attention.backend import (
     missing_module,
     resolve_backends,
 )
+from cairn.attention.widened import widened_bytes
 from cairn.config import EngineConfig
 from cairn.engine.attention_options import AttentionPlan, plan_attention
 from cairn.engine.drafters.drafter import Drafter, drafter_class
@@ -83,11 +84,11 @@ class EngineChoices:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes that kernels of sparse attention keep on the device beside the KV cache."""
-        backend = self.attention.backend
+        """Bytes that attention keeps on the device beside the KV cache."""
+        backend, widened = self.attention.backend, widened_bytes(self.dense, self.shape)
         if backend is None or self.kernel_refusal is not None:
-            return 0
-        return backend.buffer_bytes(self.shape)
+            return widened
+        return widened + backend.buffer_bytes(self.shape)
 
     @property
     def groups(self) -> tuple[LayerGroup, ...]:

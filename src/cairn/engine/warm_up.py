@@ -98,6 +98,9 @@ def rehearsals(
     for count in rungs.rows:
         if 1 < count <= min(longest, max(chunk, *rungs.seqs)):
             yield Rehearsal([count], [0], prompt=True)
+    # More than the widened pages of a cache of 8 bits have room for.
+    seqs = max(rungs.seqs)
+    yield Rehearsal([2] * seqs, [longest - 2] * seqs, prompt=True)
     most = min(chunk, longest)
     yield Rehearsal([most], [longest - most], prompt=True)
     for rows in {min(rows, most) for rows in (1024, 2048, 4096, chunk)}:

@@ -10,7 +10,7 @@ import torch
 from cairn.attention.attend import Attend
 from cairn.attention.backend import Graph, SparseParts, dense_class, resolve_backends
 from cairn.attention.hsa.backend import HSABackend
-from cairn.attention.pair_backend import PairBackend
+from cairn.attention.widened import dense_backend
 from cairn.engine.attention_options import AttentionPlan
 from cairn.engine.resolve import attention_shape, landmark_shape
 from cairn.errors import ConfigError
@@ -70,14 +70,13 @@ class SparseAttention:
         kinds = [dense_class("triton")]
         if not interpreted:
             kinds, _ = resolve_backends(plan.dense, shape)
-        backends = [kind(shape, pool) for kind in kinds]
         self.kernel_refusal = HSABackend.kernel_refusal(plan.sparse, shape)
         parts = SparseParts(
             shape=shape,
             pool=pool,
             config=plan.sparse,
             max_pages=self._max_pages,
-            dense=backends[0] if len(backends) == 1 else PairBackend(*backends),
+            dense=dense_backend(kinds, shape, pool),
             landmarks=self.landmarks,
         )
         self._hsa = HSABackend(parts, kernels=True if interpreted else None)
