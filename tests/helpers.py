@@ -131,6 +131,11 @@ def write_model(folder: Path, config: dict[str, Any], seed: int = 0, impl: str =
     return folder
 
 
+def fill_with_nan(tensor: torch.Tensor) -> None:
+    """Fill a tensor of any type. Rows of int8 have no NaN, but their scales become NaN."""
+    tensor.view(torch.uint8).fill_(0xFF)
+
+
 def poison_free_memory(
     engine: Engine, when: Callable[[Callable[[], None]], object] = lambda poison: poison()
 ) -> None:
@@ -147,16 +152,16 @@ def poison_free_memory(
         sparse_group = engine.runner.tier.page_group
         by_page_id += engine.runner.tier._host.tensors()
     for tensor in (*pool.tensors(), *by_page_id):
-        tensor.fill_(float("nan"))
+        fill_with_nan(tensor)
     for g, allocator in enumerate(cache.allocators):
         random.Random(g).shuffle(allocator._free)  # pages lie anywhere
 
         def poison(page: int, group: int) -> None:
             for tensor in pool._by_group[group]:
-                tensor[page] = float("nan")
+                fill_with_nan(tensor[page])
             if group == sparse_group:
                 for tensor in by_page_id:
-                    tensor[page] = float("nan")
+                    fill_with_nan(tensor[page])
 
         def freed(page: int, group: int = g) -> None:
             when(partial(poison, page, group))

@@ -124,10 +124,11 @@ class EngineConfig:
     )
     kv_cache_dtype: str = option(
         "auto",
-        "Type of cached keys and values: auto is that of the weights; fp8 is e4m3 with one scale "
-        "per row and kv head.",
+        "Type of cached keys and values: auto is that of the weights; fp8 (e4m3) and int8 have "
+        "one scale per row and kv head. int8 is more precise.",
         "auto",
         "fp8",
+        "int8",
     )
     quantization: str = option(
         "auto",

@@ -56,6 +56,20 @@ def test_a_row_is_rounded_to_three_bits_and_widened_exactly() -> None:
     assert torch.equal(again.double() * same[:, None].double(), widened)
 
 
+def test_a_row_is_rounded_to_int8() -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(200, 64) * torch.exp(4 * torch.randn(200, 1))
+    rows[0], rows[1], rows[2], rows[3] = 0.0, 127.0, -127.4, 2.5
+    stored, scales = quantize(rows, dtype=torch.int8)
+    assert stored.dtype == torch.int8 and scales[:3].tolist() == [2.0**-40, 1.0, 2.0]
+    assert scales[3] == 2.5 / 80 and (stored[3] == 80).all()
+    most = rows.abs().amax(-1, keepdim=True).clamp(min=1e-9)
+    assert (scales.log2() % 1 == 0).all() and (scales[4:, None] < 2 * most[4:] / 127).all()
+    widened = stored.double() * scales[:, None].double()
+    assert ((widened - rows).abs() <= scales[:, None] / 2).all()
+    assert torch.equal((stored.bfloat16() * scales[:, None].bfloat16()).double(), widened)
+
+
 def test_a_row_does_not_depend_on_other_rows_or_heads() -> None:
     torch.manual_seed(0)
     rows = torch.randn(5, 4, 16)
@@ -96,6 +110,18 @@ HILS = sorted(p.parent.name for p in GOLDENS.glob("[!h]*/layer_intermediates.saf
 ERROR = 0.15
 """Root mean square error of log-probabilities, relative to their standard deviation. The models are
 random and tiny, so they are much more sensitive than trained ones."""
+
+
+@pytest.mark.parametrize("case", HF)
+def test_goldens_with_an_int8_cache(case: str) -> None:
+    golden = load_file(GOLDENS / case / "golden.safetensors")
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_cache_gib": 0.05}
+    with LLM(GOLDENS / case, kv_cache_dtype="int8", page_size=16, **options) as llm:
+        poison_free_memory(llm.engine)
+        found = llm.logprobs(golden["input_ids_a"].tolist())
+    expected = golden["logits_a"][:, : found.shape[1]].log_softmax(-1)
+    error = (found - expected).square().mean().sqrt() / expected.std(-1).mean()
+    assert 0 < error < 0.08
 
 
 @pytest.mark.parametrize("case", [*HF, *HILS])

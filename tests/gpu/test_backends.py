@@ -33,7 +33,7 @@ HEADS = [(16, 8, 128), (16, 2, 64), (4, 4, 128)]
 @pytest.mark.parametrize("page_size", [16, 64, 512])
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("backend", backend_names())
-@pytest.mark.parametrize("cache", [torch.bfloat16, FP8], ids=str)
+@pytest.mark.parametrize("cache", [torch.bfloat16, FP8, torch.int8], ids=str)
 def test_backends_agree_with_the_reference(
     backend: str, batch: str, page_size: int, heads: tuple[int, int, int], cache: torch.dtype
 ) -> None:
@@ -45,7 +45,8 @@ def test_backends_agree_with_the_reference(
     groups = group_layers([None, 100], [layout] * 2)
     new, total = (np.array(values) for values in zip(*lengths, strict=True))
     shape = AttentionShape(
-        num_heads, kv_heads, dim, dim**-0.5, page_size, torch.bfloat16, device, groups, len(new)
+        *(num_heads, kv_heads, dim, dim**-0.5, page_size, torch.bfloat16, device, groups, len(new)),
+        longest=int(total.max()),
     )
     reason = refusal(backend, shape)
     if reason is not None:

@@ -60,7 +60,7 @@ LARGE: dict[str, Case] = {
 
 
 SOME = """decode chunks mixed no-groups landmark-key quest mean-by-sum mean-by-best hils-by-lse
-dense-below own-policy-decode many-pages seven-heads fp8 fp8-quest-decode fp8-mean""".split()
+dense-below own-policy-decode many-pages seven-heads fp8 fp8-quest-decode fp8-mean int8""".split()
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ from cairn.kernels import (
 )
 from cairn.kernels.interface import HOT_AGES, MOST_HOT_SLOTS
 
-BF16, FP32, I32, I64, FP8 = "*bf16", "*fp32", "*i32", "*i64", "*fp8e4nv"
+BF16, FP32, I32, I64, FP8, I8 = "*bf16", "*fp32", "*i32", "*i64", "*fp8e4nv", "*i8"
 ATTENTION = {"query": BF16, "pool": BF16, "page_table": I32, "kv_lens": I32, "out": BF16}
 ATTENTION |= {"lse_out": FP32, "scale": "fp32", "query_stride": "i32", "table_stride": "i32"}
 SHARED_MEMORY = 232448  # bytes a program can have
@@ -74,7 +74,7 @@ def main() -> None:
         splits |= {"partial": FP32, "partial_lse": FP32, "arrivals": I32, "group_arrivals": I32}
         block_n = 16 if page_size == 16 else 64
         types = {**ATTENTION, **splits}
-        for rows, pool in ((1, BF16), (5, BF16), (1, FP8), (5, FP8)):
+        for rows, pool in ((1, BF16), (5, BF16), (1, FP8), (5, FP8), (1, I8)):
             decode = {**shape, "ROWS": rows, "BLOCK_N": block_n}
             own = {**types, "pool": pool}
             compile_kernel(paged_decode._decode_kernel, own, decode, num_stages=5)
@@ -133,7 +133,8 @@ def main() -> None:
     for scoring in (False, True):
         constants |= {"SCORING": scoring, "ADD_QUERY": scoring, "ROWS": 4 if scoring else 1}
         compile_kernel(rope_kv._rope_kv_kernel, types, constants)
-        compile_kernel(rope_kv._rope_kv_kernel, {**types, "pool": FP8}, constants)
+        for pool in (FP8, I8):
+            compile_kernel(rope_kv._rope_kv_kernel, {**types, "pool": pool}, constants)
     types = {"logits": BF16, "temperatures": FP32, "best": FP32, "best_token": I32, "sums": FP32}
     types |= {"stride": "i32"}
     constants = {"VOCAB": 151936, "BLOCKS": 38, "BLOCK": 4096}

@@ -27,10 +27,10 @@ HEADS, KV_HEADS, DIM = 2, 1, 24
 
 
 def scattered(
-    lengths: list[int], page_size: int, windows: list[int | None]
+    lengths: list[int], page_size: int, windows: list[int | None], dtype: torch.dtype = FP8
 ) -> tuple[KVPool, np.ndarray]:
     """A pool with rows of many sizes in scattered pages, and a page table."""
-    layout = CacheLayout.of_heads(KV_HEADS, DIM, FP8)
+    layout = CacheLayout.of_heads(KV_HEADS, DIM, dtype)
     groups = group_layers(windows, [layout] * len(windows))
     counts = [-(-length // page_size) for length in lengths]
     pool = KVPool(groups, [sum(counts) + 2] * len(groups), page_size, CPU)
@@ -46,13 +46,17 @@ def scattered(
     return pool, table
 
 
-@pytest.mark.parametrize("page_size", [16, 48, 128])
-@pytest.mark.parametrize("window", [None, 100])
-def test_pages_are_widened_into_tiles(page_size: int, window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("page_size", "window", "cache"),
+    [(16, None, FP8), (16, 100, torch.int8), (48, 100, FP8), (128, None, FP8)],
+)
+def test_pages_are_widened_into_tiles(
+    page_size: int, window: int | None, cache: torch.dtype
+) -> None:
     torch.manual_seed(0)
     lengths, new = [5, 400, 700, 129], [1, 7, 300, 129]
     is_wide = [False, True, True, True]
-    pool, table = scattered(lengths, page_size, [None])
+    pool, table = scattered(lengths, page_size, [None], cache)
     tile = 128 if 128 % page_size == 0 else page_size
     kv_lens, query_lens = (torch.tensor(own, dtype=torch.int32) for own in (lengths, new))
     most = -(-table.shape[1] * page_size // tile)

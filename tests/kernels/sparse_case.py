@@ -24,8 +24,7 @@ from cairn.sparsity.policy import Landmark, Policy, PolicyShape
 from cairn.sparsity.quest import QuestPolicy
 from cairn.sparsity.registry import make_policy
 from cairn.sparsity.selection import Selection
-
-NAN = float("nan")
+from tests.helpers import fill_with_nan
 
 
 class MaxKey(Policy):
@@ -110,7 +109,7 @@ def run(case: Case, device: torch.device, *, kernels: bool, seed: int = 0) -> Re
     )
     landmarks = LandmarkPool(landmark_shape, pages, device)
     for tensor in (pool.part(0), *landmarks.vectors.values(), *landmarks.biases.values()):
-        tensor.fill_(NAN)
+        fill_with_nan(tensor)
     order = 1 + np.random.default_rng(seed).permutation(pages)
     table = np.zeros((len(new), int(counts.max())), dtype=np.int32)
     past = total - new
@@ -121,8 +120,8 @@ def run(case: Case, device: torch.device, *, kernels: bool, seed: int = 0) -> Re
         for i in range(count):
             held = rows[:, i * case.page_size : (i + 1) * case.page_size].to(device)
             # The reference multiplies what it masks; the kernels do not touch it.
-            beyond = NAN if kernels and not config.reads_densely else 0
-            pool.part(0)[int(table[s, i])] = beyond
+            page = pool.part(0)[int(table[s, i])].view(torch.uint8)
+            page.fill_(0xFF if kernels and not config.reads_densely else 0)  # NaN or 0
             offsets = torch.arange(held.shape[1], device=device)
             places = torch.full_like(offsets, int(table[s, i]))
             pool.write(0, places, offsets, held.transpose(0, 1))
@@ -209,4 +208,5 @@ CASES: dict[str, Case] = {
     "fp8-half": Case(*DECODE, cache=FP8, dtype=torch.float16),
     "fp8-landmark-key": Case([1, 1], [160, 64], policy="landmark-key", cache=FP8),
     "fp8-mean": Case([1, 20], [704, 400], policy="mean", page_size=64, topk=2, cache=FP8),
+    "int8": Case([1, 40, 1], [48, 140, 300], cache=torch.int8),
 }

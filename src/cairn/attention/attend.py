@@ -8,7 +8,7 @@ from cairn.attention.backend import AttentionBackend, Replayable, SparseBackend
 from cairn.attention.batch import AttentionBatch, IndexQuery, Scoring
 from cairn.attention.latent import LatentHeads
 from cairn.kernels.cpu import CpuKernels
-from cairn.kernels.fp8_rows import FP8
+from cairn.kernels.fp8_rows import is_narrow
 from cairn.kernels.interface import ScoringHeads
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import INDEX
@@ -62,7 +62,7 @@ class Attend:
         `scoring` they are the same tensor.
         """
         pool, places = self._pool.part(layer), self._places(layer)
-        if cpu is not None and pool.dtype != FP8:
+        if cpu is not None and not is_narrow(pool.dtype):
             query = cpu.rotate_and_store(qkv, heads, cos_sin, norm, pool, *places)
             return query, query
         if cpu is not None:  # the kernel stores float32: let every row be a page

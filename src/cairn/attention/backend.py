@@ -18,7 +18,7 @@ from cairn.attention.batch import AttentionBatch, GraphKind, IndexQuery, Scoring
 from cairn.attention.latent import LatentHeads
 from cairn.errors import ConfigError
 from cairn.kernels.cpu import CpuKernels
-from cairn.kernels.fp8_rows import FP8
+from cairn.kernels.fp8_rows import is_narrow
 from cairn.memory.groups import LayerGroup
 from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.memory.kv_pool import KVPool
@@ -59,9 +59,9 @@ class AttentionShape:
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """The type of cached keys and values; that of queries, or FP8."""
-        kept = {part.dtype for group in self.groups for part in group.layout.parts}
-        return FP8 if FP8 in kept else self.dtype
+        """The type of cached keys and values; that of queries, or one of 8 bits."""
+        kept = {part.known_dtype for group in self.groups for part in group.layout.parts}
+        return next(filter(is_narrow, kept), self.dtype)
 
 
 class Graph(NamedTuple):
@@ -146,7 +146,7 @@ class Backend:
 
     name: ClassVar[str]
     graphs: Collection[Graph] = ()
-    reads_fp8: ClassVar[bool] = False
+    reads_8_bits: ClassVar[bool] = False
     """It reads keys and values of 8 bits (`kernels/fp8_rows.py`)."""
     notes: tuple[str, ...] = ()
     """Messages for the user about how it runs."""
@@ -220,7 +220,7 @@ class DenseBackend(Backend):
         if not latent and cls.head_dims is not None and shape.head_dim not in cls.head_dims:
             sizes = ", ".join(map(str, cls.head_dims))
             return f"heads have size {shape.head_dim}; it has {sizes}"
-        if shape.cache_dtype == FP8 and not (cls.reads_fp8 or cls.reads_widened):
+        if is_narrow(shape.cache_dtype) and not (cls.reads_8_bits or cls.reads_widened):
             return "it does not read a cache of 8 bits (kv_cache_dtype)"
         if shape.hides_landmark_rows and not cls.hides_rows:
             return "the model hides landmark rows from its window layers, and it cannot"

@@ -95,7 +95,7 @@ class TorchBackend(DenseBackend):
     hides_rows = True
     serves_mixed_layers = True
     reads_latents = True
-    reads_fp8 = True
+    reads_8_bits = True
 
     # -- once per step ------------------------------------------------------------------------
 

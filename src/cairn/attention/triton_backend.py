@@ -237,7 +237,7 @@ class TritonBackend(DenseBackend):
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     hides_rows = True
     reads_latents = True
-    reads_fp8 = True
+    reads_8_bits = True
     reads_widened = True
     graphs: Collection[Graph] = DENSE_GRAPHS
 

@@ -18,7 +18,7 @@ from cairn.attention.backend import AttentionShape, DenseBackend, Graph
 from cairn.attention.batch import AttentionBatch, to_device
 from cairn.attention.pair_backend import PairBackend
 from cairn.attention.triton_backend import TritonBackend
-from cairn.kernels.fp8_rows import FP8
+from cairn.kernels.fp8_rows import is_narrow
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import KV, CacheLayout
 
@@ -48,7 +48,7 @@ def dense_backend(
 
 
 def _widens(kind: type[DenseBackend], shape: AttentionShape) -> bool:
-    return shape.cache_dtype == FP8 and kind.reads_widened
+    return is_narrow(shape.cache_dtype) and kind.reads_widened
 
 
 def widened_bytes(kinds: Sequence[type[DenseBackend]], shape: AttentionShape) -> int:

@@ -18,7 +18,7 @@ from cairn.attention.widened import dense_backend
 from cairn.bench.engines import need_cuda
 from cairn.bench.report import show_rows, tell
 from cairn.engine.inputs import StepInputs
-from cairn.kernels.fp8_rows import FP8, rows_and_scales
+from cairn.kernels.fp8_rows import CACHE_TYPES, is_narrow, rows_and_scales
 from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import CacheLayout
@@ -72,7 +72,11 @@ _HEADS = (
 )
 CASES = (
     *_HEADS,
-    *(replace(case, name=f"{case.name}, fp8", dtype=FP8) for case in _HEADS),
+    *(
+        replace(case, name=f"{case.name}, {name}", dtype=dtype)
+        for name, dtype in CACHE_TYPES.items()
+        for case in _HEADS
+    ),
     *(
         Case(f"MLA decode {seqs} x {length // 1024}K, 128x576", 128, 1, 576, 1, length, seqs, 512)
         for length in (8192, 65536)
@@ -145,7 +149,7 @@ def measure(case: Case, backend: str, device: torch.device) -> float | str:
     pages = case.seqs * per_seq
     pool = KVPool(groups, [pages], PAGE_SIZE, device)
     for tensor in pool.tensors():
-        rows, scales = rows_and_scales(tensor) if tensor.dtype == FP8 else (tensor, tensor)
+        rows, scales = rows_and_scales(tensor) if is_narrow(tensor.dtype) else (tensor, tensor)
         scales.fill_(1.0)
         rows.copy_(torch.randn(rows.shape, dtype=dtype, device=device))
     order = 1 + np.random.default_rng(0).permutation(pages)

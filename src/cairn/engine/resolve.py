@@ -35,7 +35,7 @@ from cairn.engine.hisparse_options import (
 from cairn.engine.quantization import FP8_CAPABILITY
 from cairn.engine.scheduler import Limits
 from cairn.errors import ConfigError
-from cairn.kernels.fp8_rows import FP8
+from cairn.kernels.fp8_rows import CACHE_TYPES
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.groups import LayerGroup
 from cairn.memory.landmarks import LandmarkShape
@@ -243,27 +243,29 @@ def _cache_dtype(
     device: torch.device,
 ) -> torch.dtype:
     """The type of the cached data; `dtype` is the type of the weights."""
-    if config.kv_cache_dtype == "auto":
+    name = config.kv_cache_dtype
+    if name == "auto":
         return dtype
     for part in {part for layer in spec.layers for part in layer.layout.parts}:
         if part.name != KV or part.shape[-1] % 8:
             what = f"{part.name} of {part.shape[-1]} columns"
             raise ConfigError(
-                f"kv_cache_dtype is 'fp8', and layers of {spec.architecture} keep {what}; it has "
-                "keys and values of heads whose size is a multiple of 8: use auto"
+                f"kv_cache_dtype is {name!r}, and layers of {spec.architecture} keep {what}; it "
+                "has keys and values of heads whose size is a multiple of 8: use auto"
             )
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+    if name == "fp8" and device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
+        if (major, minor) < FP8_CAPABILITY:
+            raise ConfigError(
+                "kv_cache_dtype is 'fp8', which needs compute capability 8.9; this GPU has "
+                f"{major}.{minor}: use int8 or auto"
+            )
+    if attention.backend is not None and not attention.backend.reads_8_bits:
         raise ConfigError(
-            f"kv_cache_dtype is 'fp8', which needs compute capability 8.9; this GPU has {major}."
-            f"{minor}: use auto"
+            f"kv_cache_dtype is {name!r} and attention_backend is {attention.backend.name!r}, "
+            "which does not read a cache of 8 bits; use kv_cache_dtype=auto, or another backend"
         )
-    if attention.backend is not None and not attention.backend.reads_fp8:
-        raise ConfigError(
-            f"kv_cache_dtype is 'fp8' and attention_backend is {attention.backend.name!r}, which "
-            "does not read a cache of 8 bits; use kv_cache_dtype=auto, or another backend"
-        )
-    return FP8
+    return CACHE_TYPES[name]
 
 
 def resolve_device(name: str) -> torch.device:

@@ -1,11 +1,11 @@
-"""Rows of 8 bits (e4m3), each with a scale of its own.
+"""Rows of 8 bits, e4m3 or int8, each with a scale of its own.
 
-    page of a head:  rows [page_size, dim] e4m3, then their scales [page_size] float32
+    page of a head:  rows [page_size, dim] of 8 bits, then their scales [page_size] float32
 
 The scales take whole rows at the end of the slice, so that whoever copies pages or slices copies
 them too. Scales are powers of two, so that a widened row is exact in bfloat16 and wider types. A
-row's scale is the smallest one with which the row fits into e4m3, so it depends on that row alone;
-or it is that of the checkpoint.
+row's scale is the smallest one with which the row fits into 8 bits, so it depends on that row
+alone; or it is that of the checkpoint.
 """
 
 from __future__ import annotations
@@ -15,8 +15,16 @@ import math
 import torch
 
 FP8 = torch.float8_e4m3fn
-_MOST = 448.0  # of e4m3
+CACHE_TYPES = {"fp8": FP8, "int8": torch.int8}
+"""Types of 8 bits, by their names in `kv_cache_dtype`."""
+_MOST = {FP8: (448.0, 0x43E00000), torch.int8: (127.0, 0x42FE0000)}
+"""The largest number of each type, and its bits as float32."""
 _LEAST_EXPONENT = 127 - 40  # scales are at least 2**-40; what is smaller than that counts as zero
+
+
+def is_narrow(dtype: torch.dtype | None) -> bool:
+    """Whether rows of a type have 8 bits, and scales."""
+    return dtype in _MOST
 
 
 def scale_rows(page_size: int, dim: int) -> int:
@@ -27,22 +35,23 @@ def scale_rows(page_size: int, dim: int) -> int:
 def page_rows(pages: torch.Tensor) -> int:
     """Rows of a page, without the rows that hold scales; pages [..., rows, dim] of any type."""
     rows, dim = pages.shape[-2:]
-    return rows * dim // (dim + 4) if pages.dtype == FP8 else rows
+    return rows * dim // (dim + 4) if is_narrow(pages.dtype) else rows
 
 
 def quantize(
-    rows: torch.Tensor, given: torch.Tensor | None = None
+    rows: torch.Tensor, given: torch.Tensor | None = None, dtype: torch.dtype = FP8
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [..., dim] of e4m3, and their scales [...] float32. Scales are those in `given`, which
+    """Rows [..., dim] of 8 bits, and their scales [...] float32. Scales are those in `given`, which
     can be broadcast to [...], where it is not 0; larger numbers than fit are cut off."""
-    wide = rows.float()
-    # The exponent of most / 448, rounded up. 448 has the mantissa 0x600000, and larger ones carry.
-    bits = wide.abs().amax(-1).view(torch.int32)
-    exponent = (((bits + 0x1FFFFF) >> 23) - 8).clamp(min=_LEAST_EXPONENT)
+    wide, (most, bits_of_most) = rows.float(), _MOST[dtype]
+    # The exponent of the largest number / `most`, rounded up: mantissas above that of `most` carry.
+    bits = wide.abs().amax(-1).view(torch.int32) + (0x3FFFFFFF - bits_of_most)
+    exponent = (bits >> 23).clamp(min=_LEAST_EXPONENT)
     scales = (exponent << 23).view(torch.float32)
     if given is not None:
         scales = torch.where(given > 0, given, scales)
-    return (wide / scales[..., None]).clamp(-_MOST, _MOST).to(FP8), scales
+    wide = (wide / scales[..., None]).clamp(-most, most)
+    return (wide if dtype == FP8 else wide.round()).to(dtype), scales
 
 
 def power_of_two_above(scale: float) -> float:
@@ -68,18 +77,18 @@ def store_rows(
 ) -> None:
     """Store rows [n, ..., dim] in pages [pages, ..., rows, dim] of any type: row i in page
     `places[i]`, as its row `offsets[i]`. `given` is for `quantize`."""
-    if pages.dtype != FP8:
+    if not is_narrow(pages.dtype):
         pages.movedim(-2, 1)[places, offsets] = rows.to(pages.dtype)
         return
     stored, scales = rows_and_scales(pages)
-    rows, own = quantize(rows, given)
+    rows, own = quantize(rows, given, pages.dtype)
     stored.movedim(-2, 1)[places, offsets] = rows
     scales.movedim(-1, 1)[places, offsets] = own
 
 
 def widen(pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The rows of pages, or of slices of pages, as numbers: [..., page_size, dim] of `dtype`."""
-    if pages.dtype != FP8:
+    if not is_narrow(pages.dtype):
         return pages.to(dtype)
     rows, scales = rows_and_scales(pages)
     return rows.to(dtype) * scales[..., None].to(dtype)

@@ -1,6 +1,6 @@
 """How kernels read and write rows of 8 bits with scales (see `fp8_rows`).
 
-Tiles of e4m3 are converted to float16, which is exact and costs one instruction for two numbers.
+Tiles of e4m3 and of int8 are converted to float16, which is exact.
 Scales of keys are multiplied to scores. Scales of values are added to the exponents of the softmax,
 so that weights stay within float16 whatever the scales are.
 """
@@ -15,22 +15,28 @@ INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 
 @triton.constexpr_function
-def is_fp8(pool):
-    """Whether pointers to the pool point to rows of 8 bits."""
+def has_scales(pool):
+    """Whether pointers to the pool point to rows of 8 bits, which have scales."""
     return pool.dtype.element_ty.primitive_bitwidth == 8
+
+
+@triton.constexpr_function
+def is_int8(pool):
+    """Whether they point to integers of 8 bits."""
+    return pool.dtype.element_ty.is_int8()
 
 
 @triton.constexpr_function
 def slice_size(pool, page_size, dim):
     """Elements from a page's slice of one head to that of the next."""
-    scale_rows = (4 * page_size + dim - 1) // dim if is_fp8(pool) else 0
+    scale_rows = (4 * page_size + dim - 1) // dim if has_scales(pool) else 0
     return (page_size + scale_rows) * dim
 
 
 @triton.constexpr_function
 def reads_pairs(pool, query):
     """Whether tiles are read as pairs of columns (see `unpack_pairs`), for queries of 16 bits."""
-    return is_fp8(pool) and query.dtype.element_ty.primitive_bitwidth == 16
+    return has_scales(pool) and query.dtype.element_ty.primitive_bitwidth == 16
 
 
 @triton.jit
@@ -44,7 +50,7 @@ def as_tile(rows, PAIRS: tl.constexpr):
 @triton.jit
 def fit_query(q, pool):
     """The query in the type in which it is multiplied with keys."""
-    if is_fp8(pool) and q.dtype.primitive_bitwidth == 16:
+    if has_scales(pool) and q.dtype.primitive_bitwidth == 16:
         q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
     return q
 
@@ -57,17 +63,39 @@ def load_scales(rows, offset, there, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr)
 
 
 @triton.jit
-def unpack_pairs(pairs):
+def unpack_pairs(pairs, pool):
     """-> two tiles of float16: the first and the second number of pairs of 8 bits in int16
 
     A product needs neighbouring numbers along the rows that it sums over. In tiles of pairs, it
     finds them by wide loads from shared memory, whichever axis that is. Of single bytes it would
     load each one by itself.
     """
+    NARROW: tl.constexpr = pool.dtype.element_ty
     if INTERPRETED:
-        first = pairs.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-        second = (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        first = pairs.to(tl.uint8).to(NARROW, bitcast=True)
+        second = (pairs >> 8).to(tl.uint8).to(NARROW, bitcast=True)
         return first.to(tl.float16), second.to(tl.float16)
+    if is_int8(pool):
+        # Two pairs per register. A byte b with its sign bit flipped, as the low bits of 1024.0, is
+        # 1024 + 128 + b.
+        return tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b32 first, second, bias;
+                mov.b32 bias, 0xE480E480;  // -1152
+                shr.b32 second, $2, 8;
+                lop3.b32 first, $2, 0x00FF00FF, 0x64806480, 0x6A;  // (a & b) ^ c
+                lop3.b32 second, second, 0x00FF00FF, 0x64806480, 0x6A;
+                add.f16x2 $0, first, bias;
+                add.f16x2 $1, second, bias;
+            }
+            """,
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
     # Two pairs per register: bring the first bytes of both together, and the second ones.
     return tl.inline_asm_elementwise(
         """
@@ -101,10 +129,24 @@ def inverse_of(scale):
 
 
 @triton.jit
-def scale_of(most):
+def scale_of(most, pool):
     """-> scales of rows whose largest absolute value is `most`, as `fp8_rows.quantize` has them"""
     bits = most.to(tl.int32, bitcast=True)
-    return _power(tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 87))
+    exponent = ((bits + 0x1FFFFF) >> 23) - 8  # 448 is 2 ** 8 with the mantissa 0x600000
+    if is_int8(pool):
+        exponent = ((bits + 0x1FFFF) >> 23) - 6  # 127 is 2 ** 6 with the mantissa 0x7E0000
+    return _power(tl.maximum(exponent, 87))
+
+
+@triton.jit
+def narrow(x, scale, pool):
+    """-> numbers of 8 bits, for float32 and scales that can be broadcast to x"""
+    x = x * inverse_of(scale)
+    if is_int8(pool):
+        # Rounds: float32 has no fractions at 1.5 * 2 ** 23.
+        x = (tl.clamp(x, -127.0, 127.0) + 12582912.0) - 12582912.0
+    x = tl.clamp(x, -448.0, 448.0)
+    return x.to(pool.dtype.element_ty)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from cairn.kernels.fp8_rows import page_rows
-from cairn.kernels.fp8_tiles import is_fp8, load_scales, slice_size
+from cairn.kernels.fp8_tiles import has_scales, load_scales, slice_size
 from cairn.kernels.interface import Pooling
 from cairn.kernels.launch import direct
 
@@ -38,7 +38,7 @@ def pool_page(
     offs_n = tl.arange(0, PAGE_SIZE)
     offs_d = tl.arange(0, DIM)
     k = tl.load(keys + offs_n[:, None] * DIM + offs_d[None, :])  # [PAGE_SIZE, DIM]
-    if is_fp8(keys):
+    if has_scales(keys):
         key_scale = load_scales(keys, offs_n, offs_n >= 0, PAGE_SIZE, DIM)
         k = (k.to(tl.float32) * key_scale[:, None]).to(vectors.dtype.element_ty)
     if POOLING == HILS:

@@ -23,11 +23,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cairn.kernels.fp8_rows import FP8, page_rows
+from cairn.kernels.fp8_rows import is_narrow, page_rows
 from cairn.kernels.fp8_tiles import (
     as_tile,
     fit_query,
-    is_fp8,
+    has_scales,
     load_scales,
     reads_pairs,
     slice_size,
@@ -347,13 +347,13 @@ def _decode_kernel(
             other=0.0,
         )  # [BLOCK_N, BLOCK_D / EACH]
         if PAIRS:
-            k, odd_k = unpack_pairs(k)
-            v, odd_v = unpack_pairs(v)
+            k, odd_k = unpack_pairs(k, pool)
+            v, odd_v = unpack_pairs(v, pool)
         scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")  # [BLOCK_G, BLOCK_N]
         if PAIRS:
             scores = tl.dot(odd_q, odd_k, scores)
         value_scale = None
-        if is_fp8(pool):
+        if has_scales(pool):
             scores *= load_scales(keys + at, inside, seen, PAGE_SIZE, DIM)[None, :]
             value_scale = load_scales(values + at, inside, seen, PAGE_SIZE, DIM)
         if WINDOW > 0 and ROWS == 1:
@@ -456,7 +456,7 @@ def paged_decode(
     stages, registers = 2, {}
     if query.dtype.itemsize == 2 and dim <= 128:
         stages = _depth(seqs).stages
-        if pool.dtype == FP8:
+        if is_narrow(pool.dtype):
             # Tiles of half the bytes: two of them in flight in each of four programs.
             stages = 6
             registers = {"maxnreg": 128} if heads // kv_heads * rows_per_seq <= 16 else {}

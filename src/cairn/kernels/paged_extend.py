@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cairn.kernels.fp8_rows import page_rows
-from cairn.kernels.fp8_tiles import fit_query, is_fp8, load_scales, slice_size
+from cairn.kernels.fp8_tiles import fit_query, has_scales, load_scales, slice_size
 from cairn.kernels.launch import direct
 from cairn.kernels.packing import pack, unpack
 from cairn.kernels.pdl import is_hopper
@@ -226,7 +226,7 @@ def _extend_kernel(
             )
         scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
         value_scale = None
-        if is_fp8(pool):
+        if has_scales(pool):
             key_scale, value_scale = _tile_scales(
                 pool, table, start, n >= first_seen, kv_head, KV_HEADS, DIM, PAGE_SIZE, BLOCK_N
             )
@@ -246,7 +246,7 @@ def _extend_kernel(
         k, v = _masked_tile(pool, table, start, there, kv_head, KV_HEADS, DIM, PAGE_SIZE, BLOCK_N)
         scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
         value_scale = None
-        if is_fp8(pool):
+        if has_scales(pool):
             key_scale, value_scale = _tile_scales(
                 pool, table, start, there, kv_head, KV_HEADS, DIM, PAGE_SIZE, BLOCK_N
             )

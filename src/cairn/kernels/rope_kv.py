@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cairn.kernels.fp8_rows import page_rows
-from cairn.kernels.fp8_tiles import inverse_of, is_fp8, scale_of, slice_size
+from cairn.kernels.fp8_tiles import has_scales, narrow, scale_of, slice_size
 from cairn.kernels.interface import ScoringHeads
 from cairn.kernels.launch import direct
 from cairn.kernels.pdl import pdl_options
@@ -131,16 +131,16 @@ def _rope_kv_kernel(
             tl.store(scoring_out + place + high[None, :], y, mask=more)
         slices = pool + (page * (2 * KV_HEADS) + head - HEADS) * slice_size(pool, PAGE_SIZE, DIM)
         kept = mask & (head >= HEADS)[:, None]
-        if is_fp8(pool):
+        if has_scales(pool):
             x, y = x.to(tl.float32), y.to(tl.float32)
             most = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))
             given = tl.where(head < HEADS + KV_HEADS, key_scale, value_scale)
-            row_scale = tl.where(given > 0, given, scale_of(most))
+            row_scale = tl.where(given > 0, given, scale_of(most, pool))
             stored = (head >= HEADS) & (head < HEADS + 2 * KV_HEADS) & there
             scales = (slices + PAGE_SIZE * DIM).to(tl.pointer_type(tl.float32), bitcast=True)
             tl.store(scales + offset, row_scale, mask=stored)
-            x = tl.clamp(x * inverse_of(row_scale)[:, None], -448.0, 448.0)
-            y = tl.clamp(y * inverse_of(row_scale)[:, None], -448.0, 448.0)
+            x = narrow(x, row_scale[:, None], pool)
+            y = narrow(y, row_scale[:, None], pool)
         place = slices[:, None] + offset * DIM
         tl.store(place + low[None, :], x.to(pool.dtype.element_ty), mask=kept)
         tl.store(place + high[None, :], y.to(pool.dtype.element_ty), mask=kept)

@@ -17,8 +17,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cairn.kernels.fp8_tiles import (
     fit_query,
+    has_scales,
     inverse_of,
-    is_fp8,
     load_scales,
     log2_of,
     slice_size,
@@ -219,7 +219,7 @@ def _attend_kernel(
             k = tl.load(inside + offs_n[None, :] * DIM + offs_d[:, None])
             values = inside + KV_HEADS * SLICE
             v = tl.load(values + offs_n[:, None] * DIM + offs_d[None, :])
-        if is_fp8(pool):
+        if has_scales(pool):
             key_scale = load_scales(inside, offs_n, offs_n >= 0, PAGE_SIZE, DIM)
             value_scale = load_scales(values, offs_n, offs_n >= 0, PAGE_SIZE, DIM)
         reads = (((bits >> own_row) & 1) > 0) & real
@@ -245,11 +245,11 @@ def _attend_kernel(
         if LOCATED:
             at = tl.load(kv_pages + base + following)
         logits = tl.dot(q, k.to(q.dtype), input_precision="ieee")
-        if is_fp8(pool):
+        if has_scales(pool):
             logits *= key_scale[None, :]
         if HIDE_LAST:
             logits = tl.where((offs_n < PAGE_SIZE - 1)[None, :], logits, float("-inf"))
-        if is_fp8(pool):  # as in `softmax_weights`: shares include the scales of values
+        if has_scales(pool):  # as in `softmax_weights`: shares include the scales of values
             logits = logits * scale_2 + log2_of(value_scale)[None, :]
             inside_most = tl.max(logits, 1)
             shares = tl.exp2(logits - inside_most[:, None])
@@ -270,7 +270,7 @@ def _attend_kernel(
             acc = acc * fade[:, None]
             total = total * fade
             most = new_most
-        if is_fp8(pool):  # the product of both weights may be too small for float16
+        if has_scales(pool):  # the product of both weights may be too small for float16
             read = tl.dot(shares.to(q.dtype), v.to(q.dtype), input_precision="ieee")
             acc += read * (weight / inside_total)[:, None]
         else:

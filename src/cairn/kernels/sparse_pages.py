@@ -9,8 +9,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from cairn.kernels.fp8_tiles import (
     as_tile,
     fit_query,
+    has_scales,
     inverse_of,
-    is_fp8,
     load_scales,
     log2_of,
     reads_pairs,
@@ -254,23 +254,23 @@ def _read_page(
     k = tl.load(key_tile + rows[None, :] + offs_d[:, None], mask=read[None, :], other=0.0)
     v = tl.load(value_tile + rows[:, None] + offs_d[None, :], mask=read[:, None], other=0.0)
     if PAIRS:
-        k, odd_k = unpack_pairs(k)
-        v, odd_v = unpack_pairs(v)
+        k, odd_k = unpack_pairs(k, pool)
+        v, odd_v = unpack_pairs(v, pool)
     logits = tl.dot(q, k.to(q.dtype), input_precision="ieee")
     if PAIRS:
         logits = tl.dot(odd_q, odd_k, logits)
     logits *= scale
-    if is_fp8(pool):
+    if has_scales(pool):
         logits *= load_scales(keys, offs_n, read, PAGE_SIZE, DIM)[None, :]
     if HIDE_LAST:
         logits = tl.where((offs_n < PAGE_SIZE - 1)[None, :], logits, float("-inf"))
     # As in `softmax_weights`: shares include the scales of values.
-    if is_fp8(pool):
+    if has_scales(pool):
         value_scale = load_scales(values, offs_n, read, PAGE_SIZE, DIM)
         logits += log2_of(value_scale)[None, :] * LN2
     inside_most = tl.max(logits, 1)
     shares = tl.exp(logits - inside_most[:, None])
-    if is_fp8(pool):
+    if has_scales(pool):
         inside_total = tl.sum(shares * inverse_of(value_scale)[None, :], 1)
     else:
         inside_total = tl.sum(shares, 1)
@@ -284,7 +284,7 @@ def _read_page(
     fade = tl.exp(most - safe)
     weight = tl.exp(mass - safe)
     acc = acc * fade[:, None]
-    if is_fp8(pool):  # the product of both weights may be too small for float16
+    if has_scales(pool):  # the product of both weights may be too small for float16
         shares = shares.to(q.dtype)
         inside = tl.dot(shares, v.to(q.dtype), input_precision="ieee")
         acc += inside * (weight / inside_total)[:, None]

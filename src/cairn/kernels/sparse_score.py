@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from cairn.kernels.fp8_tiles import (
     as_tile,
     fit_query,
-    is_fp8,
+    has_scales,
     load_scales,
     reads_pairs,
     slice_size,
@@ -200,14 +200,14 @@ def score_kernel(
                 value_tile + inside[:, None] + offs_p[None, :], mask=there[:, None], other=0.0
             )
             if PAIRS:
-                k, odd_k = unpack_pairs(k)
-                v, odd_v = unpack_pairs(v)
+                k, odd_k = unpack_pairs(k, pool)
+                v, odd_v = unpack_pairs(v, pool)
             logits = tl.dot(q, k.to(q.dtype), input_precision="ieee")
             if PAIRS:
                 logits = tl.dot(odd_q, odd_k, logits)
             logits *= scale * LOG2E
             value_scale = None
-            if is_fp8(pool):
+            if has_scales(pool):
                 logits *= load_scales(keys, offs_n, there, PAGE_SIZE, DIM)[None, :]
                 value_scale = load_scales(values, offs_n, there, PAGE_SIZE, DIM)
             if HIDE_LAST:

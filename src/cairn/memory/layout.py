@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from cairn.kernels.fp8_rows import FP8, scale_rows
+from cairn.kernels.fp8_rows import is_narrow, scale_rows
 
 KV = "kv"
 """The part that holds keys and values of heads: all keys first, then all values."""
@@ -48,7 +48,7 @@ class CachePart:
         if self.per == "page":
             return self.shape
         *heads, dim = self.shape
-        more = scale_rows(page_size, dim) if self.dtype == FP8 else 0
+        more = scale_rows(page_size, dim) if is_narrow(self.dtype) else 0
         return (*heads, page_size + more, dim)
 
     def page_bytes(self, page_size: int) -> int:

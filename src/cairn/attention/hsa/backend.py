@@ -64,7 +64,7 @@ class HSABackend(SparseBackend):
     )
     serves_trained = True
     serves_tier = True
-    reads_fp8 = True
+    reads_8_bits = True
 
     def __init__(self, parts: SparseParts, *, kernels: bool | None = None) -> None:
         """`kernels` chooses between kernels and torch; by default kernels run if they can."""

@@ -17,7 +17,7 @@ from cairn.attention.backend import AttentionShape, missing_module
 from cairn.attention.batch import AttentionBatch, Scoring, to_device
 from cairn.attention.hsa.chunk_rows import ChunkPlanner, ChunkRows
 from cairn.attention.hsa.metadata import CompletedPages, SparseGroups, completed_on_device
-from cairn.kernels.fp8_rows import FP8
+from cairn.kernels.fp8_rows import is_narrow
 from cairn.kernels.interface import Located, Pooling
 from cairn.memory.device_swap import DeviceSwap
 from cairn.memory.kv_pool import KVPool
@@ -159,7 +159,7 @@ class KernelSparse:
 
         if self._swap is not None:
             return "pages may lie in host memory"
-        if shape.cache_dtype == FP8:
+        if is_narrow(shape.cache_dtype):
             return "rows of the cache have 8 bits"
         refused = refusal(self._shape, shape.dtype, shape.device)
         if refused is not None:
