@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from cairn import LLM, SamplingParams
 from cairn.engine.plan import StepPlan
 from cairn.engine.runner import InFlight
+from cairn.models.layers import Factory, Linear
 from tests.helpers import GOLDENS, TINY_LLAMA, poison_free_memory, tokens_of, write_model
 
 pytestmark = pytest.mark.gpu
@@ -229,6 +230,19 @@ def test_products_of_few_rows(rows: int, before: str, out: int, width: int) -> N
     )
     error = (found.double() - expected).norm() / expected.norm()
     assert error < 1e-2
+
+
+@pytest.mark.parametrize("rows", [9, 100, 129, 256])
+def test_products_in_parts(rows: int) -> None:
+    torch.manual_seed(0)
+    factory = Factory(torch.bfloat16, torch.device("cuda"), fused=True)
+    linear = Linear(3072, {"down_proj": 1024}, factory)
+    linear.weight.normal_()
+    x = torch.randn(rows, 3072, dtype=torch.bfloat16, device="cuda")
+    parts = linear.in_parts(x)
+    assert len(parts) == (4 if rows <= 128 else 2) and parts.dtype == torch.float32
+    expected = x.double() @ linear.weight.double().T
+    torch.testing.assert_close(parts.sum(0).double(), expected, rtol=1e-4, atol=1e-2)
 
 
 @pytest.mark.parametrize("dim", [16, 80, 128, 256])

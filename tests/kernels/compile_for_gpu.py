@@ -70,7 +70,8 @@ def main() -> None:
     for page_size, window in ((64, 0), (64, 100), (16, 100), (512, 0)):
         shape = {**HEADS, "PAGE_SIZE": page_size, "WINDOW": window, "HIDE_LAST": window > 0}
         shape |= {"WITH_LSE": True}
-        splits = {"rows": I32, "item_seq": I32, "item_indptr": I32, "head_stride": "i32"}
+        splits = {"rows": I32, "item_seq": I32, "item_begin": I32, "item_count": I32}
+        splits["head_stride"] = "i32"
         splits |= {"partial": FP32, "partial_lse": FP32, "arrivals": I32, "group_arrivals": I32}
         block_n = 16 if page_size == 16 else 64
         types = {**ATTENTION, **splits}
@@ -105,13 +106,16 @@ def main() -> None:
     latents()
     chosen_rows()
     swapped_rows()
-    types = {"kv_lens": I32, "item_seq": I32, "item_indptr": I32}
+    types = {"kv_lens": I32, "item_seq": I32, "item_begin": I32, "item_count": I32}
     types |= {"num_seqs": "i32", "num_items": "i32", "target": "i32"}
     plan = {"PAGE_SIZE": 64, "WINDOW": 100, "ROWS": 5, "LEAST": 4, "BLOCK": 256, "BLOCK_ITEMS": 512}
+    plan["COMPARED"] = 32
     compile_kernel(paged_decode._plan_kernel, types, plan)
     types = {"x": BF16, "residual": BF16, "weight": BF16, "out": BF16}
-    types |= {"eps": "fp32", "x_stride": "i32"}
-    compile_kernel(norm._norm_kernel, types, {"DIM": 1000, "BLOCK": 1024, "ADD": True})
+    types |= {"eps": "fp32", "x_stride": "i32", "part_stride": "i32"}
+    for parts, x in ((1, BF16), (3, FP32)):
+        constants = {"DIM": 1000, "BLOCK": 1024, "ADD": True, "PARTS": parts}
+        compile_kernel(norm._norm_kernel, {**types, "x": x}, constants)
     types = {"gate_up": BF16, "out": BF16}
     compile_kernel(activation._silu_kernel, types, {"WIDTH": 3072, "BLOCK": 1024})
     types = {"x": BF16, "weight": BF16, "out": BF16, "rows": "i32", "out_features": "i32"}

@@ -165,23 +165,34 @@ def test_paged_attention(
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=error)
 
 
-@pytest.mark.parametrize("lengths", [[1], [5000], [64] * 9, [1, 100, 9000, 64, 3000]])
+@pytest.mark.parametrize(
+    "lengths",
+    [[1], [5000], [64] * 9, [1, 100, 9000, 0, 64, 3000], [90 * i % 777 for i in range(70)]],
+)
 @pytest.mark.parametrize("window", [None, 100])
-def test_splits_cover_every_sequence_once(lengths: list[int], window: int | None) -> None:
+def test_splits_cover_every_sequence_once_long_ones_first(
+    lengths: list[int], window: int | None
+) -> None:
     splits = DecodeSplits.empty(len(lengths), 2, 2, 16, CPU)
     splits.item_seq.fill_(77)
     kv_lens = torch.tensor(lengths, dtype=torch.int32)
     plan_splits(splits, kv_lens, kv_heads=2, page_size=16, window=window)
-    indptr = splits.item_indptr.tolist()
-    assert indptr[0] == 0
-    for s in range(len(lengths)):
-        assert indptr[s + 1] > indptr[s]
-        assert splits.item_seq[indptr[s] : indptr[s + 1]].tolist() == [s] * (
-            indptr[s + 1] - indptr[s]
+    sizes: dict[int, int] = {}  # of each item
+    for s, (first, count) in enumerate(
+        zip(splits.item_begin.tolist(), splits.item_count.tolist(), strict=True)
+    ):
+        assert (count > 0) == (lengths[s] > 0)
+        assert splits.item_seq[first : first + count].tolist() == [s] * count
+        seen = 0 if window is None else max(0, lengths[s] - window) // 16
+        sizes |= dict.fromkeys(
+            range(first, first + count), -(-(-(-lengths[s] // 16) - seen) // max(count, 1))
         )
+    total = int(splits.item_count.sum())
+    assert sorted(sizes) == list(range(total))
+    assert all(sizes[i] >= sizes[i + 1] for i in range(total - 1))
     programs = len(lengths) + paged_decode_module.target_items(2, len(lengths), CPU)
-    assert indptr[-1] <= programs <= len(splits.item_seq)
-    assert (splits.item_seq[indptr[-1] : programs] == -1).all()
+    assert total <= programs <= len(splits.item_seq)
+    assert (splits.item_seq[total:programs] == -1).all()
 
 
 @pytest.mark.parametrize("ratio", [1, 2, 4])
@@ -204,6 +215,11 @@ def test_norms() -> None:
     torch.testing.assert_close(rms_norm(strided, weight, 1e-6), expected)
     total = x + stream
     normed = add_rms_norm(x, stream, weight, 1e-2)
+    torch.testing.assert_close(normed, rms_norm_reference(total, weight, 1e-2))
+    torch.testing.assert_close(stream, total)
+    parts, stream = torch.randn(3, 5, 40), torch.randn(5, 40)
+    total = parts.sum(0) + stream
+    normed = add_rms_norm(parts, stream, weight, 1e-2)
     torch.testing.assert_close(normed, rms_norm_reference(total, weight, 1e-2))
     torch.testing.assert_close(stream, total)
 

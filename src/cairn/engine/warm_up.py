@@ -17,6 +17,7 @@ import numpy as np
 from cairn.attention.backend import AttentionBackend, SparseBackend
 from cairn.engine.inputs import StepInputs
 from cairn.kernels.packing import table_width
+from cairn.models import layers
 
 _CHUNK = 40  # rows of a chunk in steps where only the past matters
 
@@ -64,7 +65,7 @@ def rungs_of(backend: AttentionBackend, max_seqs: int, max_pages: int) -> Rungs:
     from cairn.kernels import experts, fp8, gemv, packed, paged_decode, rope_kv
 
     rows = {*gemv.row_rungs(), *rope_kv.row_rungs(), *experts.row_rungs()}
-    rows |= {*fp8.row_rungs(), *packed.row_rungs()}
+    rows |= {*fp8.row_rungs(), *packed.row_rungs(), *layers.row_rungs()}
     seqs, pages = {*paged_decode.seq_rungs(), max_seqs}, {1, max_pages}
     own = backend.rungs(max_seqs, max_pages) if isinstance(backend, SparseBackend) else None
     if own is not None:

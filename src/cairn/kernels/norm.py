@@ -13,14 +13,16 @@ from cairn.kernels.sizes import power_of_two
 
 
 @direct
-@triton.jit
+@triton.jit(do_not_specialize=["part_stride"])
 def _norm_kernel(
-    x,  # [rows, DIM]
+    x,  # [rows, DIM], or [PARTS, rows, DIM], whose sum over parts is meant
     residual,  # [rows, DIM], x is added to it in place if ADD
     weight,
     out,
     eps,
     x_stride,
+    part_stride: tl.int32,
+    PARTS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
@@ -34,6 +36,9 @@ def _norm_kernel(
         gdc_launch_dependents()
         gdc_wait()
     value = tl.load(x + row * x_stride + offs, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        own = x + part * part_stride + row * x_stride
+        value += tl.load(own + offs, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(residual + row * DIM + offs, mask=mask, other=0.0).to(tl.float32)
         rounded = value.to(residual.dtype.element_ty)
@@ -53,7 +58,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Add x to `residual` in place and return the norm of the sum. All are [rows, dim]."""
+    """Add x to `residual` in place and return the norm of the sum. All are [rows, dim]; x may also
+    be [parts, rows, dim], whose sum over parts is added."""
     out = torch.empty_like(residual)
     _launch(x, residual, weight, out, eps, add=True)
     return out
@@ -70,13 +76,16 @@ def _launch(
 ) -> None:
     dim = x.shape[-1]
     block = power_of_two(dim)
-    _norm_kernel[(x.shape[0],)](
+    parts = x.shape[0] if x.ndim == 3 else 1
+    _norm_kernel[(out.shape[0],)](
         x,
         residual,
         weight,
         out,
         eps,
+        x.stride(-2),
         x.stride(0),
+        PARTS=parts,
         DIM=dim,
         BLOCK=block,
         ADD=add,

@@ -6,7 +6,8 @@ number and length of the sequences. The device plans the splits once per step fo
 recorded graph follows changing lengths:
 
     item:    one split of one sequence. There are at most `sequences + target` items
-    splits:  item_seq [items] sequence of each item, -1 for none; item_indptr [sequences + 1]
+    splits:  item_seq [items] sequence of each item, -1 for none; for each sequence its first item
+             and the number of its items. Long splits come first, so that short ones fill the end
 
 Each program handles one item and one kv head. The last program of a group of eight splits to finish
 merges the group; the last group to finish merges the groups. These programs reset the arrival
@@ -46,7 +47,8 @@ _LEAST_PAGES = 4  # fewest pages of 64 rows per split: less is not worth the mer
 @dataclass(frozen=True, slots=True)
 class DecodeSplits:
     item_seq: torch.Tensor  # [max_seqs + target] int32
-    item_indptr: torch.Tensor  # [max_seqs + 1] int32
+    item_begin: torch.Tensor  # [max_seqs] int32, the first item of each sequence
+    item_count: torch.Tensor  # [max_seqs] int32
     partial: torch.Tensor  # [items, most rows of a sequence, heads, head_dim] float32
     partial_lse: torch.Tensor  # [items, most rows of a sequence, heads] float32
     arrivals: torch.Tensor  # [max_seqs, kv_heads] int32, finished groups of a sequence
@@ -66,7 +68,8 @@ class DecodeSplits:
         items = max_seqs + most
         return cls(
             torch.full((items,), -1, dtype=torch.int32, device=device),
-            torch.zeros(max_seqs + 1, dtype=torch.int32, device=device),
+            torch.zeros(max_seqs, dtype=torch.int32, device=device),
+            torch.zeros(max_seqs, dtype=torch.int32, device=device),
             torch.empty(items, rows_per_seq, heads, head_dim, dtype=torch.float32, device=device),
             torch.empty(items, rows_per_seq, heads, dtype=torch.float32, device=device),
             torch.zeros(max_seqs, kv_heads, dtype=torch.int32, device=device),
@@ -105,12 +108,23 @@ def seq_rungs() -> tuple[int, ...]:
     return 1, 2, _MANY
 
 
+@triton.jit
+def _pages_of(kv_lens, seq, num_seqs, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, ROWS):
+    """Number of pages that sequences read; 0 beyond num_seqs."""
+    length = tl.load(kv_lens + seq, mask=seq < num_seqs, other=0).to(tl.int32)
+    first = tl.zeros_like(length)
+    if WINDOW > 0:
+        first = tl.maximum(length - (ROWS - 1) - WINDOW, 0) // PAGE_SIZE
+    return (length + PAGE_SIZE - 1) // PAGE_SIZE - first
+
+
 @direct
 @triton.jit(do_not_specialize=["num_seqs", "num_items", "target"])
 def _plan_kernel(
     kv_lens,
     item_seq,
-    item_indptr,
+    item_begin,
+    item_count,
     num_seqs: tl.int32,
     num_items: tl.int32,
     target: tl.int32,
@@ -120,20 +134,26 @@ def _plan_kernel(
     LEAST: tl.constexpr,
     BLOCK: tl.constexpr,  # at least num_seqs of any step
     BLOCK_ITEMS: tl.constexpr,  # at least num_items of any step
+    COMPARED: tl.constexpr,  # sequences that are compared with all others at once
 ):
     seq = tl.arange(0, BLOCK)
     valid = seq < num_seqs
-    length = tl.load(kv_lens + seq, mask=valid, other=0).to(tl.int32)
-    first = tl.zeros_like(length)
-    if WINDOW > 0:
-        first = tl.maximum(length - (ROWS - 1) - WINDOW, 0) // PAGE_SIZE
-    pages = (length + PAGE_SIZE - 1) // PAGE_SIZE - first  # 0 beyond num_seqs
+    pages = _pages_of(kv_lens, seq, num_seqs, PAGE_SIZE, WINDOW, ROWS)
     chunk = tl.maximum((tl.sum(pages) + target - 1) // target, LEAST)
     splits = (pages + chunk - 1) // chunk
-    end = tl.cumsum(splits)
-    begin = end - splits
-    tl.store(item_indptr + seq, begin, mask=valid)
-    tl.store(item_indptr + num_seqs, tl.sum(splits))
+    size = (pages + splits - 1) // tl.maximum(splits, 1)
+    begin = tl.zeros_like(splits)
+    for start in range(0, num_seqs, COMPARED):
+        other = start + tl.arange(0, COMPARED)
+        other_pages = _pages_of(kv_lens, other, num_seqs, PAGE_SIZE, WINDOW, ROWS)
+        other_splits = (other_pages + chunk - 1) // chunk
+        other_size = (other_pages + other_splits - 1) // tl.maximum(other_splits, 1)
+        earlier = other[None, :] < seq[:, None]
+        before = other_size[None, :] > size[:, None]
+        before |= (other_size[None, :] == size[:, None]) & earlier
+        begin += tl.sum(tl.where(before, other_splits[None, :], 0), 1)
+    tl.store(item_begin + seq, begin, mask=valid)
+    tl.store(item_count + seq, splits, mask=valid)
     item = tl.arange(0, BLOCK_ITEMS)
     tl.store(item_seq + item, tl.full((BLOCK_ITEMS,), -1, tl.int32), mask=item < num_items)
     tl.debug_barrier()
@@ -161,7 +181,8 @@ def plan_splits(
     _plan_kernel[(1,)](
         kv_lens,
         splits.item_seq,
-        splits.item_indptr,
+        splits.item_begin,
+        splits.item_count,
         seqs,
         items,
         target,
@@ -171,6 +192,7 @@ def plan_splits(
         LEAST=max(1, _LEAST_PAGES * 64 // page_size),
         BLOCK=power_of_two(len(splits.arrivals)),
         BLOCK_ITEMS=power_of_two(len(splits.item_seq)),
+        COMPARED=32,
     )
 
 
@@ -242,7 +264,8 @@ def _decode_kernel(
     kv_lens,  # [seqs]
     rows,  # [seqs] first row of each sequence's query; if ROWS > 1, [seqs + 1]
     item_seq,
-    item_indptr,
+    item_begin,
+    item_count,
     out,  # [rows, HEADS, DIM]
     lse_out,  # [rows, HEADS], if WITH_LSE
     partial,
@@ -271,8 +294,8 @@ def _decode_kernel(
     kv_head = tl.program_id(0)
     seq = tl.load(item_seq + item, cache_modifier=".cg")
     own = tl.maximum(seq, 0)
-    first_item = tl.load(item_indptr + own, cache_modifier=".cg")
-    splits = tl.load(item_indptr + own + 1, cache_modifier=".cg") - first_item
+    first_item = tl.load(item_begin + own, cache_modifier=".cg")
+    splits = tl.load(item_count + own, cache_modifier=".cg")
     length = tl.load(kv_lens + own, cache_modifier=".cg").to(tl.int32)
     row = tl.load(rows + own, cache_modifier=".cg").to(tl.int64)
     count = 1
@@ -467,7 +490,8 @@ def paged_decode(
         kv_lens,
         rows,
         splits.item_seq,
-        splits.item_indptr,
+        splits.item_begin,
+        splits.item_count,
         out,
         out if lse is None else lse,
         splits.partial,

@@ -41,7 +41,8 @@ class Attention(Module):
     """Scales of cached keys ("k") and values ("v") that the checkpoint gives."""
 
     def __call__(self, x: torch.Tensor, cos_sin: CosSin | None, attend: Attend) -> torch.Tensor:
-        """x [rows, hidden] -> [rows, hidden], the sum over all ranks"""
+        """x [rows, hidden] -> [rows, hidden], the sum over all ranks; or in parts, see
+        `Linear.in_parts`, if a norm with addition follows"""
         raise NotImplementedError
 
     def add_normed(
@@ -53,7 +54,7 @@ class Attention(Module):
 
 class FeedForward(Module):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, hidden] -> [rows, hidden], the sum over all ranks"""
+        """x [rows, hidden] -> [rows, hidden], the sum over all ranks; or in parts like attention"""
         raise NotImplementedError
 
     def add_normed(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
@@ -88,6 +89,7 @@ class SelfAttention(Attention):
         `norm_eps` the norms of heads have an epsilon of their own, and round after the weight."""
         own, dims = spec.layers[layer], spec.dims
         self._layer, self._heads, self._head_dim = layer, dims.num_heads, dims.head_dim
+        self._adds_later = not spec.post_norm
         self.cache_scales = {}
         width, kv_width = dims.num_heads * dims.head_dim, dims.num_kv_heads * dims.head_dim
         parts = {"q_proj": width, "k_proj": kv_width, "v_proj": kv_width, **(more_parts or {})}
@@ -147,7 +149,10 @@ class SelfAttention(Attention):
             attended = self._attend_fused(qkv, cos_sin, attend)
         else:
             attended = self._attend(qkv, cos_sin, attend)
-        return self._parallel.sum(self.o_proj(attended.reshape(len(qkv), -1), add_to=add_to))
+        flat = attended.reshape(len(qkv), -1)
+        if add_to is None and self._adds_later:
+            return self._parallel.sum(self.o_proj.in_parts(flat))
+        return self._parallel.sum(self.o_proj(flat, add_to=add_to))
 
     def _attend_fused(self, qkv: torch.Tensor, cos_sin: CosSin, attend: Attend) -> torch.Tensor:
         """Norm of heads, rotation and the write of keys and values in one kernel."""
@@ -190,10 +195,12 @@ class MLP(FeedForward):
         gate_up = {"gate_proj": width, "up_proj": width}
         self.gate_up_proj = Linear(hidden, gate_up, factory, bias=bias, split="out")
         self.down_proj = Linear(width, {"down_proj": hidden}, factory, bias=bias, split="in")
+        self._adds_later = not spec.post_norm
         self._parallel = factory.parallel
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._parallel.sum(self.own_part(x))
+        gate_up = self.gate_up_proj(x)
+        return self._parallel.sum(self.down_proj.after_silu(gate_up, in_parts=self._adds_later))
 
     def own_part(self, x: torch.Tensor) -> torch.Tensor:
         """What this rank adds to the result."""

@@ -268,7 +268,10 @@ class RMSNorm(Module):
     def add(
         self, x: torch.Tensor, stream: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of stream + x, and that sum, which may be stored in place of `stream`."""
+        """The norm of stream + x, and that sum, which may be stored in place of `stream`.
+
+        x may be in parts, see `Linear.in_parts`.
+        """
         if stream is None:
             return self(x), x
         if self._fused:
@@ -375,6 +378,21 @@ class Linear(Module):
         out = self._product(x if norm is None else norm(x))
         return out if add_to is None else add_to.add_(out)
 
+    def in_parts(self, x: torch.Tensor) -> torch.Tensor:
+        """The product with x, or [parts, rows, out], whose sum it is: `RMSNorm.add` takes both.
+
+        A product of few tiles, each with many columns, leaves most of a GPU idle. So the columns
+        are cut into parts that are multiplied at the same time.
+        """
+        parts = 1
+        if self._fused and self._stored is None and self.bias is None:
+            parts = _column_parts(len(x), self.in_features, self._out_features)
+        if parts == 1 or self.weight.dtype != torch.bfloat16 or self._parallel.size > 1:
+            return self(x)
+        cut = x.view(len(x), parts, -1).transpose(0, 1)  # [parts, rows, in / parts]
+        weight = self.weight.view(self._out_features, parts, -1)
+        return torch.bmm(cut, weight.permute(1, 2, 0), out_dtype=torch.float32)
+
     def _of_stored(
         self,
         matrix: Stack | GpuStack,
@@ -399,9 +417,10 @@ class Linear(Module):
         return out if self.bias is None else out.add_(self.bias)
 
     def after_silu(
-        self, gate_up: torch.Tensor, *, add_to: torch.Tensor | None = None
+        self, gate_up: torch.Tensor, *, add_to: torch.Tensor | None = None, in_parts: bool = False
     ) -> torch.Tensor:
-        """The product with silu(gate) * up, from both side by side: [rows, 2 * in]."""
+        """The product with silu(gate) * up, from both side by side: [rows, 2 * in]. `in_parts`: as
+        the method of this name returns it."""
         if self._stored is not None:
             return self._of_stored(self._stored, gate_up, None, silu=True, add_to=add_to)
         if self._fused:
@@ -410,7 +429,8 @@ class Linear(Module):
 
             if self.bias is None and 0 < gate_up.shape[0] <= self._few_rows:
                 return gemv(gate_up, self.weight, silu=True, add_to=add_to)
-            return self(silu_and_mul(gate_up), add_to=add_to)
+            activated = silu_and_mul(gate_up)
+            return self.in_parts(activated) if in_parts else self(activated, add_to=add_to)
         gate, up = gate_up.chunk(2, dim=-1)
         return self(F.silu(gate).mul_(up), add_to=add_to)
 
@@ -503,6 +523,24 @@ class Linear(Module):
         return (
             self.weight.transpose(1, 2).reshape(self._out_features, self.in_features).contiguous()
         )
+
+
+_PARTS = ((FEW_ROWS, 1), (128, 4), (256, 2))
+"""Most rows of a product on a GPU, and into how many parts it is cut; measured on an H200."""
+_PART_OUTPUTS = 1024  # most outputs of a product that is cut
+
+
+def row_rungs() -> tuple[int, ...]:
+    """Row counts at which the number of parts changes."""
+    return tuple(most + 1 for most, _ in _PARTS)
+
+
+def _column_parts(rows: int, columns: int, outputs: int) -> int:
+    """Number of parts into which a product is cut. It depends on sizes alone, so that results can
+    be reproduced."""
+    parts = next((parts for most, parts in _PARTS if rows <= most), 1)
+    fits = outputs <= _PART_OUTPUTS and columns >= 2 * _PART_OUTPUTS and columns % (64 * parts) == 0
+    return parts if fits else 1
 
 
 _BLOCK_COLUMNS = 48
