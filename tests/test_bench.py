@@ -427,8 +427,10 @@ def test_the_last_chunk_of_a_prompt_may_be_shorter(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(dsa, "Layer", Layer)
     monkeypatch.setattr(dsa, "_CHUNK", 40)
-    assert dsa._prefill(TINY_DSA, torch.device("cpu"), 100)["prompt"] == 100
-    assert made == [(40, 40), (80, 40), (100, 20)]
+    rows = list(dsa._prefills(TINY_DSA, torch.device("cpu"), [100, 150]))
+    assert [row["prompt"] for row in rows] == [100, 150]
+    assert rows[0]["dsa_ms"] < rows[1]["dsa_ms"]
+    assert made == [(40, 40), (80, 40), (100, 20), (140, 40), (150, 10)]
 
 
 def test_prompts_and_steps_by_index_beside_their_dense_twins(

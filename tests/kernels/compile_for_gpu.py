@@ -318,7 +318,13 @@ def chosen_rows() -> None:
     for rows, page_size in ((1, 64), (4, 64), (4, 16)):
         tma = page_size == 64
         types["keys"] = "tensordesc<bf16[64,128]>" if tma else BF16
-        constants = {"HEADS": 64, "WIDTH": 128, "PAGE_SIZE": page_size, "ROWS": rows}
+        constants = {
+            "HEADS": 64,
+            "WIDTH": 128,
+            "PAGE_SIZE": page_size,
+            "ROWS": rows,
+            "BLOCK_I": 256,
+        }
         constants |= {"BLOCK_H": 64, "BLOCK_W": 128, "TILE": 64, "TMA": tma}
         stages = index_scan._stages(rows, torch.bfloat16)
         scan = compile_kernel(index_scan._scan_kernel, types, constants, num_stages=stages)

@@ -129,6 +129,18 @@ inline u32 __ballot_sync(u32, bool vote) {
   return own.result;
 }
 
+inline u32 __reduce_add_sync(u32, u32 value) {
+  struct Brought {
+    u32 value, result;
+  } own{value, 0};
+  meet_warp(&own, [](auto& all) {
+    u32 sum = 0;
+    for (void* each : all) sum += static_cast<Brought*>(each)->value;
+    for (void* each : all) static_cast<Brought*>(each)->result = sum;
+  });
+  return own.result;
+}
+
 inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline int __ffs(u32 x) { return __builtin_ffs(x); }
 inline float __fdividef(float a, float b) { return a / b; }

@@ -56,6 +56,8 @@ def check_scan(
         listed = make_list(lengths, new, per, device)
         scores = torch.full((sum(new), longest), float("nan"), device=device)
         plan_scan(listed, dtype)
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # in a step, another kernel runs between plan and scan
         index_scan(query, weights, pool, table, listed, scores)
         own = (listed.rows.tolist(), listed.seqs.tolist(), listed.limits.tolist())
         for place, (row, seq, limit) in enumerate(zip(*own, strict=True)):

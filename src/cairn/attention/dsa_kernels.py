@@ -296,7 +296,15 @@ class RowKernels:
 
     def copies(self, rows: int) -> int:
         """How often `attend` needs each of so many queries."""
-        return 1 if self._flash is None else self._flash.parts(rows, self._topk)
+        flash = self._flash_for(rows)
+        return 1 if flash is None else flash.parts(rows, self._topk)
+
+    def _flash_for(self, rows: int) -> FlashRows | None:
+        """FlashMLA if it reads the rows of so many queries; None if our own kernel does."""
+        from cairn.kernels.attend_rows import AttendRows
+
+        own = self.read
+        return None if isinstance(own, AttendRows) and own.suits(rows) else self._flash
 
     def attend(
         self, layer: int, query: torch.Tensor, slots: torch.Tensor, stage: KVPool | None = None
@@ -304,8 +312,8 @@ class RowKernels:
         """What heads read, [rows, heads, latent], from the rows at `slots` [rows, k]; the query
         [rows * copies, heads, latent + rope] is absorbed."""
         pool, scale = (stage or self._pool).part(layer, LATENT), self._shape.scale
-        if self._flash is not None:
-            return self._flash.attend(query, pool, slots, scale)
+        if (flash := self._flash_for(len(slots))) is not None:
+            return flash.attend(query, pool, slots, scale)
         out = query.new_empty(*query.shape[:2], self._latent)
         self.read(query, pool, slots, out, scale=scale)
         return out

@@ -71,8 +71,8 @@ def _run(arguments: argparse.Namespace) -> Rows:
         if device.type == "cuda" and new == 1:
             yield {**row, **layer.parts(bandwidth)}
         del layer
-    for length in arguments.lengths if "prefill" in arguments.parts else ():
-        yield _prefill(preset, device, length)
+    if "prefill" in arguments.parts:
+        yield from _prefills(preset, device, sorted(arguments.lengths))
     if "step" in arguments.parts:
         yield from _steps(arguments.model, sizes, device)
     for length, seqs in sizes if "tier" in arguments.parts else ():
@@ -238,17 +238,19 @@ def _inputs(device: torch.device, seqs: int, new: int, length: int, groups: int 
     return StepInputs.made_up(_PAGE, *sizes, [table] * groups).send(device, True)
 
 
-def _prefill(preset: Mapping[str, Any], device: torch.device, length: int) -> dict[str, Any]:
-    """Attention of one layer for a whole prompt, chunk by chunk."""
-    chunk = min(_CHUNK, length)
+def _prefills(preset: Mapping[str, Any], device: torch.device, lengths: Sequence[int]) -> Rows:
+    """Attention of one layer for whole prompts, chunk by chunk; longer ones go on where the one
+    before ended."""
     totals: dict[str, float] = {}
-    for begin in range(0, length, chunk):
-        end = min(begin + chunk, length)
-        for name, own in Layer(preset, device, end, 1, end - begin).seconds().items():
-            totals[name] = totals.get(name, 0.0) + own
-    row: dict[str, Any] = {"prompt": length, "chunk": chunk}
-    row |= {f"{name}_ms": round(own * 1e3, 3) for name, own in totals.items()}
-    return {**row, "dense / dsa": round(totals["dense"] / totals["dsa"], 2)}
+    end = 0
+    for length in lengths:
+        while end < length:
+            begin, end = end, min(end + _CHUNK, length)
+            for name, own in Layer(preset, device, end, 1, end - begin).seconds().items():
+                totals[name] = totals.get(name, 0.0) + own
+        row: dict[str, Any] = {"prompt": length, "chunk": min(_CHUNK, length)}
+        row |= {f"{name}_ms": round(own * 1e3, 3) for name, own in totals.items()}
+        yield {**row, "dense / dsa": round(totals["dense"] / totals["dsa"], 2)}
 
 
 def _steps(model: str, sizes: Sequence[tuple[int, int]], device: torch.device) -> Rows:

@@ -22,6 +22,7 @@ struct Arguments {
 struct Gathered : Shared {
   u32 there[2][2];  // which rows of a tile are in the list, as bits
   float sums[64];   // of shares of both warpgroups
+  float all_most[72], all_sums[72];  // of the heads that this block merges, by part
 };
 
 // Results of a part, relative to `most`: they overwrite the tiles.
@@ -119,20 +120,26 @@ DEVICE void attend(const Arguments& p, Gathered& s, int tiles) {
   }
 }
 
-// Merge the parts of 64 / parts heads, a warp per head.
+// Merge the parts of some heads, a warp per head.
 DEVICE void merge(const Arguments& p, Gathered& s) {
-  const int parts = gridDim.x, heads = 64 / parts, lane = threadIdx.x % 32;
-  for (int i = threadIdx.x / 32; i < heads; i += 8) {
-    const int head = blockIdx.x * heads + i;
-    float most = NOTHING, total = 0.0f;
+  const int parts = gridDim.x, heads = (64 + parts - 1) / parts, lane = threadIdx.x % 32;
+  const int begin = blockIdx.x * heads, end = min(begin + heads, 64);
+  if (threadIdx.x < parts * heads) {
+    const int head = min(begin + (int)threadIdx.x % heads, 63), part = threadIdx.x / heads;
+    s.all_most[threadIdx.x] = load_remote(s.most + head, part);
+    s.all_sums[threadIdx.x] = load_remote(s.sums + head, part);
+  }
+  sync_threads(BOTH, 256);
+  for (int head = begin + threadIdx.x / 32; head < end; head += 8) {
+    float most = NOTHING, total = 0.0f, sum[16] = {};
     for (int part = 0; part < parts; ++part)
-      most = fmaxf(most, load_remote(s.most + head, part));
-    float sum[16] = {};
-#pragma unroll 2
+      most = fmaxf(most, s.all_most[part * heads + head - begin]);
+    const float* from = results(s) + head * PITCH + lane * 4;
+#pragma unroll 4
     for (int part = 0; part < parts; ++part) {
-      const float weight = exp2_fast(load_remote(s.most + head, part) - most);
-      total += weight * load_remote(s.sums + head, part);
-      const float* from = results(s) + head * PITCH + lane * 4;
+      const int at = part * heads + head - begin;
+      const float weight = exp2_fast(s.all_most[at] - most);
+      total += weight * s.all_sums[at];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const uint4 four = load_four_remote(from + j * 128, part);
@@ -142,14 +149,14 @@ DEVICE void merge(const Arguments& p, Gathered& s) {
         sum[4 * j + 3] += weight * __uint_as_float(four.w);
       }
     }
-    const float part = 1.0f / total;
+    const float scale = 1.0f / total;
     const long long row = (long long)blockIdx.z * HEADS + blockIdx.y * 64 + head;
     u16* target = p.out + row * LATENT + lane * 4;
 #pragma unroll
     for (int j = 0; j < 4; ++j)
       *reinterpret_cast<uint2*>(target + j * 128) =
-          make_uint2(pack(sum[4 * j] * part, sum[4 * j + 1] * part),
-                     pack(sum[4 * j + 2] * part, sum[4 * j + 3] * part));
+          make_uint2(pack(sum[4 * j] * scale, sum[4 * j + 1] * scale),
+                     pack(sum[4 * j + 2] * scale, sum[4 * j + 3] * scale));
   }
 }
 

@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from cairn.kernels.cuda_source import CudaKernel, compile_source
 from cairn.kernels.precompile import is_collecting
-from cairn.kernels.processors import processors
 from cairn.kernels.sizes import blocks_of
 
 _FOLDER = Path(__file__).parent
 _ARGUMENTS = struct.Struct("128s3Q2if28x")  # struct Arguments in the source
 _LATENT, _ROPE = 512, 64
 _THREADS = 384
-SHARED_BYTES = 3 * 64 * 2 * (_LATENT + _ROPE) + 4 * 4 * 64 + 8 * 6 + 16 + 1024
+SHARED_BYTES = 3 * 64 * 2 * (_LATENT + _ROPE) + 4 * (4 * 64 + 2 * 72) + 8 * 6 + 16 + 1024
 """Of a block: struct Gathered in the source, which is aligned to 1,024 bytes."""
 _MOST_PARTS = 8  # blocks of a cluster
+_FEWEST = 8  # lists of 64 heads from which on it suits
+_FIXED = 4  # what a block takes beside its tiles, in tiles
 
 
 def refusal(
@@ -55,12 +57,13 @@ def source() -> str:
     return "".join((_FOLDER / name).read_text() for name in names)
 
 
-def parts_of(queries: int, tiles: int, blocks: int) -> int:
-    """Parts of each list of so many tiles, if `blocks` parts of all lists are computed at once."""
-    parts = 1
-    while parts < _MOST_PARTS and 2 * parts * queries <= blocks and 2 * parts <= tiles:
-        parts *= 2
-    return parts
+def parts_of(lists: int, tiles: int, clusters: Mapping[int, int]) -> int:
+    """Parts of each list of so many tiles, if so many clusters of as many blocks run at once."""
+
+    def cost(parts: int) -> int:
+        return blocks_of(lists, clusters[parts]) * (_FIXED + blocks_of(tiles, parts))
+
+    return min((parts for parts in clusters if parts <= tiles), key=cost)
 
 
 def pack(
@@ -79,7 +82,14 @@ class AttendRows:
         """Raises KernelUnavailableError if the kernel cannot be compiled or loaded."""
         cubin = compile_source(source(), constants_of(heads, dtype), "sm_90a")
         self._kernel = CudaKernel(cubin, "attend_rows", _THREADS, SHARED_BYTES, device)
-        self._blocks = processors(device) * 64 // heads
+        sizes = range(1, _MOST_PARTS + 1)
+        clusters = {size: self._kernel.most_clusters(size) for size in sizes}
+        self._clusters = {size: count for size, count in clusters.items() if count > 0}
+        self._head_tiles = heads // 64
+
+    def suits(self, queries: int) -> bool:
+        """Whether it was faster than FlashMLA for so many queries, on an H200."""
+        return _FEWEST <= queries * self._head_tiles <= self._clusters[2]
 
     def __call__(
         self,
@@ -91,10 +101,10 @@ class AttendRows:
         scale: float,
     ) -> None:
         """Attention of each query over the rows of its list. An empty list gives zero."""
-        (queries, heads, width), k = query.shape, slots.shape[1]
-        parts = parts_of(queries, blocks_of(k, 64), self._blocks)
+        (queries, _, width), k = query.shape, slots.shape[1]
+        parts = parts_of(queries * self._head_tiles, blocks_of(k, 64), self._clusters)
         query_map = self._kernel.describe(query.view(-1, width), 64)
         arguments = pack(query_map, (pool, slots, out), k, parts, scale)
         if not is_collecting():  # `slots` is not initialised then
-            grid = parts, heads // 64, queries
+            grid = parts, self._head_tiles, queries
             self._kernel.launch(grid, arguments, cluster=parts, pdl=True)

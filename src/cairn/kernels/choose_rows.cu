@@ -2,16 +2,19 @@
 //
 // The blocks of a cluster share a row, in equal parts. They find the k-th best by its bits: a
 // histogram of the upper 11 bits of all scores says which value of these bits it has, one of the
-// next 11 bits of the scores with that value narrows it down, and one of the last 10 ends it. Scores
-// with the same upper bits are listed in shared memory, or read again if there are too many of them.
-// Chosen positions are bits of a map, which gives them in ascending order.
+// next 11 bits of the candidates, which have that value, narrows it down, and one of the last 10 ends
+// it. Few candidates are listed in shared memory, and every block reads those of all others; many
+// are read again with all scores. Chosen positions are bits of a map, which gives them in ascending
+// order.
 //
-// The host defines THREADS and MOST_LISTED, the scores that a block lists.
+// The host defines THREADS and MOST_LISTED, the candidates that are listed.
 
 constexpr int WARPS = THREADS / 32;
 constexpr int BINS = 2048;
 constexpr int BINS_PER_THREAD = BINS / THREADS;
-constexpr int AT_ONCE = 8;          // loads in flight
+constexpr int AT_ONCE = 16;         // scores of a thread that are loaded at once
+constexpr int MOST_BLOCKS = 8;      // of a cluster
+constexpr int TIES = 19;            // bits of a block's ties, where these and others are counted at once
 constexpr u32 LEAST = 0x007fffffu;  // key of -inf, which is never chosen; no other has its digit
 
 struct Arguments {
@@ -32,11 +35,13 @@ struct Entry {
 };
 
 struct Shared {
-  u32 bins[3][BINS];  // of each digit; later the chosen places
+  u32 bins[3 * BINS];  // of each digit; later the chosen places
   Entry listed[MOST_LISTED];
-  u64 sums[WARPS];
-  u64 total;  // chosen for sure in the upper half, candidates in the lower one
-  u32 filled;
+  u32 keys[MOST_LISTED];  // of candidates of all blocks
+  u32 sums[WARPS];
+  u64 counts;  // better scores of this block in the upper half, candidates in the lower one
+  u32 filled, better;
+  u32 earlier;  // candidates of earlier blocks that are better than the k-th, and ties
   u32 digit, wanted, members;
 };
 
@@ -47,49 +52,53 @@ DEVICE u32 key_of(float score) {
   return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
 }
 
-// What the block does not read of a row counts as -inf.
+// The block's part of a row.
 struct Part {
-  const float* scores;  // of the row, from the first of this part
+  const float* scores;
   int count, words;
-};
+  float held[AT_ONCE];  // the thread's first scores
 
-// Call `use(key, word)` for every score, by whole warps: the lanes have the scores of one word.
-template <typename Use>
-DEVICE void for_all(const Part& part, Use use) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int first = warp; first < part.words; first += WARPS * AT_ONCE) {
-    float score[AT_ONCE];
+  DEVICE void load(int first) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
       const int place = (first + i * WARPS) * 32 + lane;
-      score[i] = place < part.count ? part.scores[place] : -__int_as_float(0x7f800000);
+      held[i] = place < count ? scores[place] : -__int_as_float(0x7f800000);
     }
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i)
-      if (first + i * WARPS < part.words) use(key_of(score[i]), first + i * WARPS);
   }
-}
 
-// Sums of `own` of all threads before this one, and of all threads; `sums` is free afterwards.
-DEVICE u64 sum_before(u64 own, Shared& s, u64& all) {
+  // Call `use(key, word)` for every score, by whole warps: the lanes have the scores of one word.
+  template <typename Use>
+  DEVICE void for_all(Use use) {
+    const int warp = threadIdx.x / 32;
+    for (int first = warp; first < words; first += WARPS * AT_ONCE) {
+      if (words > WARPS * AT_ONCE) load(first);
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i)
+        if (first + i * WARPS < words) use(key_of(held[i]), first + i * WARPS);
+    }
+  }
+};
+
+// Sums of `own` of all threads before this one, and of all threads.
+DEVICE u32 sum_before(u32 own, Shared& s, u32& all) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  u64 upto = own;
+  u32 upto = own;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-    const u64 other = __shfl_up_sync(0xffffffffu, upto, step);
+    const u32 other = __shfl_up_sync(0xffffffffu, upto, step);
     if (lane >= step) upto += other;
   }
   if (lane == 31) s.sums[warp] = upto;
   __syncthreads();
-  u64 before = 0;
+  u32 before = 0;
   all = 0;
 #pragma unroll
   for (int i = 0; i < WARPS; ++i) {
-    const u64 each = s.sums[i];
+    const u32 each = s.sums[i];
     if (i < warp) before += each;
     all += each;
   }
-  __syncthreads();
   return before + upto - own;
 }
 
@@ -98,33 +107,42 @@ DEVICE void cluster_sync() {
   cluster_wait();
 }
 
-// The digit of the wanted-th best, by the bins of all blocks. Sets s.digit, s.wanted (how many of
-// that digit are wanted) and s.members (how many there are); s.wanted is 0 if there is no score.
+DEVICE void add_one(u32* bin) { atomicAdd(bin, 1u); }
+
+// The digit of the wanted-th best, by the bins of all blocks or of this one, which has them all. Sets
+// s.digit, s.wanted (how many of that digit are wanted) and s.members (how many there are); s.wanted
+// is 0 if there is no score.
+template <bool ALL_BLOCKS>
 DEVICE void find_digit(Shared& s, int level, u32 wanted) {
   const int first = BINS - (threadIdx.x + 1) * BINS_PER_THREAD;  // the highest go to thread 0
+  const u32* bins = s.bins + level * BINS + first;
   u32 count[BINS_PER_THREAD] = {};
-  cluster_sync();
-  for (u32 block = 0; block < cluster_size(); ++block)
+  if (ALL_BLOCKS) {
+    cluster_sync();
+    for (u32 block = 0; block < cluster_size(); ++block)
 #pragma unroll
-    for (int i = 0; i < BINS_PER_THREAD; i += 4) {
-      const uint4 four = load_four_remote(&s.bins[level][first + i], block);
-      count[i] += four.x;
-      count[i + 1] += four.y;
-      count[i + 2] += four.z;
-      count[i + 3] += four.w;
-    }
-  u64 own = 0, all;
+      for (int i = 0; i < BINS_PER_THREAD; i += 2) {
+        const u64 two = load_remote(reinterpret_cast<const u64*>(bins + i), block);
+        count[i] += (u32)two;
+        count[i + 1] += (u32)(two >> 32);
+      }
+  } else {
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < BINS_PER_THREAD; ++i) count[i] = bins[i];
+  }
+  u32 own = 0, all;
 #pragma unroll
   for (int i = 0; i < BINS_PER_THREAD; ++i) own += count[i];
-  u64 before = sum_before(own, s, all);
-  wanted = wanted < all ? wanted : (u32)all;
+  u32 before = sum_before(own, s, all);
+  wanted = min(wanted, all);
   if (threadIdx.x == 0 && wanted == 0) s.wanted = 0;
   if (before < wanted && before + own >= wanted) {
 #pragma unroll
     for (int i = BINS_PER_THREAD - 1; i >= 0; --i) {
       if (before < wanted && before + count[i] >= wanted) {
         s.digit = first + i;
-        s.wanted = wanted - (u32)before;
+        s.wanted = wanted - before;
         s.members = count[i];
       }
       before += count[i];
@@ -133,10 +151,122 @@ DEVICE void find_digit(Shared& s, int level, u32 wanted) {
   __syncthreads();
 }
 
-DEVICE void add_one(u32* bin) { atomicAdd(bin, 1u); }
+// Scores whose key, shifted, exceeds `prefix` are chosen; `wanted` of those that equal it are.
+struct Bound {
+  u32 prefix, shift, wanted;
 
-// Write all positions of a row that has no more than k.
-DEVICE void take_all(const Arguments& p, int count, const int* table, int* positions, int* slots) {
+  DEVICE bool better(u32 key) const { return key >> shift > prefix; }
+  DEVICE bool ties(u32 key) const { return key >> shift == prefix; }
+  DEVICE void narrow(const Shared& s, int bits) {
+    prefix = prefix << bits | s.digit;
+    shift -= bits;
+    wanted = s.wanted;
+  }
+};
+
+// Candidates share their upper bits with `bound`, and all blocks together can list them. Narrows the
+// bound, writes the maps, and returns what earlier blocks choose and their ties, in halves.
+DEVICE u64 choose_listed(Shared& s, Part& part, Bound& bound, u32 members, u32* above, u32* equal) {
+  const int lane = threadIdx.x % 32;
+  const u32 rank = cluster_rank();
+  u32 better = 0;
+  part.for_all([&](u32 key, int word) {
+    const u32 higher = __ballot_sync(0xffffffffu, bound.better(key));
+    const bool mine = bound.ties(key);
+    const u32 same = __ballot_sync(0xffffffffu, mine);
+    better += __popc(higher);
+    if (lane == 0) {
+      above[word] = higher;
+      equal[word] = 0;
+    }
+    if (same == 0) return;
+    u32 place = 0;
+    if (lane == 0) place = atomicAdd(&s.filled, (u32)__popc(same));
+    place = __shfl_sync(0xffffffffu, place, 0) + __popc(same & ((1u << lane) - 1));
+    if (mine) s.listed[place] = {key, word * 32 + lane};
+  });
+  if (lane == 0) atomicAdd(&s.better, better);
+  __syncthreads();
+  if (threadIdx.x == 0) s.counts = (u64)s.better << 32 | s.filled;
+  cluster_sync();
+  u32 begin[MOST_BLOCKS], all = 0, own = 0;  // first candidate of each block
+  u64 chosen = 0;
+#pragma unroll
+  for (u32 block = 0; block < MOST_BLOCKS; ++block) {
+    const u64 counts = block < cluster_size() ? load_remote(&s.counts, block) : 0;
+    begin[block] = all;
+    if (block < rank) chosen += counts >> 32 << 32;
+    if (block == rank) own = all;
+    all += (u32)counts;
+  }
+  for (u32 i = threadIdx.x; i < members; i += THREADS) {
+    u32 block = 0, first = 0;
+#pragma unroll
+    for (u32 b = 1; b < MOST_BLOCKS; ++b)
+      if (b < cluster_size() && i >= begin[b]) {
+        block = b;
+        first = begin[b];
+      }
+    const u32 key = load_remote(&s.listed[i - first].key, block);
+    s.keys[i] = key;
+    add_one(s.bins + BINS + (key >> 10 & 2047));
+  }
+  cluster_arrive();
+  if (members != bound.wanted) {
+    find_digit<false>(s, 1, bound.wanted);
+    bound.narrow(s, 11);
+    if (s.members != bound.wanted) {
+      for (u32 i = threadIdx.x; i < members; i += THREADS)
+        if (bound.ties(s.keys[i])) add_one(s.bins + 2 * BINS + (s.keys[i] & 1023));
+      find_digit<false>(s, 2, bound.wanted);
+      bound.narrow(s, 10);
+    }
+  }
+  for (u32 i = threadIdx.x; i < s.filled; i += THREADS) {
+    const Entry entry = s.listed[i];
+    const u32 bit = 1u << entry.place % 32;
+    if (bound.better(entry.key)) atomicOr(above + entry.place / 32, bit);
+    if (bound.ties(entry.key)) atomicOr(equal + entry.place / 32, bit);
+  }
+  u32 earlier = 0;
+  for (u32 i = threadIdx.x; i < own; i += THREADS)
+    earlier += bound.better(s.keys[i]) ? 1u << TIES : bound.ties(s.keys[i]) ? 1u : 0u;
+  earlier = __reduce_add_sync(0xffffffffu, earlier);
+  if (lane == 0 && earlier != 0) atomicAdd(&s.earlier, earlier);
+  __syncthreads();
+  return chosen + ((u64)(s.earlier >> TIES) << 32 | (s.earlier & ((1u << TIES) - 1)));
+}
+
+// The same for any number of candidates; what earlier blocks choose is not known yet.
+DEVICE void choose_any(Shared& s, Part& part, Bound& bound, u32 members, u32* above, u32* equal) {
+  if (members != bound.wanted) {
+    part.for_all([&](u32 key, int) {
+      if (bound.ties(key)) add_one(s.bins + BINS + (key >> 10 & 2047));
+    });
+    find_digit<true>(s, 1, bound.wanted);
+    bound.narrow(s, 11);
+    if (s.members != bound.wanted) {
+      part.for_all([&](u32 key, int) {
+        if (bound.ties(key)) add_one(s.bins + 2 * BINS + (key & 1023));
+      });
+      find_digit<true>(s, 2, bound.wanted);
+      bound.narrow(s, 10);
+    }
+  }
+  part.for_all([&](u32 key, int word) {
+    const u32 higher = __ballot_sync(0xffffffffu, bound.better(key));
+    const u32 same = __ballot_sync(0xffffffffu, bound.ties(key));
+    if (threadIdx.x % 32 == 0) {
+      above[word] = higher;
+      equal[word] = same;
+    }
+  });
+  __syncthreads();
+}
+
+// Write all positions of a row that has no more than k, or none.
+DEVICE void take_first(const Arguments& p, int count, const int* table, int* positions,
+                       int* slots) {
   const int step = THREADS * cluster_size();
   for (int i = cluster_rank() * THREADS + threadIdx.x; i < p.k; i += step) {
     positions[i] = i < count ? i : -1;
@@ -144,23 +274,24 @@ DEVICE void take_all(const Arguments& p, int count, const int* table, int* posit
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     choose_rows(const __grid_constant__ Arguments p) {
   let_successor_start();
-  wait_for_predecessor();
   extern __shared__ __align__(16) u8 ring[];
   u8* memory = own_memory(ring);
   Shared& s = *reinterpret_cast<Shared*>(memory);
   u32* above = reinterpret_cast<u32*>(memory + sizeof(Shared));  // maps: better than the k-th,
-  u32* equal = above + p.words;                                  // and as good, or not yet decided
-  const int lane = threadIdx.x % 32;
+  u32* equal = above + p.words;                                  // and as good
+  for (int i = threadIdx.x; i < 3 * BINS; i += THREADS) s.bins[i] = 0;
+  if (threadIdx.x == 0) s.filled = s.better = s.earlier = 0;
+  wait_for_predecessor();
   const int row = blockIdx.x / cluster_size(), rank = cluster_rank();
   const int count = p.limits[row];
   const int* table = p.page_table + p.seqs[row] * p.table_stride;
   int* positions = p.positions + (long long)row * p.k;
   int* slots = p.slots + (long long)row * p.k;
   if (count <= p.k) {
-    take_all(p, count, table, positions, slots);
+    take_first(p, count, table, positions, slots);
     return;
   }
   Part part;
@@ -168,110 +299,52 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   const int begin = rank * part.words * 32;
   part.scores = p.scores + row * p.score_stride + begin;
   part.count = min(part.words * 32, count - begin);  // not positive where nothing is left
-
-  for (int i = threadIdx.x; i < 3 * BINS; i += THREADS) s.bins[0][i] = 0;
-  if (threadIdx.x == 0) s.filled = 0;
+  part.load(threadIdx.x / 32);
   __syncthreads();
-  for_all(part, [&](u32 key, int) {
-    if (key > LEAST) add_one(&s.bins[0][key >> 21]);
+  part.for_all([&](u32 key, int) {
+    if (key > LEAST) add_one(s.bins + (key >> 21));
   });
-  find_digit(s, 0, p.k);
-  u32 wanted = s.wanted;
-  if (wanted == 0) {  // all scores are -inf
-    for (int i = rank * THREADS + threadIdx.x; i < p.k; i += THREADS * cluster_size())
-      positions[i] = slots[i] = -1;
+  find_digit<true>(s, 0, p.k);
+  if (s.wanted == 0) {  // all scores are -inf
+    take_first(p, 0, table, positions, slots);
     cluster_sync();  // others may still read my bins
     return;
   }
-  // Scores whose key, shifted, exceeds `prefix` are chosen; `wanted` of those that equal it are.
-  u32 prefix = s.digit, shift = 21;
-  const bool fits = s.bins[0][prefix] <= MOST_LISTED;
-  bool lists = false;
-  if (s.members != wanted) {
-    lists = fits;
-    for_all(part, [&](u32 key, int word) {
-      const u32 better = __ballot_sync(0xffffffffu, key >> 21 > prefix);
-      const bool mine = key >> 21 == prefix;
-      if (mine) add_one(&s.bins[1][key >> 10 & 2047]);
-      if (!fits) return;
-      if (lane == 0) {
-        above[word] = better;
-        equal[word] = 0;
-      }
-      const u32 same = __ballot_sync(0xffffffffu, mine);
-      if (same == 0) return;
-      u32 place = 0;
-      if (lane == 0) place = atomicAdd(&s.filled, (u32)__popc(same));
-      place = __shfl_sync(0xffffffffu, place, 0) + __popc(same & ((1u << lane) - 1));
-      if (mine) s.listed[place] = {key, word * 32 + lane};
-    });
-    find_digit(s, 1, wanted);
-    prefix = prefix << 11 | s.digit;
-    wanted = s.wanted;
-    shift = 10;
-    if (s.members != wanted) {
-      if (lists) {
-        for (int i = threadIdx.x; i < s.filled; i += THREADS) {
-          const u32 key = s.listed[i].key;
-          if (key >> 10 == prefix) add_one(&s.bins[2][key & 1023]);
-        }
-      } else {
-        for_all(part, [&](u32 key, int) {
-          if (key >> 10 == prefix) add_one(&s.bins[2][key & 1023]);
-        });
-      }
-      find_digit(s, 2, wanted);
-      prefix = prefix << 10 | s.digit;
-      wanted = s.wanted;
-      shift = 0;
-    }
-  }
-  if (lists) {
-    for (int i = threadIdx.x; i < s.filled; i += THREADS) {
-      const Entry entry = s.listed[i];
-      const u32 bit = 1u << entry.place % 32;
-      if (entry.key >> shift > prefix) atomicOr(above + entry.place / 32, bit);
-      if (entry.key >> shift == prefix) atomicOr(equal + entry.place / 32, bit);
-    }
-  } else {
-    for_all(part, [&](u32 key, int word) {
-      const u32 better = __ballot_sync(0xffffffffu, key >> shift > prefix);
-      const u32 same = __ballot_sync(0xffffffffu, key >> shift == prefix);
-      if (lane == 0) {
-        above[word] = better;
-        equal[word] = same;
-      }
-    });
-  }
-  __syncthreads();
+  Bound bound = {s.digit, 21, s.wanted};
+  const u32 members = s.members;
+  const bool lists = members <= MOST_LISTED;
+  u64 earlier = 0;
+  if (lists)
+    earlier = choose_listed(s, part, bound, members, above, equal);
+  else
+    choose_any(s, part, bound, members, above, equal);
 
   // Each thread has consecutive words. Of equal scores, the first `wanted` of the row are chosen.
   const int per = (part.words + THREADS - 1) / THREADS;
   const int first = min((int)threadIdx.x * per, part.words), last = min(first + per, part.words);
-  u64 own = 0, all;
+  u32 own = 0, all;
   for (int word = first; word < last; ++word)
-    own += (u64)__popc(above[word]) << 32 | (u64)__popc(equal[word]);
-  u64 before = sum_before(own, s, all);
-  if (threadIdx.x == 0) s.total = all;
-  cluster_sync();
-  u64 earlier = 0;  // of blocks before this one
-  for (int block = 0; block < rank; ++block) earlier += load_remote(&s.total, block);
-  cluster_arrive();
+    own += (u32)__popc(above[word]) << TIES | (u32)__popc(equal[word]);
+  const u32 before = sum_before(own, s, all), ties = all & ((1u << TIES) - 1);
+  if (!lists) {
+    if (threadIdx.x == 0) s.counts = (u64)(all >> TIES) << 32 | ties;
+    cluster_sync();
+    for (int block = 0; block < rank; ++block) earlier += load_remote(&s.counts, block);
+    cluster_arrive();
+  }
   int* chosen = reinterpret_cast<int*>(s.bins);
-  const u32 earlier_equal = min((u32)earlier, wanted);
-  const u32 offset = (u32)(earlier >> 32) + earlier_equal;
-  const u32 room = min((u32)all, wanted - earlier_equal);  // equal scores that this block chooses
-  u32 equals = (u32)before, place = (u32)(before >> 32) + min(equals, room);
+  const u32 earlier_ties = min((u32)earlier, bound.wanted);
+  const u32 offset = (u32)(earlier >> 32) + earlier_ties;
+  const u32 room = min(ties, bound.wanted - earlier_ties);  // ties that this block chooses
+  u32 tie = before & ((1u << TIES) - 1), place = (before >> TIES) + min(tie, room);
   for (int word = first; word < last; ++word) {
-    u32 ties = equal[word], bits = above[word];
-    for (; ties != 0 && equals < room; ++equals) {
-      bits |= ties & -ties;
-      ties &= ties - 1;
-    }
+    u32 bits = above[word];
+    for (u32 same = equal[word]; same != 0 && tie < room; same &= same - 1, ++tie)
+      bits |= same & -same;
     for (; bits != 0; bits &= bits - 1) chosen[place++] = word * 32 + __ffs(bits) - 1;
   }
   __syncthreads();
-  const u32 mine = (u32)(all >> 32) + room;
+  const u32 mine = (all >> TIES) + room;
   for (u32 i = threadIdx.x; i < mine; i += THREADS) {
     const int position = begin + chosen[i];
     positions[offset + i] = position;
@@ -279,5 +352,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   }
   if (rank == cluster_size() - 1)
     for (u32 i = offset + mine + threadIdx.x; i < p.k; i += THREADS) positions[i] = slots[i] = -1;
-  cluster_wait();  // others may still read my total
+  cluster_wait();  // others may still read my memory
 }

@@ -7,6 +7,7 @@ read each other's memory, which Triton cannot express.
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -14,14 +15,12 @@ import torch
 from cairn.kernels.cuda_source import CudaKernel, compile_source
 from cairn.kernels.interface import MOST_SCORES
 from cairn.kernels.precompile import is_collecting
-from cairn.kernels.processors import processors
 
 _FOLDER = Path(__file__).parent
 _ARGUMENTS = struct.Struct("6Q2q3i4x")  # struct Arguments in the source
-_THREADS = 512
-_PER_PROCESSOR = 2  # blocks that fit
-_MOST_BLOCKS = 8  # of a cluster
-_MOST_LISTED = 4096
+_THREADS = 1024
+_CLUSTERS = 1, 2, 4, 8  # blocks of a cluster
+_MOST_LISTED = 6144
 _MOST_WORDS = 2**13  # of 32 scores each, in a block's map
 
 
@@ -46,17 +45,14 @@ def source() -> str:
 
 def shared_bytes(constants: dict[str, int], words: int) -> int:
     """Of a block: struct Shared, and two maps."""
-    return 3 * 4 * 2048 + 8 * constants["MOST_LISTED"] + constants["THREADS"] // 4 + 24 + 8 * words
+    own = 3 * 4 * 2048 + 12 * constants["MOST_LISTED"] + constants["THREADS"] // 8 + 32
+    return own + 8 * words
 
 
-def cluster_of(rows: int, length: int, blocks: int) -> int:
-    """Blocks that share a row, if so many run at once."""
-    cluster = 1
-    while cluster < _MOST_BLOCKS and (
-        2 * cluster * rows <= blocks or words_of(length, cluster) > _MOST_WORDS
-    ):
-        cluster *= 2
-    return cluster
+def cluster_of(rows: int, length: int, clusters: Mapping[int, int]) -> int:
+    """Blocks that share a row, if so many clusters of each size run at once."""
+    fitting = [size for size in clusters if words_of(length, size) <= _MOST_WORDS]
+    return max((size for size in fitting if rows <= clusters[size]), default=fitting[0])
 
 
 def words_of(length: int, cluster: int) -> int:
@@ -80,7 +76,7 @@ class ChooseRows:
         cubin = compile_source(source(), self._constants, "sm_90")
         most = shared_bytes(self._constants, _MOST_WORDS)
         self._kernel = CudaKernel(cubin, "choose_rows", _THREADS, most, device)
-        self._blocks = _PER_PROCESSOR * processors(device)
+        self._clusters = {size: self._kernel.most_clusters(size) for size in _CLUSTERS}
 
     def __call__(
         self,
@@ -97,7 +93,7 @@ class ChooseRows:
         these rows are in the pool: page * page_size + offset."""
         rows, length = scores.shape
         assert length <= MOST_SCORES
-        cluster = cluster_of(rows, length, self._blocks)
+        cluster = cluster_of(rows, length, self._clusters)
         words = words_of(length, cluster)
         tensors = scores, limits, seqs, page_table, positions, slots
         arguments = pack(tensors, positions.shape[1], page_size, words)

@@ -171,13 +171,27 @@ class CudaKernel:
         held = ctypes.create_string_buffer(structure, len(structure))
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(held))
         shared = self.shared_bytes if shared_bytes is None else shared_bytes
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.current_stream().cuda_stream
+            config = self._config(grid, cluster, shared, pdl, stream)
+            self.call("cuLaunchKernelEx", ctypes.byref(config), self.function, pointers, None)
+
+    def most_clusters(self, size: int) -> int:
+        """Clusters of `size` blocks that run at once."""
+        count = ctypes.c_int()
+        with torch.cuda.device(self._device):
+            config = self._config((size,), size, self.shared_bytes, False, 0)
+            name = "cuOccupancyMaxActiveClusters"
+            self.call(name, ctypes.byref(count), self.function, ctypes.byref(config))
+        return count.value
+
+    def _config(
+        self, grid: tuple[int, ...], cluster: int, shared: int, pdl: bool, stream: int
+    ) -> _Config:
         attributes = (_Attribute * 2)(
             _Attribute(_CLUSTER, 0, (cluster, 1, 1)), _Attribute(_PDL, 0, (int(pdl),))
         )
-        with torch.cuda.device(self._device):
-            stream = torch.cuda.current_stream().cuda_stream
-            config = _Config((*grid, 1, 1)[:3], (self.threads, 1, 1), shared, stream, attributes, 2)
-            self.call("cuLaunchKernelEx", ctypes.byref(config), self.function, pointers, None)
+        return _Config((*grid, 1, 1)[:3], (self.threads, 1, 1), shared, stream, attributes, 2)
 
     def describe(self, matrix: torch.Tensor, box_rows: int) -> bytes:
         """Tensor map of a matrix in half precision, for swizzled copies of [box_rows, 64] boxes."""

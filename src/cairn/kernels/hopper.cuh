@@ -169,6 +169,15 @@ DEVICE uint4 load_four_remote(const void* own, u32 rank) {
   return result;
 }
 
+DEVICE u32 load_remote(const u32* own, u32 rank) {
+  u32 result;
+  asm volatile("ld.shared::cluster.u32 %0, [%1];"
+               : "=r"(result)
+               : "r"(remote_address(own, rank))
+               : "memory");
+  return result;
+}
+
 DEVICE float load_remote(const float* own, u32 rank) {
   float result;
   asm volatile("ld.shared::cluster.f32 %0, [%1];"

@@ -35,6 +35,7 @@ _TILE_FLOAT32 = 32
 _ROWS = 4  # queries of a prompt that share a tile of keys
 _STAGES, _PROMPT_STAGES = 4, 2  # tiles in memory, beside one query and beside many
 _PER_PROCESSOR = 2  # programs that fit
+_ITEMS = 256  # items that a program looks at at once to find its own
 _LEAST = 4  # tiles of a share: less is not worth loading the queries
 
 
@@ -111,7 +112,11 @@ def _scan_plan_kernel(
 
 
 def plan_scan(listed: RowList, dtype: torch.dtype) -> None:
-    """Plan the shares of these queries, for all layers. `dtype` is that of keys."""
+    """Plan the shares of these queries, for all layers. `dtype` is that of keys.
+
+    The scan reads the plan before its PDL wait. A kernel launched without PDL must therefore run
+    between the two; in a step, the embedding lookup does.
+    """
     _scan_plan_kernel[(1,)](
         listed.items,
         listed.limits,
@@ -125,16 +130,26 @@ def plan_scan(listed: RowList, dtype: torch.dtype) -> None:
 
 
 @triton.jit
-def _item_of(tiles, num_items, tile):
+def _item_of(tiles, num_items, tile, BLOCK: tl.constexpr):
     """The item that a tile belongs to."""
-    low = 0
-    high = num_items - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        reached = tl.load(tiles + middle) <= tile
-        low = tl.where(reached, middle, low)
-        high = tl.where(reached, high, middle - 1)
-    return low
+    item = -1
+    for start in range(0, num_items, BLOCK):
+        offs = start + tl.arange(0, BLOCK)
+        begin = tl.load(tiles + offs, mask=offs < num_items, other=2**31 - 1, cache_modifier=".cg")
+        item += tl.sum((begin <= tile).to(tl.int32))
+    return item
+
+
+@triton.jit
+def _load_item(tiles, items, seqs, page_table, item, table_stride):
+    """-> the first tile of an item, that of the next one, its first query, their number, and the
+    page table's row of its sequence"""
+    before = tl.load(tiles + item, cache_modifier=".cg")
+    behind = tl.load(tiles + item + 1, cache_modifier=".cg")
+    listed = tl.load(items + item, cache_modifier=".cg")
+    count = tl.load(items + item + 1, cache_modifier=".cg") - listed
+    seq = tl.load(seqs + listed, cache_modifier=".cg").to(tl.int64)
+    return before, behind, listed, count, page_table + seq * table_stride
 
 
 @direct
@@ -158,6 +173,7 @@ def _scan_kernel(
     WIDTH: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr,  # most queries of an item
+    BLOCK_I: tl.constexpr,  # items that are looked at at once
     BLOCK_H: tl.constexpr,  # at least HEADS
     BLOCK_W: tl.constexpr,  # at least WIDTH
     TILE: tl.constexpr,
@@ -166,13 +182,20 @@ def _scan_kernel(
 ):
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
+    # What is constant within a step is read before the wait, bypassing the L1 cache.
     BLOCK_Q: tl.constexpr = ROWS * BLOCK_H
     program = tl.program_id(0)
-    total = tl.load(tiles + num_items)
-    share = tl.load(tiles + num_items + 1)
+    total = tl.load(tiles + num_items, cache_modifier=".cg")
+    share = tl.load(tiles + num_items + 1, cache_modifier=".cg")
     first = program * share
     last = tl.minimum(first + share, total)
+    item = _item_of(tiles, num_items, first, BLOCK_I)
+    item = tl.minimum(item, num_items - 1)  # a program may have nothing to do
+    before, behind, listed, count, table = _load_item(
+        tiles, items, seqs, page_table, item, table_stride
+    )
+    if PDL:
+        gdc_wait()
     if first >= total:
         return
     offs_q = tl.arange(0, BLOCK_Q)
@@ -180,13 +203,8 @@ def _scan_kernel(
     offs_n = tl.arange(0, TILE)
     offs_r = tl.arange(0, ROWS)
     head = offs_q % BLOCK_H
-    item = _item_of(tiles, num_items, first)
     while first < last:
-        before = tl.load(tiles + item)
-        until = tl.minimum(tl.load(tiles + item + 1), last)
-        listed = tl.load(items + item)
-        count = tl.load(items + item + 1) - listed
-        table = page_table + tl.load(seqs + listed).to(tl.int64) * table_stride
+        until = tl.minimum(behind, last)
         there = (offs_q // BLOCK_H < count) & (head < HEADS)
         row = tl.load(rows + listed + offs_q // BLOCK_H, mask=there, other=0).to(tl.int64)
         place = row * HEADS + head
@@ -225,7 +243,10 @@ def _scan_kernel(
                 score = tl.sum(tl.reshape(products, (TILE, ROWS, BLOCK_H)), 2)
             tl.store(out + n[:, None], score, mask=n[:, None] < limit[None, :])
         first = until
-        item += 1
+        item = tl.minimum(item + 1, num_items - 1)
+        before, behind, listed, count, table = _load_item(
+            tiles, items, seqs, page_table, item, table_stride
+        )
 
 
 def index_scan(
@@ -254,7 +275,7 @@ def index_scan(
         query, weights, pool, keys, page_table, listed.rows, listed.seqs, listed.limits,
         listed.items, listed.tiles, scores, listed.num_items, page_table.stride(0),
         scores.shape[1] // 128,
-        HEADS=heads, WIDTH=width, PAGE_SIZE=page_size, ROWS=listed.per_item,
+        HEADS=heads, WIDTH=width, PAGE_SIZE=page_size, ROWS=listed.per_item, BLOCK_I=_ITEMS,
         BLOCK_H=_padded(heads), BLOCK_W=max(16, power_of_two(width)), TILE=tile, TMA=tma,
         num_warps=4, num_stages=_stages(listed.per_item, pool.dtype),
         **pdl_options(pool),
