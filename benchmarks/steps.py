@@ -59,7 +59,7 @@ def _measure(arguments: argparse.Namespace, flags: list[str]) -> Iterator[dict[s
         yield {"ready_s": round(time.perf_counter() - begin, 2)}
         seeds = itertools.count()  # of prompts, all different
         for length in prompts:
-            repeat = arguments.repeat if length <= 40_000 else 3
+            repeat = arguments.repeat if length <= 40_000 else min(3, arguments.repeat)
             times = [_cold(llm, length, next(seeds)) for _ in range(repeat + 1)][1:]
             yield {"prompt": length, "ms": round(1e3 * statistics.median(times), 2)}
         for context, batch in itertools.product(contexts, batches):

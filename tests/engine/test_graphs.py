@@ -6,7 +6,9 @@ from array import array
 
 import numpy as np
 import pytest
+import torch
 
+from cairn.attention.hsa.metadata import SparseGroups, completed_on_device, completed_pages
 from cairn.engine.graphs import StepSize, mixed_sizes
 from cairn.engine.inputs import StepInputs
 from cairn.engine.plan import Advance, StepPlan
@@ -63,3 +65,27 @@ def test_mixed_sizes_leave_room_for_padding(seqs: int, most: int) -> None:
         assert max(sizes) == StepSize(most, seqs + 1)
         assert len(set(sizes)) == len(sizes)
         assert most < 5000 or geometry.rows(4096) in {size.rows for size in sizes}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_device_lists_what_the_host_lists(seed: int) -> None:
+    """Blocks of rows and completed pages, and nothing but surplus beside them."""
+    pytest.importorskip("triton")
+    from cairn.kernels.paged_extend import ExtendBlocks
+
+    draw = np.random.default_rng(seed)
+    new, past = draw.integers(1, 60, 5), draw.integers(0, 40, 5)
+    tables = [1 + draw.permutation(8 * 5).reshape(5, 8)]
+    host = StepInputs.made_up(PAGE, new, new + past, tables).send(torch.device("cpu"), True)
+    batch, groups = host.batch, SparseGroups(0, 0)
+    found = completed_on_device(batch, groups)
+    seq, place, rows = completed_pages(batch)
+    real = found.pages > 0
+    assert found.pages[real].tolist() == tables[0][seq, place].tolist()
+    assert found.last_rows[real].tolist() == rows.tolist()
+    assert not found.kv_pages[~real].any() and not found.last_rows[~real].any()
+    listed = ExtendBlocks.of(new, np.arange(5), batch.device, 16)
+    counted = ExtendBlocks.on_device(torch.from_numpy(new), int(new.sum()), 16)
+    there = counted.begin >= 0
+    assert counted.begin[there].tolist() == listed.begin.tolist()
+    assert counted.seq[there].tolist() == listed.seq.tolist()

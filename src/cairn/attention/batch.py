@@ -75,7 +75,7 @@ class AttentionBatch:
     @property
     def decodes(self) -> bool:
         """Every sequence has one new row."""
-        return bool((self.query_lens == 1).all())
+        return bool(np.count_nonzero(self.query_lens != 1) == 0)
 
     def shortened(self, seqs: np.ndarray) -> AttentionBatch:
         """The same batch with an empty past for the sequences chosen by `seqs` [seqs] bool.

@@ -139,21 +139,22 @@ class HSABackend(SparseBackend):
         if len(batch.traced_rows):
             return None
         dense = self._dense_seqs(batch)
+        count = np.count_nonzero(dense)
         kind: GraphKind = "resident" if batch.resident else "kept" if batch.kept else "sparse"
-        if dense.any() or (mixed and self._config.reads_densely):
-            kind = "dense" if dense.all() else "both"
+        if count or (mixed and self._config.reads_densely):
+            kind = "dense" if count == len(dense) else "both"
         graph = Graph(kind, mixed, few=not mixed and not batch.decodes)
         if graph not in self.graphs:
             return None
-        selecting = batch.kv_lens[(batch.query_lens > 1) & ~dense]
-        if mixed and len(selecting):
+        if mixed:
+            selecting = batch.kv_lens[(batch.query_lens > 1) & ~dense]
             fits = self.kernels is not None and self.kernels.chunks.fit(selecting)
-            if kind != "sparse" or not fits:
+            if len(selecting) and not (kind == "sparse" and fits):
                 return None
         seen = batch
-        if kind in ("dense", "both"):
+        if kind == "both":
             seen = replace(batch, kv_lens=np.where(dense, batch.kv_lens, batch.query_lens))
-        elif not (mixed and self._dense_groups):
+        elif kind != "dense" and not (mixed and self._dense_groups):
             return graph
         return None if self._dense.graph_for(seen, mixed=mixed) is None else graph
 
@@ -177,7 +178,7 @@ class HSABackend(SparseBackend):
             return False
         if graph is not None:
             return not graph.mixed and graph.kind in ("sparse", "resident", "kept")
-        return bool((batch.query_lens == 1).all() and not self._dense_seqs(batch).any())
+        return batch.decodes and not self._dense_seqs(batch).any()
 
     def replayed(self, batch: AttentionBatch, graph: Graph) -> None:
         """Make the landmarks of pages that the step completed outside sparse kernels."""

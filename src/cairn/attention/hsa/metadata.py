@@ -87,15 +87,16 @@ def completed_pages(batch: AttentionBatch) -> tuple[np.ndarray, np.ndarray, np.n
     """The pages that this step completes: sequence, index in its table, and the row of the step
     that completes the page."""
     size = batch.page_size
+    completing = batch.kv_lens % size < batch.query_lens
+    if not np.count_nonzero(completing):
+        empty = np.zeros(0, dtype=np.int64)
+        return empty, empty, empty
     past = batch.kv_lens - batch.query_lens
     seqs, index = [], []
-    for s in np.flatnonzero(batch.kv_lens // size > past // size):
+    for s in np.flatnonzero(completing):
         pages = np.arange(past[s] // size, batch.kv_lens[s] // size)
         seqs.append(np.full(len(pages), s))
         index.append(pages)
-    if not seqs:
-        empty = np.zeros(0, dtype=np.int64)
-        return empty, empty, empty
     seq, place = np.concatenate(seqs), np.concatenate(index)
     rows = batch.cu_query[seq] + (place + 1) * size - 1 - past[seq]
     return seq, place, rows
