@@ -95,16 +95,21 @@ class PagedMemory:
             known = (*owner.token_ids, *([self.newest[advance.slot]] * owner.pending))
             assert advance.stop - advance.drafted <= len(known)
             assert not (owner.pending and owner.host_tokens)
+            # What is drafted after this step fits into pages that it has already.
+            assert owner.pages is not None
+            held = self.cache.geometry.tokens(owner.pages.num_pages)
+            assert advance.room <= min(held, owner.end_len - 1)
             given = advance.token_ids[: len(advance.token_ids) - advance.drafted]
             assert all(t in (UNKNOWN, known[advance.start + i]) for i, t in enumerate(given))
             assert list(given).count(UNKNOWN) <= owner.pending
             drafts = list(advance.token_ids[len(given) :])
             if advance.guesses:
                 assert drafts == [UNKNOWN] * advance.guesses
+                assert advance.room >= advance.stop - 1
                 drafts = self.guesses[owner.id] = []
             tokens = known[: advance.stop - advance.drafted]
             for guess in range(1, 1 + advance.guesses):
-                part = advance.guessing(guess)
+                part = advance.guessing(guess, advance.start, given[-1])
                 assert (part.start, part.stop) == (len(tokens) + guess - 2, len(tokens) + guess - 1)
                 self.compute(part, (*tokens, *drafts), owner.namespace)
                 lies = self.random.random() < 0.3

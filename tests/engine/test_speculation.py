@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from cairn import LLM, SamplingParams
 from cairn.engine.drafters.drafter import Drafter
 from cairn.engine.drafters.ngram import NgramDrafter
+from cairn.engine.drafting import Drafting, Selected
 from cairn.engine.plan import Advance, StepPlan
 from cairn.engine.request import Request, State
 from cairn.engine.speculation import Pace, Speculation
@@ -212,6 +214,69 @@ def test_right_drafts_save_steps(engine: tuple[LLM, dict[Any, Any]]) -> None:
     assert 15 < usage.accepted_tokens <= usage.drafted_tokens
     off = llm.generate(prompt, max_tokens=40, ignore_eos=True, speculation=False)
     assert off.token_ids == expected.token_ids and off.usage.drafted_tokens == 0
+
+
+def test_the_model_drafts_on_before_the_next_step_is_planned(
+    engine: tuple[LLM, dict[Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if requests come at different times."""
+    llm, plain = engine
+    speculation, runner = llm.engine.scheduler.speculation, llm.engine.runner
+    assert speculation is not None
+    if not speculation.drafter.by_model:
+        pytest.skip("another drafts")
+    speculation.pace = Always()
+    within: list[int] = []
+    draft = Drafting.within
+
+    def watched(advances: list[Advance]) -> Drafting:
+        within.append(len(advances))
+        return draft(advances)
+
+    monkeypatch.setattr(Drafting, "within", watched)
+    llm.engine.overlap = True
+    llm.engine.scheduler.cache.clear()
+    before = llm.engine.stats.steps
+    keys = [(90, PARAMS[0]), (90, PARAMS[1]), (47, PARAMS[0])]
+    jobs = [llm.frontend.prepare(plain[key][0], key[1])[0] for key in keys]
+    llm.frontend.submit(jobs[:2])
+    while jobs[0].num_output < 8:
+        llm.frontend.step()
+    run(llm, jobs[2:])
+    for key, job in zip(keys, jobs, strict=True):
+        assert job.output_ids == plain[key][1].token_ids and job.drafted_tokens > 10
+    # All else was drafted ahead, except after pauses.
+    assert runner._ahead == {} and 1 <= len(within) < (llm.engine.stats.steps - before) / 3
+
+
+def test_drafts_after_a_step_follow_what_it_kept() -> None:
+    drafted = [
+        Advance(str(i), 2 + i, 10, 14, array("q", [1, -1, -1, -1]), 9, 4, guesses=3, room=room)
+        for i, room in enumerate((40, 40, 13, 12, 40))
+    ]
+    plain = Advance("plain", 9, 5, 6, array("q", [1]), 5, 1)
+    prompt = Advance("prompt", 8, 5, 20, array("q", [1] * 15), 20, 1, room=40)
+    plan = StepPlan((*drafted, plain, prompt), drafted=15, awaited=True, ahead=2)
+    sampled = {"0": [7, 8, 9, 6], "1": [7, 8, 9, 6], "2": [7, 8, 9, 6], "3": [7, 8, 9, 6]}
+    sampled |= {"4": [7, 8, 9, 6], "plain": [3], "prompt": [4]}
+    guesses = {"0": [7, 8, 9], "1": [7, 5, 9], "2": [5, 8, 9], "3": [7, 5, 9], "4": [5, 5, 5]}
+    drafting = Drafting.after(plan, sampled, guesses)
+    # "2" has room for one draft, "3" for none.
+    assert [own.request_id for own in drafting.advances] == ["0", "1", "4", "prompt", "2"]
+    assert drafting.starts.tolist() == [14, 12, 11, 20, 11]
+    assert drafting.newest.tolist() == [6, 8, 7, 4, 7]
+    assert drafting.counts.tolist() == [2, 2, 2, 2, 1]
+    assert drafting.slots.tolist() == [2, 3, 6, 8, 4]
+    made = drafting.made()
+    asked = plan.advances[0]._replace(start=14, stop=17, guesses=2)
+    assert made[2].serves(asked)
+    for other in ({"start": 13}, {"guesses": 3}, {"attempt": 1}, {"request_id": "x"}):
+        assert not made[2].serves(asked._replace(**other))
+    selected = Selected.by(drafting, 4)
+    assert selected.serves(drafting)
+    assert selected.serves(replace(drafting, starts=drafting.starts + 2))
+    assert not selected.serves(replace(drafting, starts=drafting.starts + 3))
+    assert not selected.serves(replace(drafting, advances=drafting.advances[::-1]))
 
 
 def test_the_prefix_cache_holds_what_came_true(engine: tuple[LLM, dict[Any, Any]]) -> None:

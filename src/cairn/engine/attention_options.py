@@ -18,7 +18,7 @@ from cairn.sparsity.registry import make_policy, policy_class, policy_name
 _DENSE_PAGE_SIZE = {"cuda": 128}
 """By device, for engines without sparse attention. FlashAttention-3 loads pages of 128 rows whole.
 """
-_DRAFT_TOPK = 16
+_DRAFT_TOPK, _DRAFT_WINDOW = 8, 256
 """For drafts, which may be wrong."""
 
 
@@ -131,7 +131,8 @@ def _sparse_drafts(
         )
     if topk is None and not policy_class(policy).sinks_only:
         topk = _DRAFT_TOPK
-    config = replace(config, hsa_policy=policy, hsa_topk=topk)
+    window = config.hsa_window or _DRAFT_WINDOW
+    config = replace(config, hsa_policy=policy, hsa_topk=topk, hsa_window=window)
     sparse, page_size = training_free(config, spec, "", kind)
     summary = _summary(spec, sparse, page_size, kind)
     return AttentionPlan(tuple(names), sparse, page_size, kind, (f"drafts by {summary}",))

@@ -331,7 +331,9 @@ class Engine:
 
     def _finish(self, step: InFlight) -> StepResult:
         try:
-            return self.runner.finish(step)
+            result = self.runner.finish(step)
+            self.runner.draft_ahead(step.plan, result)
+            return result
         except BaseException:
             self.scheduler.undo(step.plan, launched=True)
             if self._in_flight is not None:  # it builds on the step that failed

@@ -134,6 +134,44 @@ class StepInputs:
         )
 
     @classmethod
+    def single_rows(
+        cls,
+        geometry: PageGeometry,
+        starts: np.ndarray,  # [seqs] token to compute
+        prompts: np.ndarray,  # [seqs] tokens of the prompt
+        token_ids: np.ndarray,  # [seqs] UNKNOWN for a token that is at `places` on the device
+        places: np.ndarray,  # [seqs]
+        tables: np.ndarray,  # [groups, seqs, pages] int32
+        generations: np.ndarray,  # [groups, seqs, pages] int32
+    ) -> StepInputs:
+        """A step that computes one token of each sequence, of a model without landmark rows."""
+        count = len(starts)
+        unknown, every = token_ids == UNKNOWN, np.arange(count)
+        batch = AttentionBatch(
+            page_size=geometry.page_size,
+            query_lens=np.ones(count, dtype=np.int64),
+            kv_lens=starts + 1,
+            cu_query=np.arange(count + 1),
+            groups=tuple(
+                GroupTables(host_pages=pages, host_generations=lives)
+                for pages, lives in zip(tables, generations, strict=True)
+            ),
+            prompt_rows=prompts,
+            traced_rows=np.empty(0, dtype=np.int64),
+        )
+        return cls(
+            batch=batch,
+            token_ids=np.where(unknown, 0, token_ids),
+            sources=np.where(unknown, places, -1),
+            positions=starts,
+            lengths=np.maximum(prompts, starts + 1),
+            cache_rows=starts,
+            seq=every,
+            is_token=np.ones(count, dtype=bool),
+            sampled_rows=every,
+        )
+
+    @classmethod
     def made_up(
         cls,
         page_size: int,

@@ -7,6 +7,7 @@ parameters of new requests. It can be compared in a test, logged, or sent to ano
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -90,19 +91,23 @@ class Advance(NamedTuple):
     guess: int = 0
     """For the part of a step that drafts: which draft it makes, from 1. What it computes is not
     kept."""
+    room: int = 0
+    """If the model may draft after this step: number of tokens that the request has pages for, and
+    may reach with drafts."""
 
     @property
     def drafted(self) -> int:
         """Number of drafted tokens that the step checks."""
         return max(0, self.samples - 1)
 
-    def guessing(self, guess: int) -> Advance:
-        """The part of the step in which the model makes this draft, from 1."""
-        start = self.start + guess - 1
+    def guessing(self, guess: int, start: int, newest: int) -> Advance:
+        """The part of a step in which the model makes this draft, from 1, if `newest` is the token
+        at `start`."""
+        start += guess - 1
         return self._replace(
             start=start,
             stop=start + 1,
-            token_ids=self.token_ids[guess - 1 : guess],
+            token_ids=array("q", [newest if guess == 1 else UNKNOWN]),
             samples=1,
             traced=False,
             dense=False,
@@ -131,6 +136,9 @@ class StepPlan:
     """Drafted tokens that the step checks, of all requests."""
     awaited: bool = False
     """Many drafts will probably come true, so the next step is planned when it is known which."""
+    ahead: int = 0
+    """When it is known, the model first drafts so many tokens more for each request with `room`,
+    and the next step is planned meanwhile."""
 
     @property
     def num_tokens(self) -> int:
@@ -143,3 +151,11 @@ class StepPlan:
 
     def __bool__(self) -> bool:
         return bool(self.advances)
+
+
+def right_drafts(sampled: Sequence[int], drafts: Sequence[int]) -> int:
+    """How many drafts came true: those before the first that was not sampled in its place."""
+    for right, (token, draft) in enumerate(zip(sampled, drafts, strict=False)):
+        if token != draft:
+            return right
+    return len(drafts)

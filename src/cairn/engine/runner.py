@@ -20,6 +20,7 @@ import torch
 from cairn.attention.attend import Attend
 from cairn.attention.backend import AttentionBackend, Graph, SparseBackend
 from cairn.attention.batch import AttentionBatch, to_device
+from cairn.engine.drafting import Drafting, Made, Selected
 from cairn.engine.graphs import StepGraphs, StepSize, most_decode_rows, recorded_sizes
 from cairn.engine.inputs import Draws, StepInputs
 from cairn.engine.logprobs import TokenLogprob, token_logprobs
@@ -121,6 +122,8 @@ class Runner:
         # tokens that nobody needs.
         self._spare = num_slots * self._per_slot
         self._newest = torch.zeros(self._spare + 1, dtype=torch.int64, device=device)
+        self._ahead: dict[int, Made] = {}  # drafts that were made ahead, by slot
+        self._selected: Selected | None = None  # whose pages drafts selected last
         self.graphs: StepGraphs | None = None
         """Recorded steps; None if none are recorded."""
         self.tier = tier
@@ -284,10 +287,14 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
         self._apply(plan)
-        if any(own.guesses for own in plan.advances):
-            self._guess(plan)
-            # What drafts completed is computed again.
-            self._forget([(own, own.start + own.guesses) for own in plan.advances])
+        made, self._ahead = self._ahead, {}
+        missing = [
+            own
+            for own in plan.advances
+            if own.guesses and not (own.slot in made and made[own.slot].serves(own))
+        ]
+        if missing:
+            self._draft(Drafting.within(missing))
         host = self._inputs(plan)
         sampling = [advance for advance in plan.advances if advance.samples]
         result = StepResult()
@@ -311,39 +318,57 @@ class Runner:
             begin += len(wanted)
         return self._in_flight(plan, sampling, tokens, result)
 
-    def _guess(self, plan: StepPlan) -> None:
+    @torch.inference_mode()
+    def draft_ahead(self, plan: StepPlan, result: StepResult) -> None:
+        """Let the model draft what follows a finished step, if its plan says so. The next launch
+        finds the drafts, as far as its plan asks for them."""
+        if not plan.ahead or self._parallel.size > 1:
+            return
+        drafting = Drafting.after(plan, result.sampled, result.guesses)
+        if not drafting.advances:
+            return
+        # Drafts that failed may have completed pages.
+        reached = np.array([own.stop for own in drafting.advances])
+        self._forget(drafting.slots, drafting.starts, reached)
+        self._draft(drafting)
+        self._ahead = drafting.made()
+
+    def _draft(self, drafting: Drafting) -> None:
         """Let the model draft, token after token. The host prepares the first draft of each request
         and counts on from there."""
-        # Requests with fewer drafts come last, so that the others keep their places.
-        drafting = sorted(plan.advances, key=lambda own: -own.guesses)
-        drafting = [own for own in drafting if own.guesses]
-        guesses = np.array([own.guesses for own in drafting])
-        first = [own.guessing(1) for own in drafting]
-        begun = self._inputs(StepPlan(tuple(first)), stop=max(own.stop for own in drafting))
-        places = np.array([own.slot for own in drafting]) * self._per_slot
-        kept = sent = False
-        for later in range(guesses[0]):
-            count = int((guesses > later).sum())
-            host = begun
-            if later:
-                host = begun.drafting(places[:count] + later, later)
-                host = replace(host, batch=replace(host.batch, kept=kept))
+        counts, slots, starts = drafting.counts, drafting.slots, drafting.starts
+        places = slots * self._per_slot
+        prompts = np.array([own.prompt_len for own in drafting.advances])
+        tables = self._tables_of(slots, int((starts + counts).max()))
+        begun = StepInputs.single_rows(
+            self._geometry, starts, prompts, drafting.newest, places, *tables
+        )
+        kept = self._selected is not None and self._selected.serves(drafting)
+        sent = False
+        for later in range(counts[0]):
+            count = int((counts > later).sum())
+            host = begun if later == 0 else begun.drafting(places[:count] + later, later)
+            host = replace(host, batch=replace(host.batch, kept=kept))
             form = self._form(host, drafted=False)
             if form is None:
-                now = [own.guessing(1 + later) for own in drafting[:count]]
+                self._selected = None
+                now = drafting.parts(later)
                 rows = host.sampled_rows
                 result = StepResult()
                 logits = self._eager(StepPlan(tuple(now)), now, host, rows, {}, result)
                 self._sample(now, logits, result)
                 continue
-            draws = self._sampler.plain_draws(first[:count], later)
+            draws = self._sampler.draft_draws(slots[:count], starts[:count] + 1 + later, 1 + later)
             logits, _ = self._replay(host, form, draws, new_tables=not sent)
             sent = True
             if draws is None:
-                now = [own.guessing(1 + later) for own in drafting[:count]]
-                self._sample(now, logits, StepResult())
-            # The pages that the first draft selected serve the others too.
-            kept = kept or (not later and form.graph == Graph("sparse", mixed=False))
+                self._sample(drafting.parts(later), logits, StepResult())
+            if not kept and not later and form.graph == Graph("sparse", mixed=False):
+                # The pages that this draft selected serve others too.
+                kept = True
+                self._selected = Selected.by(drafting, self._geometry.page_size)
+        # What drafts completed is computed again.
+        self._forget(slots, starts, starts + counts)
 
     def _form(self, host: StepInputs, *, drafted: bool) -> _Form | None:
         """How to replay a step from a graph; None if no graph fits."""
@@ -499,33 +524,40 @@ class Runner:
             self._generations[edit.group, edit.slot, edit.first : stop] = edit.generations
             if self._residency is not None and edit.group == self._residency.group:
                 self._residency.edit(edit.slot, edit.first)
-        self._forget([(own, own.reached) for own in plan.advances if own.reached])
+        again = [(own.slot, own.start, own.reached) for own in plan.advances if own.reached]
+        if again:
+            self._forget(*np.array(again).T)
 
-    def _forget(self, reached: Sequence[tuple[Advance, int]]) -> None:
-        """Forget pages that requests completed when they reached so many tokens: they compute them
-        again."""
-        complete = self._geometry.complete_pages
+    def _forget(self, slots: np.ndarray, starts: np.ndarray, reached: np.ndarray) -> None:
+        """Forget pages that slots [n] completed when they reached so many tokens: they compute
+        those from `starts` on again."""
+        if self._sparse is None:
+            return
+        first, last = (self._geometry.complete_pages(own).tolist() for own in (starts, reached))
         again = [
-            self._tables[:, own.slot, complete(own.start) : complete(stop)]
-            for own, stop in reached
-            if complete(stop) > complete(own.start)
+            self._tables[:, slot, begin:end]
+            for slot, begin, end in zip(slots.tolist(), first, last, strict=True)
+            if end > begin
         ]
-        if again and self._sparse is not None:
+        if again:
             self._sparse.forget(np.concatenate(again, axis=1))
 
-    def _inputs(self, plan: StepPlan, stop: int = 0) -> StepInputs:
-        """The rows of a plan, with page tables for at least `stop` tokens."""
+    def _inputs(self, plan: StepPlan) -> StepInputs:
+        """The rows of a plan, with page tables."""
         geometry, residency = self._geometry, self._residency
         slots = np.array([advance.slot for advance in plan.advances])
-        stop = max([stop, *[advance.stop for advance in plan.advances]])
-        width = table_width(geometry.pages(stop))
-        tables, lives = self._tables[:, slots, :width], self._generations[:, slots, :width]
+        tables, lives = self._tables_of(slots, max([own.stop for own in plan.advances]))
         host = StepInputs.of(plan, geometry, tables, lives, self._landmark_id, self._per_slot)
         if residency is None:
             return host
         counts = -(-host.batch.kv_lens // geometry.page_size)
         resident = residency.all_here(slots, tables[residency.group], counts)
         return replace(host, batch=replace(host.batch, resident=resident))
+
+    def _tables_of(self, slots: np.ndarray, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Page tables [groups, slots, pages] for `stop` tokens, and the generations of pages."""
+        width = table_width(self._geometry.pages(stop))
+        return self._tables[:, slots, :width], self._generations[:, slots, :width]
 
     # -- tokens and scores --------------------------------------------------------------------
 

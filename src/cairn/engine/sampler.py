@@ -133,16 +133,27 @@ class Sampler:
 
     # -- every step ---------------------------------------------------------------------------
 
-    def plain_draws(self, advances: Sequence[Advance], later: int = 0) -> Draws[np.ndarray] | None:
+    def plain_draws(self, advances: Sequence[Advance]) -> Draws[np.ndarray] | None:
         """How these requests draw tokens; None if one needs filters, penalties, bias, min_tokens,
-        a mask or log-probabilities. Advances that draft may do so a few tokens `later`."""
-        samples = _Samples.of(advances)
-        _, slots, positions, _ = samples
-        masked = any(advance.allowed for advance in advances)
-        if masked or self._special[slots].any():
+        a mask or log-probabilities."""
+        if any(advance.allowed for advance in advances):
             return None
-        seeds = _seeds(self._seeds[slots], positions + later)
-        return Draws(self._places(samples) + later, seeds, self._temperatures[slots])
+        samples = _Samples.of(advances)
+        return self._plain_draws(samples.slots, samples.positions, self._places(samples))
+
+    def draft_draws(
+        self, slots: np.ndarray, positions: np.ndarray, draft: int
+    ) -> Draws[np.ndarray] | None:
+        """Likewise for this draft, from 1, that slots [n] make of the tokens at `positions`."""
+        return self._plain_draws(slots, positions, slots * self._per_slot + draft)
+
+    def _plain_draws(
+        self, slots: np.ndarray, positions: np.ndarray, places: np.ndarray
+    ) -> Draws[np.ndarray] | None:
+        if self._special[slots].any():
+            return None
+        seeds = _seeds(self._seeds[slots], positions)
+        return Draws(places, seeds, self._temperatures[slots])
 
     def places(self, advances: Sequence[Advance]) -> np.ndarray:
         """Where each sampled token [samples] is stored: the first one of an advance as the newest

@@ -31,6 +31,7 @@ from cairn.engine.plan import (
     Allowed,
     StepPlan,
     TableEdit,
+    right_drafts,
 )
 from cairn.engine.request import FinishReason, Request, State
 from cairn.engine.speculation import Speculation
@@ -128,8 +129,6 @@ class Scheduler:
         self.stats = SchedulerStats()
         self.step_time = step_time or StepTimeModel()
         self.speculation = speculation
-        # If the model drafts, it does so by reading less than everything.
-        self._dense = speculation is not None and speculation.drafter.by_model
         self._clock = clock
         self._per_page = cache.geometry.tokens_per_page
         self._requests: dict[str, Request] = {}
@@ -138,6 +137,11 @@ class Scheduler:
         self._free_slots = list(range(limits.max_running_requests - 1, -1, -1))
 
     # -- adding and ending requests -----------------------------------------------------------
+
+    @property
+    def _dense(self) -> bool:
+        """The model drafts, by reading less than everything; all else reads everything."""
+        return self.speculation is not None and self.speculation.drafter.by_model
 
     @property
     def num_waiting(self) -> int:
@@ -206,6 +210,10 @@ class Scheduler:
                 self._plan_prefill(step, request)
         if not step.retracted:
             self._admit(step)
+        # What is planned beside a check is in vain where drafts come true. If the model drafts,
+        # such a step holds up all requests for long.
+        enough = 0 if self._dense else len(step.advances) // 2
+        awaited = step.hopeful > enough
         return StepPlan(
             tuple(step.advances),
             tuple(step.admissions),
@@ -215,7 +223,8 @@ class Scheduler:
             step.rows,
             step.pairs,
             step.drafted,
-            awaited=2 * step.hopeful > len(step.advances),
+            awaited=awaited,
+            ahead=self.speculation.most if awaited and self._dense and self.speculation else 0,
         )
 
     def undo(self, plan: StepPlan, *, launched: bool = False) -> None:
@@ -436,13 +445,16 @@ class Scheduler:
         token_ids = _PENDING if pending else request.token_ids[start : stop - drafted]
         reaches_newest = stop - drafted == len(request.token_ids) + pending
         samples = int(reaches_newest and scores not in ONLY_PROMPT)
-        guesses = 0
+        guesses = room = 0
         if drafted:
             token_ids = token_ids + drafts
             samples += drafted
             guesses = drafted if drafts[0] == UNKNOWN else 0
             step.drafted += drafted
-            step.budget -= drafted
+            rows = self.cache.geometry.rows(stop) - self.cache.geometry.rows(stop - drafted)
+            step.budget = max(step.budget - rows, step.reserved)
+        if samples and self._dense and self.speculation and self.speculation.wants(request):
+            room = min(self._hold_ahead(step, request, pages, stop), request.end_len - 1)
         next_ids: tuple[int, ...] = ()
         if scores == "top":
             next_ids = tuple(request.token_ids[start + 1 : min(stop + 1, request.prompt_len)])
@@ -467,8 +479,21 @@ class Scheduler:
                 request.retractions,
                 guesses,
                 request.reached if request.reached > start else 0,
+                0,
+                room,
             )
         )
+
+    def _hold_ahead(self, step: _Step, request: Request, pages: SequencePages, stop: int) -> int:
+        """Allocate pages for what the model may draft when tokens up to `stop` came true, while
+        there are enough for all. Returns the number of tokens that there are pages for."""
+        assert self.speculation is not None
+        wanted = min(stop + 1 + self.speculation.most, request.end_len)
+        new = self.cache.new_pages(pages, wanted)
+        if new and self.cache.min_available() > len(self._running):
+            self.cache.grow(pages, wanted)
+            self._collect_edits(step, request, pages)
+        return self.cache.geometry.tokens(pages.num_pages)
 
     def _collect_edits(self, step: _Step, request: Request, pages: SequencePages) -> None:
         """Add the edits that bring the runner's tables up to date with the request's tables."""
@@ -557,9 +582,7 @@ class Scheduler:
     ) -> Sequence[int]:
         """The tokens that a request keeps of those sampled after its newest token and after each of
         its drafts: up to the first one that is not the draft."""
-        right = 0
-        while right < len(drafts) and drafts[right] == sampled[right]:
-            right += 1
+        right = right_drafts(sampled, drafts)
         kept = sampled[: right + 1]
         for i, token in enumerate(kept):
             if token in request.stop_token_ids:

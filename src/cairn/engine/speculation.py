@@ -21,7 +21,7 @@ from cairn.engine.request import Request
 
 _MISSES = 4
 """Checks in a row without a right draft after which a request pauses. Each of them halves the
-number of drafts. After a pause one is enough."""
+number of drafts, unless the model makes them. After a pause one is enough."""
 _DOUBTS = 2
 """Checks in a row without a right draft after which the next step does not wait for a check."""
 _SHORTEST_REST, _LONGEST_REST = 32, 1024
@@ -58,6 +58,9 @@ class Speculation:
         being checked: nobody knows yet what they would follow."""
         if most <= 0 or request.checking or not self.wants(request):
             return 0
+        if self.drafter.by_model:
+            # Requests draft together, and a step is as long as its longest drafts.
+            return min(most, self.most)
         return min(most, max(1, self.most >> request.misses))
 
     def suggest(self, request: Request) -> list[int]:

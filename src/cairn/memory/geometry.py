@@ -46,8 +46,9 @@ class PageGeometry:
         """Number of pages needed for `tokens` tokens."""
         return -(-tokens // self.tokens_per_page)
 
-    def complete_pages(self, tokens: int) -> int:
-        return tokens // self.tokens_per_page
+    def complete_pages(self, tokens: Numbers) -> Numbers:
+        pages: Numbers = tokens // self.tokens_per_page
+        return pages
 
     def tokens_in(self, rows: int) -> int:
         """The most tokens that fit in `rows` rows, including landmark rows."""

@@ -149,6 +149,7 @@ class KernelSparse:
 
             size = (len(config.layers), *self._scratch.selected.shape)
             self._kept = torch.zeros(size, dtype=torch.int32, device=shape.device)
+            self._kept_from = torch.zeros_like(self._every_row)  # [seqs] page of the window then
             heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
             self._splits = DecodeSplits.empty(shape.max_seqs, *heads, shape.device)
 
@@ -259,9 +260,10 @@ class KernelSparse:
         lens, table = batch.device_kv_lens, batch.groups[self._groups.kv].page_table.long()
         places = self._kept[:, : len(lens)].long().clamp(min=0)
         layers, _, kv_heads, count = places.shape
-        first = (lens - self._shape.window).clamp(min=0) // size  # page of the window
-        # Enough for the window, and so many that tables of layers are aligned to 16 bytes.
-        pages = -(-(count + self._shape.window // size + 2) // 4) * 4 - count
+        first = self._kept_from[: len(lens)]
+        # Enough for the window and a page of rows since, and so many that tables of layers are
+        # aligned to 16 bytes.
+        pages = -(-(count + self._shape.window // size + 3) // 4) * 4 - count
         own = first[:, None] + torch.arange(pages, device=lens.device)
         window = table.gather(1, own.clamp(max=table.shape[1] - 1))  # [seqs, pages]
         selected = table[None, :, None].expand(layers, -1, kv_heads, -1).gather(3, places)
@@ -332,6 +334,9 @@ class KernelSparse:
         from cairn.kernels.sparse_scratch import begin
 
         decode = metadata.decode
+        if self._kept is not None:
+            first = (decode.kv_lens - self._shape.window).clamp(min=0) // self._shape.page_size
+            self._kept_from[: len(first)].copy_(first)
         begin(
             self._scratch,
             decode.page_table,
