@@ -490,7 +490,7 @@ class Scheduler:
         assert self.speculation is not None
         wanted = min(stop + 1 + self.speculation.most, request.end_len)
         new = self.cache.new_pages(pages, wanted)
-        if new and self.cache.min_available() > len(self._running):
+        if new and self.cache.min_available() >= new + len(self._running):
             self.cache.grow(pages, wanted)
             self._collect_edits(step, request, pages)
         return self.cache.geometry.tokens(pages.num_pages)
