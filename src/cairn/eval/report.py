@@ -205,18 +205,20 @@ def _plot_recall(record: dict[str, Any], path: str) -> None:
 
 
 def _plot_policies(record: dict[str, Any], path: str) -> None:
-    """Facts with their intervals, RULER and perplexity against the share of the KV bytes read."""
+    """Facts with their intervals, RULER and perplexity against the share of the KV bytes read.
+    Policies that read equally much are drawn side by side."""
     results = record["results"]
     figure, axes = report.need_matplotlib().subplots(1, 3, figsize=(13, 3.8))
-    shown = {"facts": "facts found", "ruler": "RULER's score", "ratio": "perplexity / dense"}
+    base = results[0]["policy"]
+    shown = {"facts": "facts found", "ruler": "RULER's score", "ratio": f"perplexity / {base}"}
     for axis, (column, label) in zip(axes, shown.items(), strict=True):
-        for policy in dict.fromkeys(row["policy"] for row in results):
+        for i, policy in enumerate(dict.fromkeys(row["policy"] for row in results)):
             rows = [row for row in results if row["policy"] == policy]
             if rows[0]["budget"] is None:
                 axis.axhline(rows[0][column], color="#808080", ls="--", label=policy)
                 continue
             rows.sort(key=lambda row: float(row["bytes"]))
-            across = [100 * row["bytes"] for row in rows]
+            across = [100 * row["bytes"] + 0.4 * i for row in rows]
             up = [float("nan") if row[column] is None else row[column] for row in rows]
             (line,) = axis.plot(across, up, marker="o", label=policy)
             if column == "facts":
