@@ -667,6 +667,8 @@ def test_a_server_is_started_measured_twice_and_stopped(
     passes = record.pop("requests")
     assert json.loads(out.splitlines()[-1]) == record
     good, bad, silent = record["results"]
+    first = good["workloads"][0]
+    assert f"tiny, cold, {workloads[0]}: {first['seconds']:.2f} s, " in err
     assert good["server"] == "tiny" and good["model"] == folder.name and good["error"] is None
     assert good["seconds_to_ready"] > 0
     assert [(one["workload"], one["pass"]) for one in good["workloads"]] == [
@@ -713,7 +715,7 @@ def test_a_server_that_dies_is_reported_with_its_output(folder: Path, tmp_path: 
         lines = []
         for line in bench.stderr:
             lines.append(line)
-            if "tiny, cold, 1x10:1: done" in line:
+            if "tiny, cold, 1x10:1: " in line:
                 pid = bench.pid
                 (server,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
                 os.kill(int(server), signal.SIGKILL)

@@ -114,6 +114,7 @@ def test_models_say_the_same_with_kernels_and_without(
         assert [r.token_ids for r in llm.generate(prompts, max_tokens=20)] == answers
 
 
+HOST = '{"host_gib": 0.05}'
 SPARSE = {"attention_backend": "hsa", "page_size": 8, "hsa_window": 16, "hsa_topk": 3}
 
 
@@ -181,6 +182,17 @@ def test_a_run_is_repeated_with_other_inputs(kernels: CpuKernels) -> None:
         torch.testing.assert_close(out, run(*inputs), rtol=0, atol=0)
         assert torch.equal(before, cache)
     assert len(runs) == 5  # once for the tape, and four to compare
+
+
+def test_short_prompts_run_with_a_host_tier(tmp_path: Path) -> None:
+    """Their rows are few and dense, and some of their pages are in host memory."""
+    folder = write_model(tmp_path, MODELS["llama"])
+    every = {"device": "cpu", "quantization": "int8", **SPARSE, "hsa_dense_below": 100}
+    answers = []
+    for tier in ({"kv_cache_gib": 0.01}, {"enable_hisparse": True, "hisparse_config": HOST}):
+        with LLM(folder, **every, **tier) as llm:
+            answers.append([llm.generate(tokens_of(n), max_tokens=40).token_ids for n in (5, 30)])
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("what", ["torch computes", "an input is missing", "one input twice"])

@@ -171,7 +171,7 @@ async def _measure(
                 sent = server.passes[name] = []
                 for load, parts in zip(loads, lists, strict=True):
                     sent.append(await _send_load(target, load, parts, server.model, arguments))
-                    _tell(f"{server.label}, {name}, {load.spec}: done")
+                    _tell(f"{server.label}, {name}, {load.spec}: {_brief(sent[-1])}")
                     if spawned is not None and any(one.error for one in sent[-1]):
                         spawned.check()
             with suppress(HttpError):  # other servers may have no such metrics
@@ -292,6 +292,19 @@ def _summary(sent: list[Sent]) -> dict[str, Any]:
         "between_tokens_ms_p99": gaps.get("p99"),
         "largest_gap_ms": gaps.get("p100"),
     }
+
+
+def _brief(sent: list[Sent]) -> str:
+    """The numbers that matter most, told as soon as a workload ends: a later one may take long."""
+    summary = _summary(sent)
+    forms = {
+        "seconds": "{:.2f} s",
+        "output_tokens_per_second": "{:,.0f} tokens/s",
+        "first_token_ms_p50": "first token {:.1f} ms",
+        "largest_gap_ms": "largest gap {:.1f} ms",
+        "failed": "{} failed",
+    }
+    return ", ".join(form.format(summary[key]) for key, form in forms.items() if summary[key])
 
 
 def _show(arguments: argparse.Namespace, loads: Sequence[Load], servers: Sequence[Server]) -> None:

@@ -295,16 +295,17 @@ class HSABackend(SparseBackend):
     def replayable(self, metadata: HSAMetadata) -> Replayable | None:
         """Steps of single rows that are all dense. No row reads the landmarks of pages that it
         completes, so these are saved at the end."""
-        steps = [part for part in (metadata.dense, metadata.dense_rows) if part is not None]
-        found = [self._dense.replayable(part) for part in steps]
         if (
             self.kernels is not None
             or self._tiered is not None
             or self._policy.observed
             or metadata.tiles
             or metadata.dense_rows is None
-            or None in found
         ):
+            return None
+        steps = [part for part in (metadata.dense, metadata.dense_rows) if part is not None]
+        found = [self._dense.replayable(part) for part in steps]
+        if None in found:
             return None
         inputs = [tensor for one in found if one is not None for tensor in one.inputs]
         completed = metadata.completed
