@@ -82,7 +82,12 @@ def test_a_prompt_shorter_than_the_rows_that_vote(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("hsa_prefill", "sparse"), ("hsa_top_p", 0.5), ("enable_hisparse", True)],
+    [
+        ("hsa_prefill", "sparse"),
+        ("hsa_top_p", 0.5),
+        ("hsa_selection_strategy", "head"),
+        ("enable_hisparse", True),
+    ],
 )
 def test_what_does_not_go_with_it_is_refused(folder: Path, option: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{option} is {value!r}, and hsa_policy 'snapkv'"):

@@ -86,11 +86,8 @@ def test_answers_until_ctrl_c_are_reported(
     assert main(arguments) == 0
     printed = capsys.readouterr()
     record = json.loads(printed.out.strip().splitlines()[-1])
-    assert calls == [
-        1,
-        3,
-        5,
-    ]  # after the header, each is in the file before the next text is asked about
+    # After the header, each answer is in the file before the next text is asked about.
+    assert calls == [1, 3, 5]
     assert not record["asked"]["whole"]
     assert {row["depth"]: row["asked"] for row in record["results"]} == {0.0: 2, 1.0: 2, None: 4}
     assert "stopped by Ctrl-C after 4 results" in printed.err

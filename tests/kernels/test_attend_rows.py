@@ -14,7 +14,14 @@ import pytest
 import torch
 
 from cairn.kernels import attend_rows as module
-from cairn.kernels.attend_rows import SHARED_BYTES, constants_of, pack, parts_of, refusal
+from cairn.kernels.attend_rows import (
+    SHARED_BYTES,
+    clusters_of,
+    constants_of,
+    pack,
+    parts_of,
+    refusal,
+)
 from cairn.kernels.cuda_source import KernelUnavailableError, compile_source
 from tests.kernels import latent_case, row_case
 
@@ -59,6 +66,12 @@ def test_few_queries_read_in_parts() -> None:
     lists = (2, 14, 16, 30, 32, 64, 66, 67, 2000)
     assert [parts_of(n, 32, clusters) for n in lists] == [8, 8, 7, 4, 3, 2, 2, 3, 1]
     assert parts_of(1, 3, clusters) == 3
+
+
+def test_sizes_of_clusters_that_do_not_fit_are_left_out() -> None:
+    assert clusters_of(lambda size: 132 // size if size in (1, 3) else 0) == {1: 132, 3: 44}
+    with pytest.raises(KernelUnavailableError, match="no room"):
+        clusters_of(lambda size: 0)
 
 
 def test_other_devices_are_refused_with_a_reason() -> None:

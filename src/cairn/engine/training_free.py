@@ -181,6 +181,7 @@ def _check_observed(config: EngineConfig, name: str) -> None:
     for option, refused in (
         ("hsa_prefill", config.hsa_prefill == "sparse"),
         ("hsa_top_p", config.hsa_top_p is not None),
+        ("hsa_selection_strategy", config.hsa_selection_strategy is not None),
         ("enable_hisparse", config.enable_hisparse),
     ):
         if refused:

@@ -21,8 +21,7 @@ def earlier(path: str | None, flag: str, asked: Mapping[str, Any]) -> list[dict[
     try:
         header, *lines = Path(path).read_text(encoding="utf-8").splitlines()
         before = json.loads(header)["asked"]
-        # The last line may be cut off.
-        results: list[dict[str, Any]] = [json.loads(line) for line in lines if line.endswith("}")]
+        results = _parse(lines)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{flag} {path} has no earlier results: {error!r}") from error
     for name, value in json.loads(json.dumps(asked)).items():
@@ -34,15 +33,29 @@ def earlier(path: str | None, flag: str, asked: Mapping[str, Any]) -> list[dict[
     return results
 
 
+def _parse(lines: Sequence[str]) -> list[dict[str, Any]]:
+    """The results, without the last if its line was cut off."""
+    results = []
+    for number, line in enumerate(lines, 2):  # the header is line 1
+        try:
+            results.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number <= len(lines):
+                raise ValueError(f"line {number} is not JSON; remove it") from error
+    return results
+
+
 def take(
     asking: Iterator[T], path: str | None, asked: Mapping[str, Any], done: Sequence[T] = ()
 ) -> tuple[list[T], bool]:
     """The results, `done` first, and whether all arrived before Ctrl-C. Writes what is asked and
     each result to the file."""
     results = list(done)
-    with open(path or os.devnull, "w", encoding="utf-8") as file:
-        for line in ({"asked": asked}, *results):
-            print(_line(line), file=file, flush=True)
+    if path is not None and results:
+        _replace(path, ({"asked": asked}, *results))
+    with open(path or os.devnull, "a" if results else "w", encoding="utf-8") as file:
+        if not results:
+            print(_line({"asked": asked}), file=file, flush=True)
         try:
             for result in asking:
                 results.append(result)
@@ -52,6 +65,18 @@ def take(
                 raise
             return results, False
     return results, True
+
+
+def _replace(path: str, values: Sequence[Any]) -> None:
+    """Write the lines beside the file and then put them in its place, so that a kill in between
+    loses nothing."""
+    kept = Path(path).resolve()
+    part = kept.with_name(f"{kept.name}.part")
+    with open(part, "w", encoding="utf-8") as file:
+        file.writelines(f"{_line(value)}\n" for value in values)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(kept)
 
 
 def _line(value: Any) -> str:

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
-from cairn.kernels.cuda_source import CudaKernel, compile_source
+from cairn.kernels.cuda_source import (
+    CudaKernel,
+    KernelUnavailableError,
+    compile_source,
+    device_refusal,
+)
 from cairn.kernels.precompile import is_collecting
 from cairn.kernels.sizes import blocks_of
 
@@ -33,11 +38,8 @@ def refusal(
     heads: int, latent: int, rope: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
     """Why the kernel does not serve these rows on this device; None if it does."""
-    if device.type != "cuda":
-        return f"it is for CUDA devices, this is {device.type}"
-    capability = torch.cuda.get_device_capability(device)
-    if capability != (9, 0):
-        return "compute capability is {}.{}; it has 9.0".format(*capability)
+    if (refused := device_refusal(device)) is not None:
+        return refused
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the type is {str(dtype).removeprefix('torch.')}; it has bfloat16 and float16"
     if (latent, rope) != (_LATENT, _ROPE):
@@ -55,6 +57,17 @@ def constants_of(heads: int, dtype: torch.dtype) -> dict[str, int]:
 def source() -> str:
     names = "hopper.cuh", "latent_tiles.cuh", "attend_rows.cu"
     return "".join((_FOLDER / name).read_text() for name in names)
+
+
+def clusters_of(most_clusters: Callable[[int], int]) -> dict[int, int]:
+    """Clusters that run at once, for each size that fits. Raises KernelUnavailableError if none."""
+    counts = {size: most_clusters(size) for size in range(1, _MOST_PARTS + 1)}
+    fitting = {size: count for size, count in counts.items() if count > 0}
+    if not fitting:
+        raise KernelUnavailableError(
+            f"a block takes {SHARED_BYTES} bytes of shared memory; the device has no room for it"
+        )
+    return fitting
 
 
 def parts_of(lists: int, tiles: int, clusters: Mapping[int, int]) -> int:
@@ -82,14 +95,12 @@ class AttendRows:
         """Raises KernelUnavailableError if the kernel cannot be compiled or loaded."""
         cubin = compile_source(source(), constants_of(heads, dtype), "sm_90a")
         self._kernel = CudaKernel(cubin, "attend_rows", _THREADS, SHARED_BYTES, device)
-        sizes = range(1, _MOST_PARTS + 1)
-        clusters = {size: self._kernel.most_clusters(size) for size in sizes}
-        self._clusters = {size: count for size, count in clusters.items() if count > 0}
+        self._clusters = clusters_of(self._kernel.most_clusters)
         self._head_tiles = heads // 64
 
     def suits(self, queries: int) -> bool:
         """Whether it was faster than FlashMLA for so many queries, on an H200."""
-        return _FEWEST <= queries * self._head_tiles <= self._clusters[2]
+        return _FEWEST <= queries * self._head_tiles <= self._clusters.get(2, 0)
 
     def __call__(
         self,

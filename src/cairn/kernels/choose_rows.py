@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from cairn.kernels.cuda_source import CudaKernel, compile_source
+from cairn.kernels.cuda_source import CudaKernel, compile_source, device_refusal
 from cairn.kernels.interface import MOST_SCORES
 from cairn.kernels.precompile import is_collecting
 
@@ -26,12 +26,7 @@ _MOST_WORDS = 2**13  # of 32 scores each, in a block's map
 
 def refusal(device: torch.device) -> str | None:
     """Why the kernel does not run on this device; None if it does."""
-    if device.type != "cuda":
-        return f"it is for CUDA devices, this is {device.type}"
-    capability = torch.cuda.get_device_capability(device)
-    if capability != (9, 0):
-        return "compute capability is {}.{}; it has 9.0".format(*capability)
-    return None
+    return device_refusal(device)
 
 
 def constants_of(threads: int = _THREADS, listed: int = _MOST_LISTED) -> dict[str, int]:

@@ -33,6 +33,16 @@ class KernelUnavailableError(CairnError):
     """CUDA C++ kernels cannot be compiled or loaded here; the message says why."""
 
 
+def device_refusal(device: torch.device) -> str | None:
+    """Why kernels for compute capability 9.0 do not run on this device; None if they do."""
+    if device.type != "cuda":
+        return f"it is for CUDA devices, this is {device.type}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return "compute capability is {}.{}; it has 9.0".format(*capability)
+    return None
+
+
 def compile_source(source: str, constants: Mapping[str, int], architecture: str) -> bytes:
     """Return the cubin from the cache folder, or compile it and store it there."""
     nvrtc = _load_nvrtc()

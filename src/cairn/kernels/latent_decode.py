@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from cairn.kernels.cuda_source import CudaKernel, compile_source
+from cairn.kernels.cuda_source import CudaKernel, compile_source, device_refusal
 from cairn.kernels.latent import LatentShares, merge_shares
 from cairn.kernels.precompile import is_collecting
 
@@ -27,11 +27,8 @@ def refusal(
     heads: int, latent: int, rope: int, page_size: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
     """Why the kernel does not serve these rows on this device; None if it does."""
-    if device.type != "cuda":
-        return f"it is for CUDA devices, this is {device.type}"
-    capability = torch.cuda.get_device_capability(device)
-    if capability != (9, 0):
-        return "compute capability is {}.{}; it has 9.0".format(*capability)
+    if (refused := device_refusal(device)) is not None:
+        return refused
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the type is {str(dtype).removeprefix('torch.')}; it has bfloat16 and float16"
     if (latent, rope) != (_LATENT, _ROPE):

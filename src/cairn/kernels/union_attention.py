@@ -13,7 +13,13 @@ from pathlib import Path
 
 import torch
 
-from cairn.kernels.cuda_source import ALL_SHARED, MOST_SHARED, CudaKernel, compile_source
+from cairn.kernels.cuda_source import (
+    ALL_SHARED,
+    MOST_SHARED,
+    CudaKernel,
+    compile_source,
+    device_refusal,
+)
 from cairn.kernels.paged_extend import ExtendBlocks
 from cairn.kernels.precompile import is_collecting
 from cairn.kernels.sizes import power_of_two
@@ -79,12 +85,7 @@ def shared_bytes(shape: SparseShape, tuning: Tuning) -> int:
 
 def refusal(shape: SparseShape, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why the kernel does not support this shape on this device; None if it does."""
-    if device.type != "cuda":
-        return f"it is for CUDA devices, this is {device.type}"
-    capability = torch.cuda.get_device_capability(device)
-    if capability != (9, 0):
-        return "compute capability is {}.{}; it has 9.0".format(*capability)
-    return shape_refusal(shape, dtype)
+    return device_refusal(device) or shape_refusal(shape, dtype)
 
 
 def shape_refusal(shape: SparseShape, dtype: torch.dtype) -> str | None:
