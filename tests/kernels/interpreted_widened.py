@@ -13,7 +13,7 @@ from cairn.attention import widened
 from cairn.attention.backend import AttentionShape
 from cairn.attention.batch import AttentionBatch
 from cairn.attention.triton_backend import TritonBackend
-from cairn.attention.widened import Widened, dense_backend
+from cairn.attention.widened import Widened, WidePool, dense_backend
 from cairn.engine.inputs import StepInputs
 from cairn.kernels.fp8_rows import FP8, widen
 from cairn.kernels.references import paged_attention
@@ -60,7 +60,7 @@ def test_pages_are_widened_into_tiles(
     tile = 128 if 128 % page_size == 0 else page_size
     kv_lens, query_lens = (torch.tensor(own, dtype=torch.int32) for own in (lengths, new))
     most = -(-table.shape[1] * page_size // tile)
-    tiles = WideTiles.of(kv_lens, query_lens, torch.tensor(is_wide), tile, most, window)
+    tiles = WideTiles.of(kv_lens, query_lens, torch.tensor(is_wide), tile, most, window, room=100)
     first = [
         max(0, length - rows - window + 1) if window else 0
         for length, rows in zip(lengths, new, strict=True)
@@ -84,6 +84,18 @@ def test_pages_are_widened_into_tiles(
             found = out[own].transpose(1, 2).flatten(0, 1)[: length - rows.start]
             expected = known[table[s]].transpose(1, 2).flatten(0, 1)[rows]
             assert torch.equal(found, expected)
+
+
+def test_tiles_without_room_are_not_widened() -> None:
+    torch.manual_seed(0)
+    pool, table = scattered([300, 600], 64, [None])
+    lens = torch.tensor([300, 600], dtype=torch.int32)
+    tiles = WideTiles.of(lens, lens, torch.tensor([True, True]), 128, 5, None, room=5)
+    assert tiles.table.tolist() == [[1, 2, 3, 0, 0], [4, 5, 0, 0, 0]]
+    assert tiles.ends.tolist() == [3, 5]
+    out = torch.full((9, 2 * KV_HEADS, 128, DIM), float("nan"), dtype=torch.bfloat16)
+    widen_pages(pool.part(0), torch.from_numpy(table), tiles, out, max_seqs=2)
+    assert not out[1:6].isnan().any() and out[6:].isnan().all()
 
 
 def batch_of(pool: KVPool, table: np.ndarray, lengths: list[int], new: list[int]) -> AttentionBatch:
@@ -158,6 +170,39 @@ def test_recorded_steps_follow_lengths_on_the_device() -> None:
         lengths,
         new,
         scale=DIM**-0.5,
+    )
+    assert (out - expected).norm() / expected.norm() < 1e-2
+
+
+def test_padding_of_a_recorded_step_stays_within_the_widened_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    lengths, new, padding = [200, 130], [20, 33], 147
+    pool, table = scattered(lengths, 16, [None])
+    groups = group_layers([None], [CacheLayout.of_heads(KV_HEADS, DIM, FP8)])
+    size = HEADS, KV_HEADS, DIM, DIM**-0.5, 16, torch.float16, CPU, groups, 4
+    monkeypatch.setattr(widened, "_tiles", lambda _: 5)  # just room for both sequences
+    memory = torch.full((8, 2 * KV_HEADS, 128, DIM), 7.0).half()
+    memory[0] = 0
+    monkeypatch.setattr(WidePool, "part", lambda *_: memory[:5])
+    backend = dense_backend([TritonBackend], AttentionShape(*size, longest=256), pool)
+    host = StepInputs.made_up(16, np.array(new), np.array(lengths), [table])
+    assert backend.graph_for(host.batch, mixed=True) is not None
+    arrays = host.padded_arrays(sum(new) + padding, 4, mixed=True)
+    packed = [torch.from_numpy(own.astype(np.int32)) for own in arrays]
+    tables = torch.from_numpy(host.pack_tables(False, 4))
+    rows = np.array([len(arrays[0]), 0, 0, 0])  # what the host knows while a step is recorded
+    cu_query = np.array([0, *np.cumsum(rows)])
+    recorded = replace(host.on_device(packed, tables).batch, recorded="dense", query_lens=rows)
+    metadata = backend.prepare(replace(recorded, kv_lens=rows, cu_query=cu_query))
+    backend.begin(metadata)
+    query = torch.randn(len(arrays[0]), HEADS, DIM).half()
+    out = backend.forward(0, query, metadata).float()[: sum(new)]
+    assert (memory[1:5] != 7).any((1, 2, 3)).all() and (memory[5:] == 7).all()
+    known = widen(pool.part(0), torch.float16)
+    expected, _ = paged_attention(
+        query[: sum(new)], known, torch.from_numpy(table), lengths, new, scale=DIM**-0.5
     )
     assert (out - expected).norm() / expected.norm() < 1e-2
 

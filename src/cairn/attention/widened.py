@@ -162,7 +162,9 @@ class Widened(DenseBackend):
         most = 1 + -(-pages * batch.page_size // self._tile)
         window = self._shape.groups[group].window
         lens = batch.device_kv_lens
-        return WideTiles.of(lens, query_lens, widened, self._tile, most, window)
+        # A recorded step may not have room for its last sequence, which is padding.
+        room = self._capacity
+        return WideTiles.of(lens, query_lens, widened, self._tile, most, window, room)
 
     def begin(self, metadata: _Metadata) -> None:
         if metadata.wide is not None:

@@ -27,7 +27,7 @@ class WideTiles:
     """Where the tiles of each sequence lie. Tile 0 is all zeros and belongs to no sequence."""
 
     table: torch.Tensor  # [seqs, tiles] int32, 0 for tiles that are not widened
-    ends: torch.Tensor  # [seqs] int32, number of tiles of the sequences up to this one
+    ends: torch.Tensor  # [seqs] int32, number of widened tiles of the sequences up to this one
     skipped: torch.Tensor  # [seqs] int32, tiles before a window
 
     @classmethod
@@ -39,8 +39,10 @@ class WideTiles:
         tile: int,
         most: int,  # tiles of the longest sequence
         window: int | None,
+        room: int,  # most tiles to widen
     ) -> WideTiles:
-        """Only the device needs to know the lengths."""
+        """Only the device needs to know the lengths. The last tiles are not widened if there is no
+        room for them."""
         skipped = torch.zeros_like(kv_lens)
         if window is not None:
             skipped = (kv_lens - query_lens - window + 1).clamp(min=0) // tile
@@ -48,8 +50,9 @@ class WideTiles:
         ends = counts.cumsum(0).int()
         index = torch.arange(most, dtype=torch.int32, device=kv_lens.device) - skipped[:, None]
         there = (index >= 0) & (index < counts[:, None])
-        table = torch.where(there, 1 + (ends - counts)[:, None] + index, 0)
-        return cls(table.int(), ends, skipped.int())
+        table = 1 + (ends - counts)[:, None] + index
+        table = torch.where(there & (table <= room), table, 0)
+        return cls(table.int(), ends.clamp(max=room), skipped.int())
 
 
 @direct
