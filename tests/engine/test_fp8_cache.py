@@ -16,7 +16,7 @@ from cairn.attention.backend import AttentionShape, dense_class, refusal
 from cairn.attention.sgl_kernel_backend import SglKernelBackend
 from cairn.attention.torch_backend import TorchBackend
 from cairn.attention.triton_backend import TritonBackend
-from cairn.attention.widened import widened_bytes
+from cairn.attention.widened import overflowing_seqs, widened_bytes
 from cairn.errors import ConfigError, LoadError
 from cairn.kernels.fp8_rows import FP8, page_rows, quantize, rows_and_scales, widen
 from cairn.memory.groups import group_layers
@@ -206,10 +206,16 @@ def test_memory_has_room_for_widened_pages() -> None:
     groups = group_layers([None], [CacheLayout.of_heads(8, 128).of_type(FP8)])
     size = 16, 8, 128, 0.1, 64, torch.bfloat16, torch.device("cpu"), groups
     row, kinds = 2 * 8 * 128 * 2, [SglKernelBackend, TritonBackend]
-    for longest, rows in ((4096, 512 * 128), (100_000, 2 * 782 * 128), (2**20, 2**19 - 128)):
+    for longest, rows, overflowing in (
+        (4096, 512 * 128, 17),
+        (100_000, 2 * 782 * 128, 3),
+        (2**20, 2**19 - 128, 1),
+    ):
         shape = AttentionShape(*size, longest=longest)
         assert widened_bytes(kinds, shape) == (rows + 128) * row
         assert widened_bytes([TorchBackend], shape) == 0
+        assert overflowing_seqs(kinds, shape, longest) == overflowing
+        assert overflowing_seqs([TorchBackend], shape, longest) == 0
     own = group_layers([None], [CacheLayout.of_heads(8, 128).of_type(torch.bfloat16)])
     assert widened_bytes(kinds, replace(shape, groups=own)) == 0
 
@@ -241,10 +247,10 @@ def test_backends_that_do_not_read_fp8_are_refused(tmp_path: Path) -> None:
     shape = AttentionShape(4, 2, 64, 0.1, 64, torch.bfloat16, torch.device("cpu"), groups)
     assert groups[0].layout.part(KV).dtype == FP8 and refusal("torch", shape) is None
     why = dense_class("flashinfer").unsupported_reason(shape)
-    assert why is not None and "8 bits" in why
+    assert why is not None and "8 bits" in why and "reads_8_bits" in why
     assert dense_class("sgl_kernel").unsupported_reason(shape) is None
     folder = write_model(tmp_path / "model", TINY_LLAMA)
-    with pytest.raises(ConfigError, match="'toy', which does not read a cache of 8 bits"):
+    with pytest.raises(ConfigError, match=r"'toy', which does not .* reads_8_bits"):
         LLM(
             folder,
             kv_cache_dtype="fp8",

@@ -19,6 +19,7 @@ from cairn.attention.dsa_kernels import RowKernels
 from cairn.attention.hsa.kernel_sparse import KernelSparse
 from cairn.attention.torch_backend import TorchBackend
 from cairn.attention.triton_backend import TritonBackend
+from cairn.attention.widened import overflowing_seqs
 from cairn.engine.inputs import Draws
 from cairn.engine.plan import Advance, StepPlan
 from cairn.engine.runner import Runner
@@ -164,6 +165,7 @@ def rehearsed(runner: Runner) -> Forms:
         max_pages=pages,
         chunk=OPTIONS["chunked_prefill_size"],
         dense_below=DENSE_BELOW,
+        overflowing=overflowing_seqs(runner._choices.dense, runner._choices.shape, pages * PAGE),
     )
     with collecting() as collected:
         for step in steps:

@@ -221,7 +221,8 @@ class DenseBackend(Backend):
             sizes = ", ".join(map(str, cls.head_dims))
             return f"heads have size {shape.head_dim}; it has {sizes}"
         if is_narrow(shape.cache_dtype) and not (cls.reads_8_bits or cls.reads_widened):
-            return "it does not read a cache of 8 bits (kv_cache_dtype)"
+            own = "it sets neither reads_8_bits nor reads_widened"
+            return f"it does not read a cache of 8 bits (kv_cache_dtype): {own}"
         if shape.hides_landmark_rows and not cls.hides_rows:
             return "the model hides landmark rows from its window layers, and it cannot"
         return None

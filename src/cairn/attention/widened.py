@@ -58,6 +58,14 @@ def widened_bytes(kinds: Sequence[type[DenseBackend]], shape: AttentionShape) ->
     return _tiles(shape) * _tile_bytes(shape)
 
 
+def overflowing_seqs(kinds: Sequence[type[DenseBackend]], shape: AttentionShape, rows: int) -> int:
+    """How many sequences of so many rows are too many for the widened pages; 0 if no pages are
+    widened."""
+    if not any(_widens(kind, shape) for kind in kinds):
+        return 0
+    return 1 + (_tiles(shape) - 1) // -(-rows // _tile(shape))
+
+
 class WidePool(KVPool):
     """The widened pages of one layer, in place of a backend's pool. All layers share the memory,
     which is allocated when the first layer needs it."""

@@ -263,7 +263,8 @@ def _cache_dtype(
     if attention.backend is not None and not attention.backend.reads_8_bits:
         raise ConfigError(
             f"kv_cache_dtype is {name!r} and attention_backend is {attention.backend.name!r}, "
-            "which does not read a cache of 8 bits; use kv_cache_dtype=auto, or another backend"
+            "which does not read a cache of 8 bits (its class does not set reads_8_bits); use "
+            "kv_cache_dtype=auto, or another backend"
         )
     return CACHE_TYPES[name]
 

@@ -20,6 +20,7 @@ import torch
 from cairn.attention.attend import Attend
 from cairn.attention.backend import AttentionBackend, Graph, SparseBackend
 from cairn.attention.batch import AttentionBatch, to_device
+from cairn.attention.widened import overflowing_seqs
 from cairn.engine.drafting import Drafting, Made, Selected
 from cairn.engine.graphs import StepGraphs, StepSize, most_decode_rows, recorded_sizes
 from cairn.engine.inputs import Draws, StepInputs
@@ -192,6 +193,7 @@ class Runner:
             max_seqs, max_pages = 2, min(max_pages, self._geometry.pages(chunk))
             dense_below = 0
         rungs = rungs_of(self.backend, max_seqs, max_pages)
+        longest = max_pages * self._geometry.page_size
         steps = list(
             rehearsals(
                 rungs,
@@ -199,6 +201,7 @@ class Runner:
                 max_pages=max_pages,
                 chunk=chunk,
                 dense_below=dense_below,
+                overflowing=overflowing_seqs(self._choices.dense, self._choices.shape, longest),
             )
         )
         most_recorded = min(self._geometry.rows(_MOST_RECORDED_TOKENS), chunk)

@@ -79,9 +79,16 @@ def rungs_of(backend: AttentionBackend, max_seqs: int, max_pages: int) -> Rungs:
 
 
 def rehearsals(
-    rungs: Rungs, *, page_size: int, max_pages: int, chunk: int, dense_below: int
+    rungs: Rungs,
+    *,
+    page_size: int,
+    max_pages: int,
+    chunk: int,
+    dense_below: int,
+    overflowing: int,
 ) -> Iterator[Rehearsal]:
-    """The steps to rehearse. Generated rows at position `dense_below` or later are not dense."""
+    """The steps to rehearse. Generated rows at position `dense_below` or later are not dense.
+    `overflowing` of the longest sequences are too many for widened pages; 0 if there are none."""
     longest = max_pages * page_size
     # The position of a row that is not dense and completes a page.
     beyond = min(longest - 1, -(-dense_below // page_size) * page_size + page_size - 1)
@@ -99,9 +106,8 @@ def rehearsals(
     for count in rungs.rows:
         if 1 < count <= min(longest, max(chunk, *rungs.seqs)):
             yield Rehearsal([count], [0], prompt=True)
-    # More than the widened pages of a cache of 8 bits have room for.
-    seqs = max(rungs.seqs)
-    yield Rehearsal([2] * seqs, [longest - 2] * seqs, prompt=True)
+    if 0 < overflowing <= max(rungs.seqs):
+        yield Rehearsal([2] * overflowing, [longest - 2] * overflowing, prompt=True)
     most = min(chunk, longest)
     yield Rehearsal([most], [longest - most], prompt=True)
     for rows in {min(rows, most) for rows in (1024, 2048, 4096, chunk)}:
