@@ -105,7 +105,9 @@ class PagedMemory:
             drafts = list(advance.token_ids[len(given) :])
             if advance.guesses:
                 assert drafts == [UNKNOWN] * advance.guesses
-                assert advance.room >= advance.stop - 1
+                assert scheduler.speculation is not None
+                least = advance.stop - 1 if scheduler.speculation.ahead else 0
+                assert least <= advance.room and (least or not advance.room)
                 drafts = self.guesses[owner.id] = []
             tokens = known[: advance.stop - advance.drafted]
             for guess in range(1, 1 + advance.guesses):
@@ -417,7 +419,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, False]),
         limited=st.booleans(),
         overlap=st.booleans(),
-        drafts=st.sampled_from([None, "drafter", "model"]),
+        drafts=st.sampled_from([None, "drafter", "model", "model, ahead"]),
         most_drafts=st.integers(1, 7),
     )
     def setup(
@@ -452,8 +454,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_step_seconds=1e-3 if limited else None,
         )
         if drafts is not None:
-            liar = Liar(most_drafts, by_model=drafts == "model")
-            self.scheduler.speculation = Speculation(liar, most_drafts, 3)
+            liar = Liar(most_drafts, by_model=drafts != "drafter")
+            ahead = drafts == "model, ahead"
+            self.scheduler.speculation = Speculation(liar, most_drafts, 3, ahead=ahead)
         self.most = self.scheduler.cache.max_tokens
         self.prompts: dict[str, list[int]] = {}
         self.all: dict[str, Request] = {}

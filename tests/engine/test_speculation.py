@@ -24,6 +24,7 @@ from cairn.engine.drafters.ngram import NgramDrafter
 from cairn.engine.drafting import Drafting, Selected
 from cairn.engine.plan import Advance, StepPlan
 from cairn.engine.request import Request, State
+from cairn.engine.scheduler import Scheduler
 from cairn.engine.speculation import Pace, Speculation
 from cairn.errors import ConfigError
 from tests.engine.test_equality import PAGE, SPARSE, kv_gib
@@ -178,6 +179,8 @@ def test_liars_change_no_token(engine: tuple[LLM, dict[Any, Any]], data: st.Data
         truth = [(*prompt, *result.token_ids) for prompt, result in plain.values()]
         honest = data.draw(st.sampled_from([0.0, 0.8, 1.0]))
         speculation.drafter = Liar(truth, data.draw(st.integers(0, 99)), honest=honest)
+    else:
+        speculation.drafts_ahead = data.draw(st.booleans())
     llm.engine.overlap = data.draw(st.booleans())
     llm.engine.scheduler.cache.clear()  # examples do not depend on each other
     events = data if data.draw(st.booleans()) else None
@@ -226,6 +229,7 @@ def test_the_model_drafts_on_before_the_next_step_is_planned(
     if not speculation.drafter.by_model:
         pytest.skip("another drafts")
     speculation.pace = Always()
+    speculation.drafts_ahead = True  # as on a GPU
     within: list[int] = []
     draft = Drafting.within
 
@@ -247,6 +251,23 @@ def test_the_model_drafts_on_before_the_next_step_is_planned(
         assert job.output_ids == plain[key][1].token_ids and job.drafted_tokens > 10
     # All else was drafted ahead, except after pauses.
     assert runner._ahead == {} and 1 <= len(within) < (llm.engine.stats.steps - before) / 3
+
+
+def test_a_cpu_drafts_within_steps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And holds no pages for more."""
+    plans: list[StepPlan] = []
+    plan = Scheduler.plan
+
+    def watched(scheduler: Scheduler) -> StepPlan:
+        plans.append(plan(scheduler))
+        return plans[-1]
+
+    monkeypatch.setattr(Scheduler, "plan", watched)
+    config, options = KINDS["sparse"]
+    with load(write_model(tmp_path, config), **options) as llm:
+        llm.generate(tokens_of(47), PARAMS[0])
+    assert any(own.awaited and own.drafted for own in plans)
+    assert not any(own.ahead or any(each.room for each in own.advances) for own in plans)
 
 
 def test_drafts_after_a_step_follow_what_it_kept() -> None:
@@ -276,7 +297,10 @@ def test_drafts_after_a_step_follow_what_it_kept() -> None:
     assert selected.serves(drafting)
     assert selected.serves(replace(drafting, starts=drafting.starts + 2))
     assert not selected.serves(replace(drafting, starts=drafting.starts + 3))
+    assert not selected.serves(replace(drafting, starts=drafting.starts - 1))
     assert not selected.serves(replace(drafting, advances=drafting.advances[::-1]))
+    again = [own._replace(attempt=1) for own in drafting.advances]
+    assert not selected.serves(replace(drafting, advances=again))
 
 
 def test_the_prefix_cache_holds_what_came_true(engine: tuple[LLM, dict[Any, Any]]) -> None:

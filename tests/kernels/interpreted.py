@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -26,6 +26,7 @@ from cairn.bench.hsa import _watched
 from cairn.bench.tier_engines import drift as drift_in_decode
 from cairn.bench.tier_engines import stop_copying
 from cairn.engine import graphs
+from cairn.engine.drafting import Drafting
 from cairn.engine.graphs import StepGraphs, StepSize
 from cairn.kernels import paged_decode as paged_decode_module
 from cairn.kernels import paged_extend as paged_extend_module
@@ -671,7 +672,7 @@ def test_drafts_read_the_pages_that_the_first_one_selected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There are as many pages before the window as are selected, so all drafts come true. Those of
-    the next step read the same pages."""
+    the next step read the same pages, unless other steps came between."""
     _use_few_programs(monkeypatch)
     monkeypatch.setattr(KernelSparse, "refusal", staticmethod(lambda *_: None))
     monkeypatch.setattr(TritonBackend, "unavailable_reason", staticmethod(lambda _: None))
@@ -698,6 +699,22 @@ def test_drafts_read_the_pages_that_the_first_one_selected(
         speculation, runner = llm.engine.scheduler.speculation, llm.engine.runner
         assert speculation is not None
         speculation.pace = Always()
+        speculation.drafts_ahead = True
+        drafted: list[Drafting] = []
+        draft, backend = runner._draft, cast(Any, runner.backend)
+
+        def watched(drafting: Drafting) -> None:
+            draft(drafting)
+            drafted.append(drafting)
+            if len(drafted) == 2:  # once more, as if the shorter text were dense
+                assert runner._selected is not None
+                config = replace(backend._config, dense_below=int(drafting.starts.min()) + 1)
+                with monkeypatch.context() as patch:
+                    patch.setattr(backend, "_config", config)
+                    draft(drafting)
+                assert runner._selected is None
+
+        monkeypatch.setattr(runner, "_draft", watched)
         poison_free_memory(llm.engine)
         plain = llm.generate(prompts, replace(asked, speculation=False))
         runner.record_graphs(32)
@@ -707,11 +724,11 @@ def test_drafts_read_the_pages_that_the_first_one_selected(
         assert stats.accepted == stats.drafted >= 8
         assert runner.graphs is not None
         steps: Any = runner.graphs._graphs.items()
-        replays = {"kept": 0, "sparse": 0}
+        replays = {"kept": 0, "sparse": 0, "both": 0}
         for (graph, _), recorded in steps:
             if graph.kind in replays:
                 replays[graph.kind] += recorded.graph.replays
-        assert replays["sparse"] == 1 and replays["kept"] >= 3
+        assert replays["sparse"] == 1 and replays["kept"] >= 3 and replays["both"] == 1
         llm.engine.scheduler.check()
 
 

@@ -108,8 +108,15 @@ def build_engine(
         if choices.drafter is not None:
             # Below this row drafting rows are dense, and save nothing.
             dense = choices.sparse.dense_below if choices.sparse and choices.sparse_drafts else 0
+            # A GPU drafts while the host plans; a CPU does one after the other. Nothing tells
+            # other ranks to draft between steps.
+            ahead = choices.sparse_drafts and device.type == "cuda" and ranks is None
             speculation = Speculation(
-                choices.drafter(), choices.draft_tokens, model.spec.vocab_size, least=dense
+                choices.drafter(),
+                choices.draft_tokens,
+                model.spec.vocab_size,
+                least=dense,
+                ahead=ahead,
             )
         runner.mark_ready()
         return Engine(

@@ -82,6 +82,11 @@ class Drafting:
                 advances.append(own)
         return cls._of(rows, advances)
 
+    @property
+    def requests(self) -> list[tuple[str, int]]:
+        """Id and attempt of each request."""
+        return [(own.request_id, own.attempt) for own in self.advances]
+
     def parts(self, later: int) -> list[Advance]:
         """The parts of a step in which the model makes the draft after `later` others, for the
         requests that have so many."""
@@ -100,16 +105,18 @@ class Drafting:
 class Selected(NamedTuple):
     """The requests whose pages a recorded step selected, for drafts from then on."""
 
-    request_ids: list[str]
+    requests: list[tuple[str, int]]  # id and attempt
+    since: np.ndarray  # [requests] position of the token before the first draft
     until: np.ndarray  # [requests] token from which on pages are selected anew
 
     @classmethod
     def by(cls, drafting: Drafting, tokens: int) -> Selected:
         """Selected by the first drafts, for so many tokens."""
-        return cls([own.request_id for own in drafting.advances], drafting.starts + tokens)
+        return cls(drafting.requests, drafting.starts, drafting.starts + tokens)
 
     def serves(self, drafting: Drafting) -> bool:
         """Whether drafts can read these pages: they are those of the same requests, in order."""
-        ids = [own.request_id for own in drafting.advances]
-        within = len(ids) == len(self.until) and ids == self.request_ids
-        return within and bool((drafting.starts + drafting.counts <= self.until).all())
+        if drafting.requests != self.requests:
+            return False
+        stops = drafting.starts + drafting.counts
+        return bool(((drafting.starts >= self.since) & (stops <= self.until)).all())

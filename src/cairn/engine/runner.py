@@ -325,7 +325,7 @@ class Runner:
     def draft_ahead(self, plan: StepPlan, result: StepResult) -> None:
         """Let the model draft what follows a finished step, if its plan says so. The next launch
         finds the drafts, as far as its plan asks for them."""
-        if not plan.ahead or self._parallel.size > 1:
+        if not plan.ahead:
             return
         drafting = Drafting.after(plan, result.sampled, result.guesses)
         if not drafting.advances:
@@ -353,8 +353,10 @@ class Runner:
             host = begun if later == 0 else begun.drafting(places[:count] + later, later)
             host = replace(host, batch=replace(host.batch, kept=kept))
             form = self._form(host, drafted=False)
+            if form is None or form.graph != Graph("kept", mixed=False):
+                # It may overwrite these pages, with its rows in another order.
+                self._selected, kept = None, False
             if form is None:
-                self._selected = None
                 now = drafting.parts(later)
                 rows = host.sampled_rows
                 result = StepResult()
@@ -366,7 +368,7 @@ class Runner:
             sent = True
             if draws is None:
                 self._sample(drafting.parts(later), logits, StepResult())
-            if not kept and not later and form.graph == Graph("sparse", mixed=False):
+            if not later and form.graph == Graph("sparse", mixed=False):
                 # The pages that this draft selected serve others too.
                 kept = True
                 self._selected = Selected.by(drafting, self._geometry.page_size)

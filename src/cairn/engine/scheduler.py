@@ -224,7 +224,7 @@ class Scheduler:
             step.pairs,
             step.drafted,
             awaited=awaited,
-            ahead=self.speculation.most if awaited and self._dense and self.speculation else 0,
+            ahead=self.speculation.ahead if awaited and self.speculation else 0,
         )
 
     def undo(self, plan: StepPlan, *, launched: bool = False) -> None:
@@ -453,8 +453,9 @@ class Scheduler:
             step.drafted += drafted
             rows = self.cache.geometry.rows(stop) - self.cache.geometry.rows(stop - drafted)
             step.budget = max(step.budget - rows, step.reserved)
-        if samples and self._dense and self.speculation and self.speculation.wants(request):
-            room = min(self._hold_ahead(step, request, pages, stop), request.end_len - 1)
+        speculation = self.speculation
+        if samples and speculation and speculation.ahead and speculation.wants(request):
+            room = self._hold_ahead(step, request, pages, stop + 1 + speculation.ahead)
         next_ids: tuple[int, ...] = ()
         if scores == "top":
             next_ids = tuple(request.token_ids[start + 1 : min(stop + 1, request.prompt_len)])
@@ -484,16 +485,15 @@ class Scheduler:
             )
         )
 
-    def _hold_ahead(self, step: _Step, request: Request, pages: SequencePages, stop: int) -> int:
-        """Allocate pages for what the model may draft when tokens up to `stop` came true, while
-        there are enough for all. Returns the number of tokens that there are pages for."""
-        assert self.speculation is not None
-        wanted = min(stop + 1 + self.speculation.most, request.end_len)
+    def _hold_ahead(self, step: _Step, request: Request, pages: SequencePages, wanted: int) -> int:
+        """Allocate pages for this many tokens, the last of them drafts that the model may make
+        after the step, while there are enough for all. Returns how far drafts may go."""
+        wanted = min(wanted, request.end_len)
         new = self.cache.new_pages(pages, wanted)
         if new and self.cache.min_available() >= new + len(self._running):
             self.cache.grow(pages, wanted)
             self._collect_edits(step, request, pages)
-        return self.cache.geometry.tokens(pages.num_pages)
+        return min(self.cache.geometry.tokens(pages.num_pages), request.end_len - 1)
 
     def _collect_edits(self, step: _Step, request: Request, pages: SequencePages) -> None:
         """Add the edits that bring the runner's tables up to date with the request's tables."""

@@ -29,15 +29,24 @@ _SHORTEST_REST, _LONGEST_REST = 32, 1024
 
 
 class Speculation:
-    def __init__(self, drafter: Drafter, most: int, vocab_size: int, *, least: int = 0) -> None:
-        """`least` is the number of tokens from which on drafts are worth their while."""
+    def __init__(
+        self, drafter: Drafter, most: int, vocab_size: int, *, least: int = 0, ahead: bool = False
+    ) -> None:
+        """`least` is the number of tokens from which on drafts are worth their while. With `ahead`
+        the model drafts after a step, while the next one is planned."""
         self.drafter = drafter
         self.most = most
         """Tokens to draft at most."""
+        self.drafts_ahead = ahead
         self._vocab = vocab_size
         self._least = least
         self.pace = Pace()
         self._pays = True
+
+    @property
+    def ahead(self) -> int:
+        """Tokens that the model drafts after a step; 0 if it drafts within steps only."""
+        return self.most if self.drafts_ahead else 0
 
     def begin(self, requests: int) -> None:
         """Called before a step of so many requests is planned."""
