@@ -213,3 +213,20 @@ def test_what_a_tape_would_miss_is_not_recorded(what: str, kernels: CpuKernels) 
     assert kernels.record(run, inputs)[1] is None
     assert kernels.record(lambda: kernels.attend(query, cache, table, first, last, 0.3)[:, :2],
                           [query, table, first, last])[1] is not None  # fmt: skip
+
+
+def test_recordings_keep_a_bounded_amount_of_memory(kernels: CpuKernels) -> None:
+    cache, tables = torch.randn(4, 2 * KV_HEADS, SIZE, 32), torch.tensor([[1, 2]] * 3).int()
+    query = torch.randn(3, HEADS, 32)
+    runs = []
+
+    def run(query: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        runs.append(len(query))
+        table, first, last = rest
+        return kernels.attend(query, cache, table, first, last, 0.3)
+
+    replays = Replays(kernels, most_bytes=3 * 2 * query[0].nbytes)  # queries and outputs of 3 rows
+    for rows in (1, 2, 3, 1, 2, 3):
+        inputs = (query[:rows], tables[:rows], torch.zeros(rows).long(), torch.full((rows,), 20))
+        replays(partial(run, *inputs), inputs)
+    assert runs == [1, 2, 3, 3]

@@ -282,8 +282,10 @@ class CpuKernels:
 class Replays:
     """Runs that are recorded once for each form of their inputs, and then replayed."""
 
-    def __init__(self, kernels: CpuKernels) -> None:
+    def __init__(self, kernels: CpuKernels, most_bytes: int = 2**26) -> None:
+        """`most_bytes` bounds the memory that recordings keep; later forms run without them."""
         self._kernels = kernels
+        self._left = most_bytes
         self._tapes: dict[Hashable, Tape | None] = {}
 
     def __call__(
@@ -293,7 +295,11 @@ class Replays:
         call overwrites it."""
         form = torch.get_num_threads(), *(x.shape[0] for x in inputs)
         if form not in self._tapes:
-            result, self._tapes[form] = self._kernels.record(run, inputs)
+            result, tape = self._kernels.record(run, inputs)
+            if tape is not None and tape.nbytes > self._left:
+                tape = None
+            self._left -= 0 if tape is None else tape.nbytes
+            self._tapes[form] = tape
             return result
         tape = self._tapes[form]
         return run() if tape is None else self._kernels.replay(tape, inputs)

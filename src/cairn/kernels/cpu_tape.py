@@ -46,14 +46,19 @@ class Tape:
             self.whole = False  # a pointer does not tell which input it is
         self._kinds: list[int] = []
         self._words: list[_Word] = []
-        self._kept: list[torch.Tensor] = []  # their memory must stay
+        self._kept: dict[int, torch.Tensor] = {}  # by pointer; their memory must stay
 
     def add(
         self, kind: int, tensors: tuple[torch.Tensor, ...], arguments: Sequence[int | float | None]
     ) -> None:
         self._kinds.append(kind)
-        self._kept += tensors
+        self._kept |= {tensor.data_ptr(): tensor for tensor in tensors}
         self._words += map(self._word, arguments)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it keeps."""
+        return sum(tensor.nbytes for tensor in self._kept.values())
 
     def expect(self, tensor: torch.Tensor) -> None:
         """Note that a kernel reads the tensor, which must be an input."""
