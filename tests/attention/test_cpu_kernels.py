@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -195,7 +196,29 @@ def test_short_prompts_run_with_a_host_tier(tmp_path: Path) -> None:
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("what", ["torch computes", "an input is missing", "one input twice"])
+def _grow(x: torch.Tensor) -> torch.Tensor:
+    x += 1
+    return x
+
+
+def _write(x: torch.Tensor) -> torch.Tensor:
+    x[0] = 1
+    return x
+
+
+COMPUTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a product": lambda x: x * 2,
+    "an addition in place": lambda x: x.add_(1),
+    "a copy": lambda x: x.flip(1),
+    "a choice of rows": lambda x: x[torch.tensor([0])],
+    "an operator in place": _grow,
+    "a written row": _write,
+    "a result elsewhere": lambda x: torch.neg(x, out=x),
+    "a function": lambda x: F.silu(x),
+}
+
+
+@pytest.mark.parametrize("what", [*COMPUTED, "an input is missing", "one input twice"])
 def test_what_a_tape_would_miss_is_not_recorded(what: str, kernels: CpuKernels) -> None:
     cache = torch.randn(4, 2 * KV_HEADS, SIZE, 32)
     query, table = torch.randn(1, HEADS, 32), torch.tensor([[1, 2]], dtype=torch.int32)
@@ -203,7 +226,7 @@ def test_what_a_tape_would_miss_is_not_recorded(what: str, kernels: CpuKernels) 
     inputs = [query, table, first, last]
 
     def run() -> torch.Tensor:
-        own = query * 2 if what == "torch computes" else query
+        own = COMPUTED[what](query) if what in COMPUTED else query
         return kernels.attend(own, cache, table, first, last, 0.3).flatten(1)
 
     if what == "an input is missing":

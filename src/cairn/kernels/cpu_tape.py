@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 
 class StrideOf(int):
@@ -87,17 +87,36 @@ class Tape:
         return (ctypes.c_int64 * (2 * len(inputs)))(*pointers, *strides)
 
 
-class Watch(TorchDispatchMode):
-    """Notices when torch computes something, which a tape would miss."""
+class Watch(TorchFunctionMode):
+    """Notices when torch computes something, which a tape would miss.
+
+    A mode of torch's dispatcher would see more, but imports a hundred megabytes of torch.
+    """
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self._tape = tape
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        made = func.overloadpacket.__name__ in ("empty", "empty_like", "new_empty", "empty_strided")
-        views = all(own.alias_info and not own.alias_info.is_write for own in func._schema.returns)
-        self._tape.whole &= made or views
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func.__name__ not in _MADE:
+            self._tape.whole &= not _computes(func.__name__, args, kwargs or {}, result)
+        return result
+
+
+_MADE = ("empty", "empty_like", "new_empty")
+
+
+def _computes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
+    """Whether a call did more than to look at a tensor in another way."""
+    special = name.startswith("__") and name.endswith("__")
+    in_place = name.startswith("__i") if special else name.endswith("_")
+    if name == "__setitem__" or "out" in kwargs or (in_place and isinstance(result, torch.Tensor)):
+        return True
+    given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    return any(
+        x.untyped_storage().data_ptr() not in given for x in results if isinstance(x, torch.Tensor)
+    )
