@@ -91,7 +91,7 @@ def test_the_core_imports_without_the_servers_packages() -> None:
 
 def test_the_api_process_starts_without_torch() -> None:
     """It takes seconds to import, and the engine's process, which needs it, comes after."""
-    script = "import sys; sys.modules['torch'] = None; import cairn.server.run"
+    script = "import sys; sys.modules['torch'] = None; import cairn.cli.main, cairn.server.run"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 

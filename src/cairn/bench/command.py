@@ -10,7 +10,6 @@ from cairn.bench.load import SYNTAX
 from cairn.bench.tier_options import TierBench
 from cairn.cli_flags import OUTPUT, PLOT, TEXT, Flag, add_command, flag, flags_of, list_flag
 from cairn.config import EngineConfig
-from cairn.models.quantize import ROUNDINGS
 
 # What it measures; requests, input length and output length by default.
 _KINDS = {
@@ -79,15 +78,16 @@ _MOE = (
     flag("baseline", True, "Run transformers too.", action=argparse.BooleanOptionalAction),
     flag("quantization", "none", "Of serve.", choices=("none", "fp8")),
 )
+_ROUNDINGS = ("none", "fp8", "int8", "int4")
 _STEP = (
     flag("model", "llama-7b", "A preset.", metavar="NAME"),
     flag("device", "auto", "Where to run."),
     list_flag(
         "quantizations",
-        ("none", *ROUNDINGS),
+        _ROUNDINGS,
         "The first is what others are compared to.",
         str,
-        choices=("none", *ROUNDINGS),
+        choices=_ROUNDINGS,
     ),
     list_flag("batches", (1, 8, 64), "Numbers of sequences."),
     flag("context", 1024, "Tokens of each sequence before the first step."),
