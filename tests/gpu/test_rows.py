@@ -10,7 +10,7 @@ import torch
 
 from cairn.attention.backend import AttentionShape
 from cairn.attention.flash_mla_rows import FlashRows
-from cairn.kernels import attend_rows, choose_rows
+from cairn.kernels import attend_rows, choose_rows, latent_decode
 from cairn.kernels.index_scan import index_scan, plan_scan
 from cairn.kernels.references import index_scan_reference
 from cairn.kernels.top_rows import top_rows
@@ -83,7 +83,7 @@ COUNTS += [[2000] * 20, [2048] * 33, [2048, 0] * 75]
 def test_row_attention_in_cuda(counts: list[int], heads: int, dtype: torch.dtype) -> None:
     """Lists in all numbers of parts, of tiles that are full and not, odd and even."""
     sizes = latent_case.Sizes(heads, 512, 64, 64)
-    if (reason := attend_rows.refusal(heads, 512, 64, dtype, CUDA)) is not None:
+    if (reason := latent_decode.tiles_refusal(heads, 512, 64, dtype, CUDA)) is not None:
         pytest.skip(reason)
     own = attend_rows.AttendRows(heads, dtype, CUDA)
 

@@ -20,9 +20,9 @@ from cairn.kernels.attend_rows import (
     constants_of,
     pack,
     parts_of,
-    refusal,
 )
 from cairn.kernels.cuda_source import KernelUnavailableError, compile_source
+from cairn.kernels.latent_decode import tiles_refusal
 from tests.kernels import latent_case, row_case
 
 HERE = Path(__file__).parent
@@ -75,7 +75,7 @@ def test_sizes_of_clusters_that_do_not_fit_are_left_out() -> None:
 
 
 def test_other_devices_are_refused_with_a_reason() -> None:
-    reason = refusal(128, 512, 64, torch.bfloat16, CPU)
+    reason = tiles_refusal(128, 512, 64, torch.bfloat16, CPU)
     assert reason == "it is for CUDA devices, this is cpu"
 
 

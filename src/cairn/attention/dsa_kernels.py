@@ -129,13 +129,14 @@ class RowKernels:
 
     def _reader(self) -> Callable[..., None]:
         """Our own kernel that reads chosen rows, in CUDA C++ or in Triton."""
-        from cairn.kernels.attend_rows import AttendRows, refusal
+        from cairn.kernels.attend_rows import AttendRows
         from cairn.kernels.cuda_source import KernelUnavailableError
+        from cairn.kernels.latent_decode import tiles_refusal
         from cairn.kernels.row_attention import row_attention
 
         shape = self._shape
         heads, rope = shape.num_heads, shape.head_dim - self._latent
-        if refusal(heads, self._latent, rope, shape.dtype, shape.device) is None:
+        if tiles_refusal(heads, self._latent, rope, shape.dtype, shape.device) is None:
             try:
                 return AttendRows(heads, shape.dtype, shape.device)
             except KernelUnavailableError as error:

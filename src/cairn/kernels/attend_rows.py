@@ -18,7 +18,6 @@ from cairn.kernels.cuda_source import (
     CudaKernel,
     KernelUnavailableError,
     compile_source,
-    device_refusal,
 )
 from cairn.kernels.precompile import is_collecting
 from cairn.kernels.sizes import blocks_of
@@ -32,21 +31,6 @@ SHARED_BYTES = 3 * 64 * 2 * (_LATENT + _ROPE) + 4 * (4 * 64 + 2 * 72) + 8 * 6 + 
 _MOST_PARTS = 8  # blocks of a cluster
 _FEWEST = 8  # lists of 64 heads from which on it suits
 _FIXED = 4  # what a block takes beside its tiles, in tiles
-
-
-def refusal(
-    heads: int, latent: int, rope: int, dtype: torch.dtype, device: torch.device
-) -> str | None:
-    """Why the kernel does not serve these rows on this device; None if it does."""
-    if (refused := device_refusal(device)) is not None:
-        return refused
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"the type is {str(dtype).removeprefix('torch.')}; it has bfloat16 and float16"
-    if (latent, rope) != (_LATENT, _ROPE):
-        return f"latent rows have {latent} and {rope} columns; it has {_LATENT} and {_ROPE}"
-    if heads % 64:
-        return f"there are {heads} heads; it has multiples of 64"
-    return None
 
 
 def constants_of(heads: int, dtype: torch.dtype) -> dict[str, int]:

@@ -23,10 +23,11 @@ _THREADS = 384
 _SHARED = 3 * 64 * 2 * (_LATENT + _ROPE) + 4 * 3 * 64 + 8 * 6 + 1024  # struct Shared, aligned
 
 
-def refusal(
-    heads: int, latent: int, rope: int, page_size: int, dtype: torch.dtype, device: torch.device
+def tiles_refusal(
+    heads: int, latent: int, rope: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Why the kernel does not serve these rows on this device; None if it does."""
+    """Why kernels with the tiles of `latent_tiles.cuh` do not serve these rows on this device; None
+    if they do."""
     if (refused := device_refusal(device)) is not None:
         return refused
     if dtype not in (torch.bfloat16, torch.float16):
@@ -35,9 +36,16 @@ def refusal(
         return f"latent rows have {latent} and {rope} columns; it has {_LATENT} and {_ROPE}"
     if heads % 64:
         return f"there are {heads} heads; it has multiples of 64"
+    return None
+
+
+def refusal(
+    heads: int, latent: int, rope: int, page_size: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Why the kernel does not serve these rows on this device; None if it does."""
     if page_size % 64:
         return f"page_size is {page_size}; it has multiples of 64"
-    return None
+    return tiles_refusal(heads, latent, rope, dtype, device)
 
 
 def constants_of(heads: int, page_size: int, max_seqs: int, dtype: torch.dtype) -> dict[str, int]:
