@@ -164,7 +164,13 @@ def test_golden_greedy_tokens_through_graphs(case: str) -> None:
         assert backend.launches >= 63 * sparse  # and what recording ran
 
 
-QUEST = {"attention_backend": "hsa", "page_size": 16, "hsa_topk": 3, "hsa_window": 32}
+QUEST = {
+    "attention_backend": "hsa",
+    "hsa_policy": "quest",
+    "page_size": 16,
+    "hsa_topk": 3,
+    "hsa_window": 32,
+}
 LLAMA = {**TINY_LLAMA, "hidden_size": 64}
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "hils": ({**TINY_HILS, "hidden_size": 64, "full_attn_interleave": 2}, {}),
