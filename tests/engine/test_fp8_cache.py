@@ -24,7 +24,6 @@ from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import KV, CacheLayout
 from tests.helpers import (
     GOLDENS,
-    TINY_LATENT,
     TINY_LLAMA,
     poison_free_memory,
     tokens_of,
@@ -233,10 +232,7 @@ def test_scales_are_sent_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert scales[1, :, :3].tolist() == [[0.5] * 3] * 2 + [[0.25] * 3] * 2
 
 
-def test_layers_without_keys_and_values_are_refused(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "latent", TINY_LATENT)
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype is 'fp8', and layers .* keep latent"):
-        LLM(folder, kv_cache_dtype="fp8", device="cpu")
+def test_odd_heads_are_refused(tmp_path: Path) -> None:
     odd = write_model(tmp_path / "odd", {**TINY_LLAMA, "head_dim": 12})
     with pytest.raises(ConfigError, match=r"keep kv of 12 columns; .* multiple of 8"):
         LLM(odd, kv_cache_dtype="fp8", device="cpu")

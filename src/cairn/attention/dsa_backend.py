@@ -22,6 +22,7 @@ from cairn.attention.dsa_step import Decoding, Piece, Run, Step, split_rows
 from cairn.attention.dsa_tiered import TieredRows
 from cairn.attention.fused import attention
 from cairn.attention.latent import LatentHeads
+from cairn.kernels.fp8_rows import unpack_rows, widen
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import INDEX, LATENT
 from cairn.sparsity.config import SparseConfig
@@ -35,6 +36,7 @@ class DSABackend(SparseBackend):
     name = "dsa"
     options = frozenset()
     reads_index = True
+    reads_8_bits = True
     serves_tier = True
 
     def __init__(self, parts: SparseParts) -> None:
@@ -181,7 +183,7 @@ class DSABackend(SparseBackend):
                 piece, row = decoding.pieces.get(i), query[i : i + 1]
                 if piece is None:  # it reads all rows that it sees
                     own = own[: decoding.kv_lens[i]]
-                    out.append(self._attend(row, _rows(pool, own[None])))
+                    out.append(self._attend(row, self._rows(pool, own[None])))
                 else:
                     step.found[piece.rows.start] = own[None]
                     positions = step.selected[piece.rows.start]
@@ -232,7 +234,8 @@ class DSABackend(SparseBackend):
             if batch.kv_lens[seq] - (batch.cu_query[seq + 1] - 1 - row) <= self._parts.config.topk:
                 continue  # it reads all that it sees
             place = int(np.searchsorted(rows.rows, row))
-            kept = (rows.pool or self._parts.pool).part(layer, LATENT).flatten(0, 1)[slots[place]]
+            kept = (rows.pool or self._parts.pool).part(layer, LATENT).flatten(0, 1)
+            kept = self._rows(kept, slots[place][None])[0]
             scores = (heads.absorb(query[row : row + 1])[0] @ kept.t()).float() * shape.scale
             pages = rows.positions[place].long() // batch.page_size
             table = batch.groups[ids].page_table[seq].long()
@@ -242,8 +245,8 @@ class DSABackend(SparseBackend):
         """The positions that each row of a piece reads, [rows, k] ascending."""
         size = step.batch.page_size
         pages = self._ids(layer, piece, step)[: -(-piece.end // size)]
-        keys = self._parts.pool.part(layer, INDEX).index_select(0, pages).flatten(0, 1)
-        keys = keys[: piece.end].to(index.query.dtype).t()  # [width, rows]
+        keys = self._parts.pool.part(layer, INDEX).index_select(0, pages)
+        keys = widen(keys, index.query.dtype).flatten(0, 1)[: piece.end].t()  # [width, rows]
         query, weights = index.query[piece.rows], index.weights[piece.rows]
         at_once = max(1, _SCORED // (query.shape[1] * piece.end))
         selected = []
@@ -279,7 +282,7 @@ class DSABackend(SparseBackend):
         out = []
         for begin in range(0, len(query), at_once):
             own = query[begin : begin + at_once]
-            kept = _rows(rows, places[begin : begin + at_once])
+            kept = self._rows(rows, places[begin : begin + at_once])
             out.append(self._attend(own, kept))
             for row in step.batch.traced_rows.tolist():
                 place = row - piece.rows.start - begin
@@ -289,6 +292,11 @@ class DSABackend(SparseBackend):
                     ids = self._ids(layer, piece, step)
                     step.traced.setdefault(row, {})[layer] = _by_page(scores, pages, ids)
         return torch.cat(out)
+
+    def _rows(self, pool: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """A copy of the latent rows of a pool [rows, ...] at places [n, k], [n, k, width]."""
+        copied = pool.index_select(0, places.flatten()).view(*places.shape, -1)
+        return unpack_rows(copied, self._parts.shape.head_dim, self._parts.shape.dtype)
 
     def _attend(self, query: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Absorbed query [n, heads, width] over latent rows [n, k, width] -> [n, heads, latent]"""
@@ -311,11 +319,6 @@ class DSABackend(SparseBackend):
             return metadata.traced[row]
         alone = Selection.window_only(self._parts.shape.num_heads, 1)
         return dict.fromkeys(self._parts.config.layers, alone)
-
-
-def _rows(pool: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """A copy of the rows of a pool [rows, width] at places [n, k], [n, k, width]."""
-    return pool.index_select(0, places.flatten()).view(*places.shape, -1)
 
 
 def _by_page(scores: torch.Tensor, pages: torch.Tensor, table: torch.Tensor) -> Selection:

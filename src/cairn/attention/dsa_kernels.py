@@ -17,6 +17,7 @@ from cairn.attention.backend import AttentionShape, SparseParts, missing_module
 from cairn.attention.batch import AttentionBatch, IndexQuery, to_device
 from cairn.attention.flash_mla_rows import FlashRows
 from cairn.attention.latent import LatentHeads
+from cairn.kernels.fp8_rows import is_narrow
 from cairn.kernels.interface import MOST_SCORES
 from cairn.kernels.packing import pack, unpack
 from cairn.memory.kv_pool import KVPool
@@ -97,6 +98,8 @@ class RowKernels:
             return missing
         if shape.dtype not in _DTYPES:
             return f"the type is {str(shape.dtype).removeprefix('torch.')}"
+        if is_narrow(shape.cache_dtype):
+            return "rows of the cache have 8 bits (kv_cache_dtype)"
         latent = shape.value_dim or 0
         if latent > _MOST_LATENT or shape.head_dim - latent > _MOST_ROPE:
             return f"latent rows have {latent} and {shape.head_dim - latent} columns"

@@ -25,7 +25,7 @@ from cairn.attention.clearing import clear_begun_pages
 from cairn.attention.fused import attention
 from cairn.attention.latent import LatentHeads
 from cairn.kernels.cpu import HEAD_DIMS
-from cairn.kernels.fp8_rows import widen
+from cairn.kernels.fp8_rows import unpack_rows, widen
 from cairn.memory.groups import LayerGroup
 from cairn.memory.layout import KV, LATENT
 
@@ -312,6 +312,8 @@ class TorchBackend(DenseBackend):
     def _gather(self, layer: int, slices: torch.Tensor) -> torch.Tensor:
         """A copy of (page, head) slices, [slices, page_size, dim]."""
         copied = self._kept(layer).flatten(0, 1).index_select(0, slices)
+        if self._shape.value_dim is not None:
+            return unpack_rows(copied, self._shape.head_dim, self._shape.dtype)
         return widen(copied, self._shape.dtype)
 
     def _value_dim(self, query: torch.Tensor) -> int:

@@ -19,6 +19,7 @@ from cairn.attention.backend import (
 )
 from cairn.attention.batch import AttentionBatch, to_device
 from cairn.attention.latent import LatentHeads
+from cairn.kernels.fp8_rows import is_narrow
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import LATENT
 
@@ -262,6 +263,8 @@ class TritonBackend(DenseBackend):
         if shape.value_dim is not None:
             if any(group.window is not None for group in shape.groups):
                 return "it has no sliding windows over latent rows"
+            if is_narrow(shape.cache_dtype):
+                return "it reads no latent rows of 8 bits (kv_cache_dtype)"
             rope = shape.head_dim - shape.value_dim
             if shape.value_dim > _MOST_LATENT or rope > _MOST_ROPE:
                 return (

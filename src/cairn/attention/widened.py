@@ -48,7 +48,7 @@ def dense_backend(
 
 
 def _widens(kind: type[DenseBackend], shape: AttentionShape) -> bool:
-    return is_narrow(shape.cache_dtype) and kind.reads_widened
+    return is_narrow(shape.cache_dtype) and kind.reads_widened and shape.value_dim is None
 
 
 def widened_bytes(kinds: Sequence[type[DenseBackend]], shape: AttentionShape) -> int:

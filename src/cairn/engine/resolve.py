@@ -247,11 +247,11 @@ def _cache_dtype(
     if name == "auto":
         return dtype
     for part in {part for layer in spec.layers for part in layer.layout.parts}:
-        if part.name != KV or part.shape[-1] % 8:
+        if part.dtype is None and part.shape[-1] % 8 and not part.own_scales:
             what = f"{part.name} of {part.shape[-1]} columns"
             raise ConfigError(
-                f"kv_cache_dtype is {name!r}, and layers of {spec.architecture} keep {what}; it "
-                "has keys and values of heads whose size is a multiple of 8: use auto"
+                f"kv_cache_dtype is {name!r}, and layers of {spec.architecture} keep {what}; "
+                "scales are stored behind rows whose size is a multiple of 8: use auto"
             )
     if name == "fp8" and device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)

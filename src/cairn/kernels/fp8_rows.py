@@ -1,11 +1,15 @@
-"""Rows of 8 bits, e4m3 or int8, each with a scale of its own.
+"""Rows of 8 bits, e4m3 or int8, with scales of their own.
 
     page of a head:  rows [page_size, dim] of 8 bits, then their scales [page_size] float32
+    latent row:      its numbers [width] of 8 bits, then a byte for the scale of every 128 of them
 
-The scales take whole rows at the end of the slice, so that whoever copies pages or slices copies
-them too. Scales are powers of two, so that a widened row is exact in bfloat16 and wider types. A
-row's scale is the smallest one with which the row fits into 8 bits, so it depends on that row
-alone; or it is that of the checkpoint.
+Scales of a page take whole rows at the end of the slice, so that whoever copies pages or slices
+copies them too. Latent rows are copied one by one, so each has its scales at its end: biased
+exponents, as float32 has them. Bytes up to a multiple of 16 are not used.
+
+Scales are powers of two, so that a widened row is exact in bfloat16 and wider types. A scale is the
+smallest one with which its numbers fit into 8 bits, so it depends on that row alone; or it is that
+of the checkpoint.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ CACHE_TYPES = {"fp8": FP8, "int8": torch.int8}
 """Types of 8 bits, by their names in `kv_cache_dtype`."""
 _MOST = {FP8: (448.0, 0x43E00000), torch.int8: (127.0, 0x42FE0000)}
 """The largest number of each type, and its bits as float32."""
+SPAN = 128  # columns of a latent row that share a scale
 _LEAST_EXPONENT = 127 - 40  # scales are at least 2**-40; what is smaller than that counts as zero
 
 
@@ -68,6 +73,33 @@ def rows_and_scales(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return pages[..., :size, :], scales
 
 
+def packed_width(width: int) -> int:
+    """Bytes of a latent row of 8 bits, with its scales."""
+    return -(-(width + -(-width // SPAN)) // 16) * 16
+
+
+def pack_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Latent rows [..., width] as they are stored in a type of 8 bits, [..., packed width]."""
+    width = rows.shape[-1]
+    spans = -(-width // SPAN)
+    wide = torch.nn.functional.pad(rows, (0, spans * SPAN - width)).unflatten(-1, (spans, SPAN))
+    numbers, scales = quantize(wide, None, dtype)
+    packed = rows.new_zeros(*rows.shape[:-1], packed_width(width), dtype=torch.uint8)
+    packed[..., :width] = numbers.view(torch.uint8).flatten(-2)[..., :width]
+    packed[..., width : width + spans] = (scales.view(torch.int32) >> 23).to(torch.uint8)
+    return packed.view(dtype)
+
+
+def unpack_rows(kept: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Latent rows [..., width] as numbers of `dtype`, from rows of any type as they are stored."""
+    if not is_narrow(kept.dtype):
+        return kept.to(dtype)
+    spans = -(-width // SPAN)
+    exponents = kept.view(torch.uint8)[..., width : width + spans].to(torch.int32)
+    scales = (exponents << 23).view(torch.float32).repeat_interleave(SPAN, -1)
+    return kept[..., :width].to(dtype) * scales[..., :width].to(dtype)
+
+
 def store_rows(
     pages: torch.Tensor,
     places: torch.Tensor,
@@ -76,7 +108,12 @@ def store_rows(
     given: torch.Tensor | None = None,
 ) -> None:
     """Store rows [n, ..., dim] in pages [pages, ..., rows, dim] of any type: row i in page
-    `places[i]`, as its row `offsets[i]`. `given` is for `quantize`."""
+    `places[i]`, as its row `offsets[i]`. `given` is for `quantize`. Pages of 8 bits that are wider
+    than the rows keep latent rows."""
+    if is_narrow(pages.dtype) and pages.shape[-1] != rows.shape[-1]:
+        rows = pack_rows(rows, pages.dtype)
+        pages.view(torch.uint8)[places, offsets] = rows.view(torch.uint8)
+        return
     if not is_narrow(pages.dtype):
         pages.movedim(-2, 1)[places, offsets] = rows.to(pages.dtype)
         return

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from cairn.kernels.fp8_rows import is_narrow, scale_rows
+from cairn.kernels.fp8_rows import is_narrow, packed_width, scale_rows
 
 KV = "kv"
 """The part that holds keys and values of heads: all keys first, then all values."""
@@ -41,13 +41,18 @@ class CachePart:
     heads: int = 1
     """Number of heads that select pages independently. The size of the first axis of `shape` is a
     multiple of it; entry i belongs to head i modulo `heads`."""
+    own_scales: bool = False
+    """Each row of 8 bits ends with its scales, so that it can be copied alone; otherwise they
+    follow the rows of a page."""
 
     def page_shape(self, page_size: int) -> tuple[int, ...]:
         """Shape of one page. The row axis is the last but one, so that a head's rows of a page are
-        contiguous. Rows of 8 bits are followed by the rows that hold their scales."""
+        contiguous. Rows of 8 bits hold their scales, or are followed by rows that do."""
         if self.per == "page":
             return self.shape
         *heads, dim = self.shape
+        if self.own_scales and is_narrow(self.dtype):
+            return (*heads, page_size, packed_width(dim))
         more = scale_rows(page_size, dim) if is_narrow(self.dtype) else 0
         return (*heads, page_size + more, dim)
 
@@ -88,7 +93,7 @@ class CacheLayout:
         """The layout of latent rows, and of index keys if they have a width; a page of either is
         [page_size, width]. Every later query reads all index keys, so they stay on the device."""
         index = (CachePart(INDEX, (index_width,), may_leave=False),) if index_width else ()
-        return cls((CachePart(LATENT, (width,)), *index))
+        return cls((CachePart(LATENT, (width,), own_scales=True), *index))
 
     def of_type(self, dtype: torch.dtype) -> CacheLayout:
         """The same layout with `dtype` for the parts that have no type."""
