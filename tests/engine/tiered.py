@@ -5,6 +5,7 @@ Memory nobody owns is NaN, on the device and in host memory.
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,9 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def options_of(folder: Path) -> dict[str, Any]:
-    own = next((options for name, (_, options) in MODELS.items() if name in folder.name), {})
+    """Those of a model in MODELS if the folder has its name, or is from `mktemp(name)`."""
+    named = (own for name, (_, own) in MODELS.items() if re.fullmatch(rf"{name}\d*", folder.name))
+    own = next(named, {})
     return {"page_size": PAGE, "dtype": "float64", "device": "cpu", **own}
 
 
