@@ -35,6 +35,7 @@ INDEX = {
     "index_topk": 100,
 }
 SPARSE = {"attention_backend": "hsa", "page_size": 16, "hsa_topk": 3, "hsa_window": 32}
+SPREAD = {"attention_backend": "hsa", "hsa_policy": "spread", "hsa_dense_below": 0}
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dense": ({**TINY_LLAMA, **LARGE}, {}),
     "windows": ({**TINY_OLMO3, **LARGE}, {}),
@@ -45,7 +46,9 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "latents": ({**TINY_LATENT, **LARGE}, {}),
     "index": ({**TINY_LATENT, **LARGE, **INDEX}, {}),
     "hils": ({**TINY_HILS, **LARGE, "full_attn_interleave": 2}, {}),
-    "quest": ({**TINY_LLAMA, **LARGE}, {**SPARSE, "hsa_sinks": 1}),
+    "quest": ({**TINY_LLAMA, **LARGE}, {**SPARSE, "hsa_policy": "quest", "hsa_sinks": 1}),
+    "spread": ({**TINY_LLAMA, **LARGE}, SPREAD),
+    "spread-prompts": ({**TINY_LLAMA, **LARGE}, {**SPREAD, "hsa_prefill": "sparse"}),
     "mean": ({**TINY_LLAMA, **LARGE}, {**SPARSE, "hsa_policy": "mean", "hsa_layers": "1"}),
 }
 OPTIONS: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "max_running_requests": 80}

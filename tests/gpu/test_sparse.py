@@ -53,6 +53,21 @@ LARGE: dict[str, Case] = {
         window=512,
         options={"sinks": 1},
     ),
+    "spread-8": Case(
+        [1, 1, 300, 1],
+        [4100, 20000, 5000, 64],
+        policy="spread",
+        heads=9,
+        kv_heads=3,
+        dim=64,
+        page_size=8,
+        topk=111,
+        window=128,
+        options={"sinks": 1},
+    ),
+    "spread-128": Case(
+        [1, 70], [9000, 3000], policy="spread", heads=16, kv_heads=8, dim=128, page_size=8, topk=40
+    ),
     "mean-16": Case(
         [1, 100], [3000, 3000], policy="mean", heads=9, kv_heads=3, dim=64, page_size=16, topk=20
     ),
@@ -60,12 +75,14 @@ LARGE: dict[str, Case] = {
 
 
 SOME = """decode chunks mixed no-groups landmark-key quest mean-by-sum mean-by-best hils-by-lse
-dense-below own-policy-decode many-pages seven-heads fp8 fp8-quest-decode fp8-mean int8""".split()
+dense-below own-policy-decode many-pages seven-heads fp8 fp8-quest-decode fp8-mean int8 spread
+spread-decode spread-16 spread-no-groups own-spread fp8-spread fp8-spread-half""".split()
 
 
 @pytest.mark.parametrize(
     ("name", "few"),  # each compiles its own kernels; the rest is interpreted
-    [(name, 128) for name in SOME] + [(name, 0) for name in ("chunks", "quest", "mean-by-sum")],
+    [(name, 128) for name in SOME]
+    + [(name, 0) for name in ("chunks", "quest", "mean-by-sum", "spread-chunks")],
 )
 def test_kernels_equal_the_reference_in_float32(
     name: str, few: int, monkeypatch: pytest.MonkeyPatch
@@ -171,10 +188,13 @@ QUEST = {
     "hsa_topk": 3,
     "hsa_window": 32,
 }
+SPREAD = {**QUEST, "hsa_policy": "spread", "page_size": 8, "hsa_topk": 9, "hsa_dense_below": 0}
 LLAMA = {**TINY_LLAMA, "hidden_size": 64}
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "hils": ({**TINY_HILS, "hidden_size": 64, "full_attn_interleave": 2}, {}),
     "quest": (LLAMA, {**QUEST, "hsa_prefill": "sparse", "hsa_dense_below": 0}),
+    "spread": (LLAMA, {**SPREAD, "hsa_prefill": "sparse"}),
+    "spread-dense-prompts": (LLAMA, SPREAD),
     "dense-prompts": (LLAMA, {**QUEST, "hsa_dense_below": 0}),
     "dense-below": (LLAMA, {**QUEST, "hsa_dense_below": 120}),
     "own-policy": (
@@ -260,13 +280,15 @@ def test_recorded_prompts_equal_launched_ones(
             assert error < (1e-3 if dtype == "float32" else 0.1), length
 
 
-def test_traced_pages_are_those_of_the_cpu(tmp_path: Path) -> None:
-    config, options = MODELS["quest"]
+@pytest.mark.parametrize("name", ["quest", "spread", "spread-dense-prompts"])
+def test_tokens_and_traced_pages_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
+    config, options = MODELS[name]
     folder = write_model(tmp_path, config)
     told = []
     for device in ("cpu", "cuda"):
         with LLM(folder, dtype="float32", device=device, kv_cache_gib=0.05, **options) as llm:
             result = llm.generate(tokens_of(300), max_tokens=12, ignore_eos=True, trace=True)
             assert result.trace is not None
-            told.append([[read.pages for read in token.layers] for token in result.trace.tokens])
+            pages = [[read.pages for read in token.layers] for token in result.trace.tokens]
+            told.append((result.token_ids, pages))
     assert told[0] == told[1]

@@ -101,6 +101,8 @@ def main() -> None:
     ):
         sparse(dim, page_size, landmark_heads, pooling)
     sparse(128, 64, 2, 2, FP8)
+    for pool in (BF16, FP8):
+        sparse(64, 8, 2, 4, pool)
     mixture()
     quantised()
     latents()
@@ -348,8 +350,10 @@ def chosen_rows() -> None:
 
 
 def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int, pool: str = BF16) -> None:
-    """Kernels of a model with 16 query heads: HiLS, or `quest` where landmarks are of kv heads."""
+    """Kernels of a model with 16 query heads: HiLS, or `quest` or `spread` where landmarks are of
+    kv heads."""
     native = landmark_heads == 16
+    small = page_size < 16
     width = dim if native else 2 * dim
     names = (
         "page_table",
@@ -359,6 +363,7 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int, pool: st
         "best_index",
         "best_page",
         "selected",
+        "chosen_page",
         "arrivals",
     )
     types = dict.fromkeys((*names, "cu_query", "dense_until", "block_seq", "block_begin"), I32)
@@ -385,7 +390,9 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int, pool: st
         **{
             "HIDE_LAST": native,
             "HAS_BIAS": native,
-            "SPLIT": not native,
+            "SPLIT": 2 if small else int(not native),
+            "REACH": 2.0 if small else 0.0,
+            "TILE_PAGES": 8 if small else 1,
             "POOLING": pooling,
             "BY_LSE": not native,
         },
@@ -425,14 +432,16 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int, pool: st
     build(sparse_pages.topk_kernel)
     build(sparse_pages.choose_kernel, num_warps=1)
     for located, counted in ((False, False), (True, False), (False, True)):
-        constants |= {"LOCATED": located, "COUNTED": counted, "PIECES": 8}
+        chosen = located or small
+        constants |= {"CHOSEN": chosen, "LOCATED": located, "COUNTED": counted, "PIECES": 8}
         build(sparse_pages.pages_kernel, num_stages=5 if located else 2)
     build(sparse_survey.lay_out_kernel)
     for tma in (False, True):
         for tile, collect in ((128, False), (32, True)):
             constants |= {"TILE": tile, "COLLECT": collect, "TMA": tma}
-            types |= {"flat": tile_of(tile, width) if tma else BF16}
-            types |= {"queries": tile_of(64, width) if tma else BF16}
+            half = width // 2 if small else width
+            types |= {"flat": tile_of(tile, half) if tma else BF16}
+            types |= {"queries": tile_of(64, half) if tma else BF16}
             build(sparse_select._rank_kernel, num_stages=3)
             if not collect:
                 registers: dict[str, Any] = {"maxnreg": 128} if tma and width <= 64 else {}
@@ -447,9 +456,10 @@ def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int, pool: st
         build(sparse_select._choose_kernel, I32, num_warps=1)
     constants["ROWS"] = 8
     for located, staged in ((False, False), (True, False), (True, True)):
-        constants |= {"LOCATED": located, "STAGED": staged, "TMA": not staged, "BOUNDED": native}
-        types |= {"tiles": BF16 if staged else tile_of(page_size, dim)}
-        types |= {"landmarks": BF16 if staged else tile_of(16, width)}
+        tma = not (staged or small)
+        constants |= {"LOCATED": located, "STAGED": staged, "TMA": tma, "BOUNDED": native}
+        types |= {"tiles": tile_of(page_size, dim) if tma else BF16}
+        types |= {"landmarks": tile_of(16, width) if tma else BF16}
         if pool == FP8:
             constants["TMA"] = False
             types |= {"tiles": FP8, "landmarks": BF16}

@@ -420,6 +420,11 @@ def test_pages_that_come_late(parts: int, by_lse: bool, monkeypatch: pytest.Monk
     located_case.check(CPU, torch.float32, seqs=2, kv_heads=1, topk=6, by_lse=by_lse)
 
 
+def test_small_pages_that_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_decode, "_parts_beside_copies", lambda *_: 2)
+    located_case.check(CPU, torch.float32, seqs=2, kv_heads=1, topk=19, page_size=8)
+
+
 def test_whole_pages_between_host_and_device() -> None:
     swap_case.check_pages(CPU, torch.float32)
 
@@ -761,15 +766,16 @@ def test_a_whole_engine_on_sparse_kernels_with_a_host_tier(
         assert swap is not None and swap.totals[0] > 0 and swap.totals[1:] == [0, 0, 0]
 
 
+@pytest.mark.parametrize(("policy", "size"), [("quest", 16), ("spread", 8)])
 def test_a_whole_engine_on_kernels_with_dense_prompts_in_a_host_tier(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages of prompts are gathered in the stage, where kernels attend to all of them."""
     _use_few_programs(monkeypatch)
     config = {**TINY_LLAMA, "hidden_size": 64}
     folder = write_model(tmp_path / "dense", config)
     prompt = tokens_of(100)
-    sparse: dict[str, Any] = {"hsa_policy": "quest", "hsa_dense_below": 0, "page_size": 16}
+    sparse: dict[str, Any] = {"hsa_policy": policy, "hsa_dense_below": 0, "page_size": size}
     sparse |= {"dtype": "float32", "device": "cpu"}
     sparse |= {"hsa_topk": 2, "hsa_window": 20, "hsa_sinks": 1}
     with LLM(folder, attention_backend="torch,hsa", kv_cache_gib=0.05, **sparse) as llm:
@@ -778,7 +784,8 @@ def test_a_whole_engine_on_kernels_with_dense_prompts_in_a_host_tier(
     monkeypatch.setattr(TritonBackend, "unavailable_reason", staticmethod(lambda _: None))
     monkeypatch.setattr(prompt_stage, "_MOST_RUNS", 0)  # a kernel copies what is on the host
     options = {**sparse, "attention_backend": "triton,hsa", "chunked_prefill_size": 32}
-    with tiered(folder, frames=5, hot=8, pages=20, max_running_requests=1, **options) as llm:
+    options |= {"frames": 80 // size, "hot": 128 // size, "pages": 320 // size}
+    with tiered(folder, max_running_requests=1, **options) as llm:
         for _ in range(2):
             result = llm.generate(prompt, max_tokens=4, ignore_eos=True)
             assert result.token_ids == expected

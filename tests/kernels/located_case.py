@@ -27,8 +27,9 @@ class Case:
         kv_heads: int,
         topk: int,
         by_lse: bool,
+        page_size: int = 64,
     ) -> None:
-        size, dim, pages = 64, 128, 2 * topk
+        size, dim, pages = page_size, 128, 2 * topk + 128 // page_size
         self._shape = SparseShape(
             heads=2 * kv_heads, kv_heads=kv_heads, head_dim=dim, page_size=size,
             landmark_heads=kv_heads, landmark_width=dim, topk=topk, window=128, scale=dim**-0.5,
@@ -46,7 +47,7 @@ class Case:
         self._query = draw(seqs, self._shape.heads, dim)
         # The last has fewer candidates than it may read, where there are several.
         lengths = torch.tensor([pages * size - 7] * seqs, dtype=torch.int32)
-        lengths[1:][-1:] = 5 * size
+        lengths[1:][-1:] = 128 + 3 * size
         self._lengths = lengths.to(device)
         self._rows = torch.arange(seqs, dtype=torch.int32, device=device)
         nobody = torch.zeros(seqs * pages + 1, dtype=torch.int32, device=device)
@@ -88,8 +89,11 @@ def check(
     kv_heads: int,
     topk: int,
     by_lse: bool = True,
+    page_size: int = 64,
 ) -> None:
-    case = Case(device, dtype, seqs=seqs, kv_heads=kv_heads, topk=topk, by_lse=by_lse)
+    case = Case(
+        device, dtype, seqs=seqs, kv_heads=kv_heads, topk=topk, by_lse=by_lse, page_size=page_size
+    )
     limit = 1e-5 if dtype == torch.float32 else 5e-3
     assert _error(case.attend(case.locate), case.attend()) < limit
 

@@ -24,6 +24,7 @@ from cairn.sparsity.policy import Landmark, Policy, PolicyShape
 from cairn.sparsity.quest import QuestPolicy
 from cairn.sparsity.registry import make_policy
 from cairn.sparsity.selection import Selection
+from cairn.sparsity.spread import SpreadPolicy
 from tests.helpers import fill_with_nan
 
 
@@ -40,6 +41,15 @@ class HalfBox(QuestPolicy):
     def landmark(self, keys: torch.Tensor, prior: torch.Tensor | None) -> Landmark:
         vectors, _ = super().landmark(keys, prior)
         return Landmark(vectors * 0.5, None)
+
+
+class OwnSpread(SpreadPolicy):
+    """A user's policy with deviations: kernels score its landmarks with its own queries."""
+
+    reach = 1.0
+
+    def map_query(self, query: torch.Tensor) -> torch.Tensor:
+        return super().map_query(query) * 2
 
 
 @dataclass(frozen=True)
@@ -180,6 +190,12 @@ CASES: dict[str, Case] = {
     "quest": Case(*MIXED, policy="quest", traced=[42]),
     "quest-chunks": Case(*CHUNKS, policy="quest", options={"sinks": 1}),
     "quest-decode": Case(*DECODE, policy="quest", options={"sinks": 2}),
+    "spread": Case(*MIXED, policy="spread", page_size=8, topk=11, traced=[0, 42]),
+    "spread-chunks": Case(*CHUNKS, policy="spread", page_size=8, topk=9, options={"sinks": 1}),
+    "spread-decode": Case(*DECODE, policy="spread", page_size=8, topk=19, traced=[3, 5]),
+    "spread-16": Case(*SHORT, policy="spread"),
+    "spread-no-groups": Case(*SHORT, policy="spread", heads=2, kv_heads=2),
+    "own-spread": Case(*SHORT, policy="tests.kernels.sparse_case:OwnSpread", page_size=8),
     "mean": Case(*SHORT, policy="mean"),
     "mean-by-sum": Case(*SHORT, policy="mean", options={"strategy": "group"}),
     "mean-by-best": Case(*SHORT, policy="mean", options={"strategy": "head"}),
@@ -208,5 +224,9 @@ CASES: dict[str, Case] = {
     "fp8-half": Case(*DECODE, cache=FP8, dtype=torch.float16),
     "fp8-landmark-key": Case([1, 1], [160, 64], policy="landmark-key", cache=FP8),
     "fp8-mean": Case([1, 20], [704, 400], policy="mean", page_size=64, topk=2, cache=FP8),
+    "fp8-spread": Case([1, 40, 1], [48, 140, 300], policy="spread", page_size=8, cache=FP8),
+    "fp8-spread-half": Case(
+        *DECODE, policy="spread", page_size=8, topk=11, cache=FP8, dtype=torch.float16
+    ),
     "int8": Case([1, 40, 1], [48, 140, 300], cache=torch.int8),
 }

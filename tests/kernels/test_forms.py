@@ -49,7 +49,7 @@ SEQS = 70
 LARGE = {"hidden_size": 64, "vocab_size": 64, "max_position_embeddings": CONTEXT}
 DENSE_BELOW = 100
 SPARSE = {"attention_backend": "triton,hsa", "page_size": PAGE, "hsa_topk": 3, "hsa_window": 32}
-SPARSE |= {"hsa_dense_below": DENSE_BELOW}
+SPARSE |= {"hsa_dense_below": DENSE_BELOW, "hsa_policy": "quest"}
 SELECTING = {**SPARSE, "attention_backend": "hsa", "hsa_prefill": "sparse"}
 INDEX = {
     "architectures": ["GlmMoeDsaForCausalLM"],
@@ -65,6 +65,10 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mean": (
         {**TINY_LLAMA, **LARGE},
         {**SELECTING, "hsa_policy": "mean", "hsa_selection_strategy": "group"},
+    ),
+    "spread": (
+        {**TINY_LLAMA, **LARGE},
+        {**SELECTING, "hsa_policy": "spread", "page_size": 8, "hsa_topk": 111},
     ),
     "fp8": ({**TINY_LLAMA, **LARGE}, {**SELECTING, "kv_cache_dtype": "fp8"}),
     "fp8-windows": (
@@ -153,19 +157,23 @@ def most_pages(runner: Runner) -> int:
     return int(runner._tables.shape[2]) - PAGE
 
 
+def page_size(runner: Runner) -> int:
+    return runner._choices.geometry.page_size
+
+
 def rehearsed(runner: Runner) -> Forms:
     """Forms of all steps of the warm-up."""
     backend = runner.backend
-    seqs, pages = SEQS, most_pages(runner)
+    seqs, pages, size = SEQS, most_pages(runner), page_size(runner)
     if isinstance(backend, TorchBackend):
-        seqs, pages = 2, OPTIONS["chunked_prefill_size"] // PAGE
+        seqs, pages = 2, OPTIONS["chunked_prefill_size"] // size
     steps = rehearsals(
         rungs_of(backend, seqs, pages),
-        page_size=PAGE,
+        page_size=size,
         max_pages=pages,
         chunk=OPTIONS["chunked_prefill_size"],
         dense_below=DENSE_BELOW,
-        overflowing=overflowing_seqs(runner._choices.dense, runner._choices.shape, pages * PAGE),
+        overflowing=overflowing_seqs(runner._choices.dense, runner._choices.shape, pages * size),
     )
     with collecting() as collected:
         for step in steps:
@@ -176,7 +184,7 @@ def rehearsed(runner: Runner) -> Forms:
 def some_batches(runner: Runner, count: int, most_rows: int = 1500) -> list[Batch]:
     """Of all kinds: few and many sequences, short and long, single rows and chunks."""
     random = np.random.default_rng(5)
-    longest = most_pages(runner) * (PAGE - 1)
+    longest = most_pages(runner) * (page_size(runner) - 1)
     batches: list[Batch] = []
     while len(batches) < count:
         seqs = int(2 ** random.uniform(0, np.log2(SEQS + 0.5)))
@@ -196,7 +204,7 @@ def test_lengths_need_no_other_forms(name: str, tmp_path: Path) -> None:
         runner = llm.engine.runner
         assert most_pages(runner) > 9000
         known = rehearsed(runner)
-        long = (most_pages(runner) * (PAGE - 1) - 10, 5)
+        long = (most_pages(runner) * (page_size(runner) - 1) - 10, 5)
         found = forms_of(runner, [*some_batches(runner, 40), [long] * SEQS])
     assert OWN_KERNELS.get(name, "rope_kv:_rope_kv_kernel") in {
         name.removeprefix("cairn.kernels.") for name, _ in found

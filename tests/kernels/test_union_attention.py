@@ -94,7 +94,7 @@ def test_shapes_it_does_not_have_are_named() -> None:
         "head_dim is 80": replace(SHAPE, head_dim=80),
         "page_size is 16": replace(SHAPE, page_size=16),
         "7 query heads": replace(SHAPE, heads=14, landmark_heads=14),
-        "landmark_width is 128": replace(SHAPE, landmark_width=128, split_query=True),
+        "landmark_width is 128": replace(SHAPE, landmark_width=128, split_query="signs"),
     }
     for reason, shape in cases.items():
         found = shape_refusal(shape, torch.bfloat16)

@@ -18,7 +18,7 @@ from cairn.sparsity.policy import Landmark, Policy, PolicyShape
 from cairn.sparsity.quest import QuestPolicy
 from cairn.sparsity.registry import policy_class, policy_names
 from cairn.sparsity.snapkv import SnapKVPolicy
-from cairn.sparsity.spread import REACH, SpreadPolicy
+from cairn.sparsity.spread import SpreadPolicy
 from cairn.sparsity.streaming import StreamingPolicy
 from tests.helpers import TINY_LLAMA, tokens_of, write_model
 
@@ -103,13 +103,14 @@ def test_mean_scores_the_mean_key(query: torch.Tensor, keys: torch.Tensor) -> No
 def test_spread_scores_the_mean_key_and_the_deviations(
     query: torch.Tensor, keys: torch.Tensor
 ) -> None:
-    scores = scored(SpreadPolicy(SHAPE), query, keys)
+    policy = SpreadPolicy(SHAPE)
+    scores = scored(policy, query, keys)
     for row, head, page in EVERY:
         own = own_keys(keys, page, head)
         mean = own.mean(0)
         deviation = ((own - mean) ** 2).mean(0).sqrt()
         off = SHAPE.scale * (query[row, head] * deviation).norm().item()
-        assert dot(query[row, head], mean) + REACH * off == close(scores[row, head, page])
+        assert dot(query[row, head], mean) + policy.reach * off == close(scores[row, head, page])
 
 
 def test_landmark_key_scores_the_key_of_the_last_row(

@@ -28,11 +28,11 @@ FEW_CODE_ROWS = 32
 E4M3_LARGEST = 448.0
 """The largest number that FP8 of type e4m3 has."""
 
-Pooling = Literal["hils", "last", "box", "mean"]
+Pooling = Literal["hils", "last", "box", "mean", "spread"]
 """How a kernel makes a landmark from a page's keys.
 
 hils: attention of the page's last query over the keys; last: the last key; box: the largest and
-smallest value of each dimension; mean: the mean key.
+smallest value of each dimension; mean: the mean key; spread: mean and variance of each dimension.
 """
 
 

@@ -14,11 +14,12 @@ from cairn.kernels.fp8_tiles import has_scales, load_scales, slice_size
 from cairn.kernels.interface import Pooling
 from cairn.kernels.launch import direct
 
-POOLINGS: dict[Pooling, int] = {"hils": 0, "last": 1, "box": 2, "mean": 3}
+POOLINGS: dict[Pooling, int] = {"hils": 0, "last": 1, "box": 2, "mean": 3, "spread": 4}
 
 HILS = tl.constexpr(0)
 LAST = tl.constexpr(1)
 BOX = tl.constexpr(2)
+SPREAD = tl.constexpr(4)
 
 
 @triton.jit
@@ -73,8 +74,14 @@ def pool_page(
         tl.store(place, tl.max(wide, 0).to(vectors.dtype.element_ty))
         tl.store(place + DIM, tl.min(wide, 0).to(vectors.dtype.element_ty))
     else:
-        mean = tl.sum(k.to(tl.float32), 0) / PAGE_SIZE
-        tl.store(vectors + kv_head * DIM + offs_d, mean.to(vectors.dtype.element_ty))
+        wide = k.to(tl.float32)
+        mean = tl.sum(wide, 0) / PAGE_SIZE
+        place = vectors + kv_head * (2 * DIM if POOLING == SPREAD else DIM) + offs_d
+        tl.store(place, mean.to(vectors.dtype.element_ty))
+        if POOLING == SPREAD:
+            apart = wide - mean[None, :]
+            variance = tl.sum(apart * apart, 0) / PAGE_SIZE
+            tl.store(place + DIM, variance.to(vectors.dtype.element_ty))
 
 
 @direct

@@ -5,9 +5,9 @@
     2. the best k pages of every chunk of candidates
     3. the best k of those, attention over them, and one merge by the last program to finish
 
-If pages live in host memory, the third launch is split in two, and the selected pages are brought
-in between (see `swap_in`). This is not needed if the host knows that all pages of a step are on the
-device.
+If pages are small, the best k of all chunks are chosen by a launch of its own. They are, too, if
+pages live in host memory: the selected pages are then brought in before attention (see `swap_in`),
+unless the host knows that all pages of a step are on the device.
 
 Before the first layer, `begin` records which pages may be candidates. Programs stride over pages,
 so the cost follows the actual lengths, even in a recorded graph.
@@ -118,14 +118,17 @@ def sparse_decode(
         **pdl_options(query),
     )
     best = power_of_two(chunks * shape.topk)
-    located = Located(scratch.selected, scratch.selected, 0, 0)
+    located = Located(scratch.chosen, scratch.chosen, 0, 0)
     page_parts, stages = shape.page_parts, 2
-    if locate is not None:
+    chosen = locate is not None or shape.tile_pages > 1
+    if chosen:
         choose_kernel[(shape.kv_heads, seqs)](
             kv_lens,
             scratch.best_rank,
             scratch.best_index,
+            scratch.best_page,
             scratch.selected,
+            scratch.chosen,
             best_stride,
             **shape.of(choose_kernel),
             CHUNK=CHUNK,
@@ -133,6 +136,7 @@ def sparse_decode(
             num_warps=1 if best <= 256 else 4,
             **pdl_options(query),
         )
+    if locate is not None:
         located = locate(scratch.selected[:seqs])
         page_parts = _parts_beside_copies(shape, seqs)
         stages = ahead
@@ -161,6 +165,7 @@ def sparse_decode(
         located.first_slot,
         located.arrived.shape[1],
         **shape.of(pages_kernel),
+        CHOSEN=chosen,
         LOCATED=locate is not None,
         PIECES=located.pieces,
         COUNTED=frames is not None,

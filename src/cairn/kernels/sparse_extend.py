@@ -129,6 +129,8 @@ def _attend_kernel(
     HAS_BIAS: tl.constexpr,
     SPLIT: tl.constexpr,
     HIDE_LAST: tl.constexpr,
+    REACH: tl.constexpr,
+    TILE_PAGES: tl.constexpr,  # pages that are read at once
     BY_LSE: tl.constexpr,
     NULL_SPLIT: tl.constexpr,
     BOUNDED: tl.constexpr,
@@ -143,6 +145,7 @@ def _attend_kernel(
 ):
     # Blocks vary fastest, so kv heads run one after another: the pages of one head fit in the cache
     # more often than those of all heads.
+    tl.static_assert(BY_LSE or (TILE_PAGES == 1 and REACH == 0))
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
     seq = tl.load(block_seq + block)
@@ -156,7 +159,8 @@ def _attend_kernel(
     offs_m = tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, DIM)
     offs_w = tl.arange(0, WIDTH)
-    offs_n = tl.arange(0, PAGE_SIZE)
+    offs_n = tl.arange(0, TILE_PAGES * PAGE_SIZE)
+    in_page = offs_n % PAGE_SIZE
     offs_l = tl.arange(0, LANDMARK_PAD)
     OF_KV: tl.constexpr = LANDMARK_HEADS // KV_HEADS
     own_row = offs_m // GROUP_PAD
@@ -172,8 +176,15 @@ def _attend_kernel(
     q = fit_query(q, pool)
     SLICE: tl.constexpr = slice_size(pool, PAGE_SIZE, DIM)
     if not BY_LSE:
-        scores_with = load_scoring(
-            scoring, (row * scoring_stride)[:, None], head[:, None], real[:, None], WIDTH, SPLIT
+        scores_with, _ = load_scoring(
+            scoring,
+            (row * scoring_stride)[:, None],
+            head[:, None],
+            real[:, None],
+            scale,
+            WIDTH,
+            SPLIT,
+            REACH,
         )
     # Start with the window and the null split. All logarithms are in base 2.
     scale_2 = scale * LOG2E
@@ -196,33 +207,45 @@ def _attend_kernel(
     count = tl.load(counts + block * KV_HEADS + kv_head)
     # Look up pages, their readers and biases one page ahead: a load that depends on another load
     # would stall the loop.
-    page = tl.load(pages + base, mask=count > 0, other=0)
-    bits = tl.load(readers + base, mask=count > 0, other=0)
+    nth = 0
+    if TILE_PAGES > 1:
+        nth = offs_n // PAGE_SIZE  # pages and readers are those of each row of a tile
+    page = tl.load(pages + base + nth, mask=nth < count, other=0)
+    bits = tl.load(readers + base + nth, mask=nth < count, other=0)
     at = page
     if LOCATED:
-        at = tl.load(kv_pages + base, mask=count > 0, other=0)
+        at = tl.load(kv_pages + base + nth, mask=nth < count, other=0)
     own_bias = bias + kv_head * OF_KV + group // SHARED
     more = tl.zeros((BLOCK_M,), tl.float32)
     if HAS_BIAS and not BY_LSE:
         more = tl.load(own_bias + page.to(tl.int64) * LANDMARK_HEADS, mask=real, other=0.0)
-    for i in range(0, count):
+    for i in range(0, count, TILE_PAGES):
         shift = tl.zeros((), tl.int64)
         if STAGED:
             shift = tl.where(at < 0, stage_shift, 0) * 16
             at = tl.where(at < 0, -1 - at, at)
+        there = (offs_n >= 0) & (bits != 0)
         if TMA:
             first = (at * (2 * KV_HEADS) + kv_head) * PAGE_SIZE
             k = tiles.load([first, 0]).T
             v = tiles.load([first + KV_HEADS * PAGE_SIZE, 0])
         else:
             inside = pool + shift + (at.to(tl.int64) * (2 * KV_HEADS) + kv_head) * SLICE
-            k = tl.load(inside + offs_n[None, :] * DIM + offs_d[:, None])
             values = inside + KV_HEADS * SLICE
-            v = tl.load(values + offs_n[:, None] * DIM + offs_d[None, :])
+            key_rows, value_rows = inside + in_page * DIM, values + in_page * DIM
+            if TILE_PAGES > 1:
+                k = tl.load(key_rows[None, :] + offs_d[:, None], mask=there[None, :], other=0.0)
+                v = tl.load(value_rows[:, None] + offs_d[None, :], mask=there[:, None], other=0.0)
+            else:
+                k = tl.load(key_rows[None, :] + offs_d[:, None])
+                v = tl.load(value_rows[:, None] + offs_d[None, :])
         if has_scales(pool):
-            key_scale = load_scales(inside, offs_n, offs_n >= 0, PAGE_SIZE, DIM)
-            value_scale = load_scales(values, offs_n, offs_n >= 0, PAGE_SIZE, DIM)
-        reads = (((bits >> own_row) & 1) > 0) & real
+            key_scale = load_scales(inside, in_page, there, PAGE_SIZE, DIM)
+            value_scale = load_scales(values, in_page, there, PAGE_SIZE, DIM)
+        if TILE_PAGES > 1:
+            reads = (((bits[None, :] >> own_row[:, None]) & 1) > 0) & real[:, None]
+        else:
+            reads = (((bits >> own_row) & 1) > 0) & real
         mass = more * LOG2E
         if not BY_LSE:
             # Multiply every row with all landmarks of the kv head, then pick its own head's.
@@ -238,17 +261,27 @@ def _attend_kernel(
             every = tl.dot(scores_with, landmark, input_precision="ieee")
             score = tl.sum(tl.where((group // SHARED)[:, None] == offs_l[None, :], every, 0.0), 1)
             mass += score * scale_2
-        following = tl.minimum(i + 1, count - 1)
-        page = tl.load(pages + base + following)
-        bits = tl.load(readers + base + following)
-        at = page
-        if LOCATED:
-            at = tl.load(kv_pages + base + following)
+        if TILE_PAGES > 1:
+            following = i + TILE_PAGES + nth
+            page = tl.load(pages + base + following, mask=following < count, other=0)
+            bits = tl.load(readers + base + following, mask=following < count, other=0)
+            at = page
+            if LOCATED:
+                at = tl.load(kv_pages + base + following, mask=following < count, other=0)
+        else:
+            following = tl.minimum(i + 1, count - 1)
+            page = tl.load(pages + base + following)
+            bits = tl.load(readers + base + following)
+            at = page
+            if LOCATED:
+                at = tl.load(kv_pages + base + following)
         logits = tl.dot(q, k.to(q.dtype), input_precision="ieee")
         if has_scales(pool):
             logits *= key_scale[None, :]
         if HIDE_LAST:
-            logits = tl.where((offs_n < PAGE_SIZE - 1)[None, :], logits, float("-inf"))
+            logits = tl.where((in_page < PAGE_SIZE - 1)[None, :], logits, float("-inf"))
+        if TILE_PAGES > 1:  # not -inf, because a row may read none of the pages
+            logits = tl.where(reads, logits, -1.0e37)
         if has_scales(pool):  # as in `softmax_weights`: shares include the scales of values
             logits = logits * scale_2 + log2_of(value_scale)[None, :]
             inside_most = tl.max(logits, 1)
@@ -260,7 +293,10 @@ def _attend_kernel(
             inside_total = tl.sum(shares, 1)
         if BY_LSE:
             mass = inside_most + tl.log2(inside_total)
-        mass = tl.where(reads, mass, float("-inf"))
+        if TILE_PAGES > 1:
+            mass = tl.where(tl.max(reads.to(tl.int32), 1) > 0, mass, float("-inf"))
+        else:
+            mass = tl.where(reads, mass, float("-inf"))
         if BOUNDED:
             weight = tl.exp2(mass - most)
         else:
@@ -345,7 +381,7 @@ def attend_selected(
         assert rest == 0, "tensors lie on whole cache lines"
     padded = max(16, power_of_two(vectors.shape[1] // shape.kv_heads))
     block_m = max(16, blocks.block_m * group_pad)
-    tma = stage is None and _worth_describing(pool, block_m)
+    tma = stage is None and shape.tile_pages == 1 and _worth_describing(pool, block_m)
     tiles, landmarks = pool, vectors
     if tma:
         tiles = TensorDescriptor.from_tensor(pool.view(-1, dim), [shape.page_size, dim])

@@ -11,7 +11,13 @@ import triton.language as tl
 
 from cairn.kernels.launch import direct
 from cairn.kernels.softmax import LN2, LOG2E
-from cairn.kernels.sparse_shape import SUM_GROUP, load_scoring
+from cairn.kernels.sparse_shape import (
+    SUM_GROUP,
+    half_width,
+    load_landmarks,
+    load_scoring,
+    score_of,
+)
 from cairn.kernels.sparse_survey import rows_and_limits
 from cairn.kernels.top_pages import order_key, threshold_of_rows
 
@@ -44,6 +50,7 @@ def few_kernel(
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
+    REACH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SINKS: tl.constexpr,
     STRATEGY: tl.constexpr,
@@ -61,7 +68,7 @@ def few_kernel(
     HEADS_OF_KV: tl.constexpr = HEADS // KV_HEADS
     SHARED: tl.constexpr = HEADS // LANDMARK_HEADS
     index = tl.arange(0, TILE)
-    offs_w = tl.arange(0, WIDTH)
+    offs_w = tl.arange(0, half_width(WIDTH, REACH))
     page = tl.load(pages + tl.load(offsets + seq) + index, mask=index < tl.max(limit), other=-1)
     page = page.to(tl.int64)
     there = (page >= 0)[None, :] & (index[None, :] < limit[:, None])
@@ -70,17 +77,23 @@ def few_kernel(
     for g in range(HEADS_OF_KV):
         head = kv_head * HEADS_OF_KV + g
         own = page * LANDMARK_HEADS + head // SHARED
-        q = load_scoring(
-            scoring, row[:, None] * scoring_stride, head, in_rows[:, None], WIDTH, SPLIT
+        queries = load_scoring(
+            scoring,
+            row[:, None] * scoring_stride,
+            head,
+            in_rows[:, None],
+            scale,
+            WIDTH,
+            SPLIT,
+            REACH,
         )
-        landmark = tl.load(
-            vectors + own[None, :] * WIDTH + offs_w[:, None], mask=(page >= 0)[None, :], other=0.0
+        landmarks = load_landmarks(
+            vectors + own[None, :] * WIDTH + offs_w[:, None], (page >= 0)[None, :], WIDTH, REACH
         )
-        product = tl.dot(q, landmark, input_precision="ieee")
         more = tl.zeros((TILE,), tl.float32)
         if HAS_BIAS:
             more = tl.load(bias + own, mask=page >= 0, other=0.0)
-        score = tl.fma(product, tl.full(product.shape, scale, tl.float32), more[None, :])
+        score = score_of(queries, landmarks, scale, more[None, :], REACH)
         score = tl.where(there, score, float("-inf"))
         if NORMALIZE:
             most = tl.load(window_lse + row * HEADS + head, mask=in_rows, other=0.0)

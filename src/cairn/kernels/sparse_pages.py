@@ -198,7 +198,9 @@ def choose_kernel(
     kv_lens,
     best_rank,
     best_index,
+    best_page,
     selected,
+    chosen_page,  # [seqs, KV_HEADS, TOPK] written, unset where there is none
     best_stride,
     KV_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -217,16 +219,21 @@ def choose_kernel(
     limit = candidate_limit(length - 1, WINDOW, PAGE_SIZE)
     base = (seq * KV_HEADS + kv_head).to(tl.int64) * best_stride
     chosen = selected + (seq * KV_HEADS + kv_head) * TOPK
-    _choose(best_rank + base, best_index + base, chosen, limit, True, TOPK, CHUNK, BEST)
+    place, kept_index, _ = _choose(
+        best_rank + base, best_index + base, chosen, limit, True, TOPK, CHUNK, BEST
+    )
+    there = (place >= 0) & (place < TOPK) & (kept_index >= 0)
+    page = tl.load(best_page + base + tl.arange(0, BEST), mask=there, other=0)
+    tl.store(chosen_page + (seq * KV_HEADS + kv_head) * TOPK + place, page, mask=there)
 
 
 @triton.jit
-def _read_page(
+def _read_pages(
     queries,  # [BLOCK_G, DIM]; if PAIRS, even and odd columns
     pool,  # at the kv head's keys of page 0
-    page,
-    there,  # if false, the page is skipped
-    score,  # [BLOCK_G] pointers to the heads' scores of the page
+    page,  # if TILE_PAGES > 1: of each row of the tile
+    there,  # likewise; if false, the page is skipped
+    score,  # [BLOCK_G] pointers to the heads' scores of the page, if there is one
     in_group,
     scale,
     most,
@@ -238,21 +245,25 @@ def _read_page(
     HIDE_LAST: tl.constexpr,
     BY_LSE: tl.constexpr,
     PAIRS: tl.constexpr,
+    TILE_PAGES: tl.constexpr,
 ):
-    """Add a page to most, total and accs, weighted by its score or, if BY_LSE, log-sum-exp."""
+    """Add a page to most, total and accs, weighted by its score or, if BY_LSE, log-sum-exp.
+    Several pages are added as one, which is the same if BY_LSE."""
+    tl.static_assert(BY_LSE or TILE_PAGES == 1)
     EACH: tl.constexpr = 2 if PAIRS else 1
     q, odd_q = queries
     acc, odd_acc = accs
     offs_d = tl.arange(0, DIM // EACH)
-    offs_n = tl.arange(0, PAGE_SIZE)
+    offs_n = tl.arange(0, TILE_PAGES * PAGE_SIZE)
+    in_page = offs_n % PAGE_SIZE
     SLICE: tl.constexpr = slice_size(pool, PAGE_SIZE, DIM)
     keys = pool + page * (2 * KV_HEADS * SLICE)
     values = keys + KV_HEADS * SLICE
     read = (offs_n >= 0) & there
-    rows = offs_n * (DIM // EACH)
-    key_tile, value_tile = as_tile(keys, PAIRS), as_tile(values, PAIRS)
-    k = tl.load(key_tile + rows[None, :] + offs_d[:, None], mask=read[None, :], other=0.0)
-    v = tl.load(value_tile + rows[:, None] + offs_d[None, :], mask=read[:, None], other=0.0)
+    key_rows = as_tile(keys, PAIRS) + in_page * (DIM // EACH)
+    value_rows = as_tile(values, PAIRS) + in_page * (DIM // EACH)
+    k = tl.load(key_rows[None, :] + offs_d[:, None], mask=read[None, :], other=0.0)
+    v = tl.load(value_rows[:, None] + offs_d[None, :], mask=read[:, None], other=0.0)
     if PAIRS:
         k, odd_k = unpack_pairs(k, pool)
         v, odd_v = unpack_pairs(v, pool)
@@ -261,13 +272,15 @@ def _read_page(
         logits = tl.dot(odd_q, odd_k, logits)
     logits *= scale
     if has_scales(pool):
-        logits *= load_scales(keys, offs_n, read, PAGE_SIZE, DIM)[None, :]
+        logits *= load_scales(keys, in_page, read, PAGE_SIZE, DIM)[None, :]
     if HIDE_LAST:
-        logits = tl.where((offs_n < PAGE_SIZE - 1)[None, :], logits, float("-inf"))
+        logits = tl.where((in_page < PAGE_SIZE - 1)[None, :], logits, float("-inf"))
     # As in `softmax_weights`: shares include the scales of values.
     if has_scales(pool):
-        value_scale = load_scales(values, offs_n, read, PAGE_SIZE, DIM)
+        value_scale = load_scales(values, in_page, read, PAGE_SIZE, DIM)
         logits += log2_of(value_scale)[None, :] * LN2
+    if TILE_PAGES > 1:  # a tile may have no page that is there
+        logits = tl.where(read[None, :], logits, -3.0e38)
     inside_most = tl.max(logits, 1)
     shares = tl.exp(logits - inside_most[:, None])
     if has_scales(pool):
@@ -278,6 +291,8 @@ def _read_page(
         mass = inside_most + tl.log(inside_total)
     else:
         mass = tl.load(score, mask=in_group, other=0.0, cache_modifier=".cg")
+    if TILE_PAGES > 1:
+        there = tl.max(read.to(tl.int32)) > 0
     mass = tl.where(there, mass, float("-inf"))
     new_most = tl.maximum(most, mass)
     safe = tl.where(new_most == float("-inf"), 0.0, new_most)
@@ -302,7 +317,7 @@ def _read_page(
 def pages_kernel(
     query,
     pool,
-    located,  # [seqs, KV_HEADS, TOPK] if LOCATED: selected pages in the pool, negated if the
+    located,  # [seqs, KV_HEADS, TOPK] if CHOSEN: selected pages in the pool, negated if the
     #           previous launch is still bringing them in
     arrived,  # [KV_HEADS, slots] how many of a page's PIECES have arrived
     kv_lens,
@@ -332,7 +347,8 @@ def pages_kernel(
     HIDE_LAST: tl.constexpr,
     BY_LSE: tl.constexpr,
     NULL_SPLIT: tl.constexpr,
-    LOCATED: tl.constexpr,  # pages are already chosen and being brought in
+    CHOSEN: tl.constexpr,  # an earlier launch chose the pages, which are `located`
+    LOCATED: tl.constexpr,  # the previous launch brings them in
     PIECES: tl.constexpr,
     COUNTED: tl.constexpr,
     TOPK: tl.constexpr,
@@ -341,6 +357,7 @@ def pages_kernel(
     WINDOW_PARTS: tl.constexpr,
     PAGE_PARTS: tl.constexpr,
     PARTS: tl.constexpr,  # parts allocated per sequence
+    TILE_PAGES: tl.constexpr,  # pages that are read at once; more than one only if CHOSEN
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -384,7 +401,7 @@ def pages_kernel(
     nothing = tl.zeros((BLOCK_G, DIM // EACH), tl.float32)
     accs = (nothing, nothing)
 
-    if LOCATED:
+    if CHOSEN:
         slot = tl.arange(0, triton.next_power_of_2(TOPK))
         kept_index = tl.load(chosen + slot, mask=slot < TOPK, other=-1, cache_modifier=".cg")
         count = tl.sum((kept_index >= 0).to(tl.int32))
@@ -400,18 +417,25 @@ def pages_kernel(
 
     own_scores = scores + (seq.to(tl.int64) * HEADS + head) * candidate_stride
     own_pool = pool + kv_head * slice_size(pool, PAGE_SIZE, DIM)
-    if LOCATED:
+    if CHOSEN:
         # Read the pages that are present first. The loop masks out the others without a branch, so
         # that its loads can be pipelined.
         own_located = located + (seq * KV_HEADS + kv_head) * TOPK
-        for wanted in range(part, count, PAGE_PARTS):
-            index = tl.load(chosen + wanted, cache_modifier=".cg")
-            page = tl.load(own_located + wanted, cache_modifier=".cg").to(tl.int64)
-            most, total, accs = _read_page(
+        nth = 0
+        if TILE_PAGES > 1:
+            nth = tl.arange(0, TILE_PAGES * PAGE_SIZE) // PAGE_SIZE
+        for tile in range(part, tl.cdiv(count, TILE_PAGES), PAGE_PARTS):
+            wanted = tile * TILE_PAGES + nth
+            index = tl.load(chosen + tile * TILE_PAGES, cache_modifier=".cg")
+            page = tl.load(
+                own_located + wanted, mask=wanted < count, other=-1, cache_modifier=".cg"
+            ).to(tl.int64)
+            most, total, accs = _read_pages(
                 queries, own_pool, tl.abs(page), page >= 0, own_scores + index,
                 in_group, scale, most, total, accs,
-                KV_HEADS, DIM, PAGE_SIZE, HIDE_LAST, BY_LSE, PAIRS,
+                KV_HEADS, DIM, PAGE_SIZE, HIDE_LAST, BY_LSE, PAIRS, TILE_PAGES,
             )  # fmt: skip
+    if LOCATED:
         # Distribute the remaining pages anew; read each once all of its pieces have arrived.
         page = tl.load(own_located + slot, mask=slot < count, other=0, cache_modifier=".cg")
         late = page < 0
@@ -424,18 +448,18 @@ def pages_kernel(
             seen = tl.atomic_add(pieces, 0, sem="acquire")
             while seen < PIECES:
                 seen = tl.atomic_add(pieces, 0, sem="acquire")
-            most, total, accs = _read_page(
-                queries, own_pool, coming.to(tl.int64), True, own_scores + index,
+            most, total, accs = _read_pages(
+                queries, own_pool, coming.to(tl.int64), nth == 0, own_scores + index,
                 in_group, scale, most, total, accs,
-                KV_HEADS, DIM, PAGE_SIZE, HIDE_LAST, BY_LSE, PAIRS,
+                KV_HEADS, DIM, PAGE_SIZE, HIDE_LAST, BY_LSE, PAIRS, TILE_PAGES,
             )  # fmt: skip
-    else:
+    if not CHOSEN:
         for wanted in range(part, count, PAGE_PARTS):
             index = tl.max(tl.where(place == wanted, kept_index, -1))
             page = tl.max(tl.where(place == wanted, kept_page, -1)).to(tl.int64)
-            most, total, accs = _read_page(
+            most, total, accs = _read_pages(
                 queries, own_pool, page, True, own_scores + index, in_group, scale,
-                most, total, accs, KV_HEADS, DIM, PAGE_SIZE, HIDE_LAST, BY_LSE, PAIRS,
+                most, total, accs, KV_HEADS, DIM, PAGE_SIZE, HIDE_LAST, BY_LSE, PAIRS, TILE_PAGES,
             )  # fmt: skip
 
     acc, odd_acc = accs

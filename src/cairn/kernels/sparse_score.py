@@ -21,13 +21,22 @@ from cairn.kernels.fp8_tiles import (
 from cairn.kernels.landmark import pool_page
 from cairn.kernels.launch import direct
 from cairn.kernels.softmax import LOG2E, softmax_result, softmax_weights
-from cairn.kernels.sparse_shape import candidate_limit, load_scoring
+from cairn.kernels.sparse_shape import candidate_limit, half_width, load_landmarks, load_scoring
+
+
+@triton.jit
+def _product(q, landmark, SHARED: tl.constexpr):
+    if SHARED == 1:
+        product = tl.sum(q.to(tl.float32) * landmark.to(tl.float32), 1)[None, :]
+    else:
+        product = tl.dot(q, tl.trans(landmark), input_precision="ieee")
+    return product
 
 
 @triton.jit
 def _score_pages(
-    q,  # [BLOCK_S, WIDTH]
-    landmark,  # [BLOCK_P, WIDTH]
+    queries,  # [BLOCK_S, half_width], twice
+    landmarks,  # [BLOCK_P, half_width], twice
     page,  # [BLOCK_P], -1 for none
     bias,  # of the landmark head
     scale,
@@ -38,13 +47,12 @@ def _score_pages(
     LANDMARK_HEADS: tl.constexpr,
     SHARED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    REACH: tl.constexpr,
 ):
     """Store the scores of pages, and add them to the log-sum-exp in most and total."""
-    if SHARED == 1:
-        product = tl.sum(q.to(tl.float32) * landmark.to(tl.float32), 1)[None, :]
-    else:
-        product = tl.dot(q, tl.trans(landmark), input_precision="ieee")
-    product = product * scale
+    product = _product(queries[0], landmarks[0], SHARED) * scale
+    if REACH > 0:
+        product += REACH * tl.sqrt(_product(queries[1], landmarks[1], SHARED))
     if HAS_BIAS:
         product += tl.load(bias + page * LANDMARK_HEADS, mask=page >= 0, other=0.0)[None, :]
     product = tl.where((page >= 0)[None, :], product, float("-inf"))
@@ -90,6 +98,8 @@ def score_kernel(
     HIDE_LAST: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SPLIT: tl.constexpr,
+    REACH: tl.constexpr,
+    TILE_PAGES: tl.constexpr,
     POOLING: tl.constexpr,  # -1 if landmarks are made elsewhere
     MOST_STRIPS: tl.constexpr,
     WINDOW_PARTS: tl.constexpr,
@@ -119,21 +129,27 @@ def score_kernel(
     of_window = task - strips * LANDMARK_HEADS
     part = of_window % WINDOW_PARTS
     pages = tl.cdiv(length, PAGE_SIZE)
-    offs_w = tl.arange(0, WIDTH)
+    offs_w = tl.arange(0, half_width(WIDTH, REACH))
     table = candidates + seq.to(tl.int64) * candidate_stride
     first = strip * BLOCK_P + tl.arange(0, BLOCK_P)
     first_page = tl.load(
         table + first, mask=(first < limit) & (of_window < 0), other=-1, cache_modifier=".cg"
     ).to(tl.int64)
-    first_landmark = tl.load(
+    first_landmarks = load_landmarks(
         vectors + (first_page * LANDMARK_HEADS + own)[:, None] * WIDTH + offs_w[None, :],
-        mask=(first_page >= 0)[:, None],
-        other=0.0,
-        cache_modifier=".cg",
+        (first_page >= 0)[:, None],
+        WIDTH,
+        REACH,
+        ".cg",
     )
+    # The window is read in tiles of TILE_PAGES pages, which `nth` numbers for each row.
+    nth = 0
+    if TILE_PAGES > 1:
+        nth = tl.arange(0, TILE_PAGES * PAGE_SIZE) // PAGE_SIZE
+    ahead = limit + part * TILE_PAGES + nth
     following = tl.load(
-        kv_table + seq * table_stride + limit + part,
-        mask=(of_window >= 0) & (limit + part < pages),
+        kv_table + seq * table_stride + ahead,
+        mask=(of_window >= 0) & (ahead < pages),
         other=0,
         cache_modifier=".cg",
     )
@@ -145,25 +161,30 @@ def score_kernel(
         offs_s = tl.arange(0, BLOCK_S)
         head = own * SHARED + offs_s
         in_group = (offs_s < SHARED)[:, None]
-        q = load_scoring(scoring, row * scoring_stride, head[:, None], in_group, WIDTH, SPLIT)
+        queries = load_scoring(
+            scoring, row * scoring_stride, head[:, None], in_group, scale, WIDTH, SPLIT, REACH
+        )
         own_scores = scores + (seq.to(tl.int64) * HEADS + head)[:, None] * candidate_stride
         most = tl.full((BLOCK_S,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_S,), tl.float32)
         most, total = _score_pages(
-            q, first_landmark, first_page, bias + own, scale, own_scores + first[None, :],
+            queries, first_landmarks, first_page, bias + own, scale, own_scores + first[None, :],
             in_group & (first < limit)[None, :], most, total, LANDMARK_HEADS, SHARED, HAS_BIAS,
+            REACH,
         )  # fmt: skip
         for start in range((strip + strips) * BLOCK_P, limit, strips * BLOCK_P):
             index = start + tl.arange(0, BLOCK_P)
             page = tl.load(table + index, mask=index < limit, other=-1).to(tl.int64)
-            landmark = tl.load(
+            landmarks = load_landmarks(
                 vectors + (page * LANDMARK_HEADS + own)[:, None] * WIDTH + offs_w[None, :],
-                mask=(page >= 0)[:, None],
-                other=0.0,
-            )  # [BLOCK_P, WIDTH]
+                (page >= 0)[:, None],
+                WIDTH,
+                REACH,
+            )  # [BLOCK_P, half_width], twice
             most, total = _score_pages(
-                q, landmark, page, bias + own, scale, own_scores + index[None, :],
+                queries, landmarks, page, bias + own, scale, own_scores + index[None, :],
                 in_group & (index < limit)[None, :], most, total, LANDMARK_HEADS, SHARED, HAS_BIAS,
+                REACH,
             )  # fmt: skip
         lse = tl.where(total > 0, most + tl.log(total), float("-inf"))
         tl.store(score_lse + (seq * HEADS + head) * MOST_STRIPS + strip, lse, mask=offs_s < SHARED)
@@ -171,7 +192,7 @@ def score_kernel(
         kv_head = of_window // WINDOW_PARTS
         offs_g = tl.arange(0, BLOCK_G)
         offs_d = tl.arange(0, DIM)
-        offs_n = tl.arange(0, PAGE_SIZE)
+        offs_n = tl.arange(0, TILE_PAGES * PAGE_SIZE)
         in_group = offs_g < GROUP
         head = kv_head * GROUP + offs_g
         EACH: tl.constexpr = 2 if PAIRS else 1
@@ -184,21 +205,20 @@ def score_kernel(
         total = tl.zeros((BLOCK_G,), tl.float32)
         acc = tl.zeros((BLOCK_G, DIM // EACH), tl.float32)
         odd_acc = acc
-        for index in tl.range(limit + part, pages, WINDOW_PARTS, num_stages=WINDOW_STAGES):
+        STEP: tl.constexpr = WINDOW_PARTS * TILE_PAGES
+        begin = limit + part * TILE_PAGES
+        for index in tl.range(begin, pages, STEP, num_stages=WINDOW_STAGES):
             page = following.to(tl.int64)
-            after = index + WINDOW_PARTS
+            after = index + STEP + nth
             following = tl.load(kv_table + seq * table_stride + after, mask=after < pages, other=0)
             keys = pool + (page * (2 * KV_HEADS) + kv_head) * SLICE
             values = keys + KV_HEADS * SLICE
             there = index * PAGE_SIZE + offs_n < length
-            inside = offs_n * (DIM // EACH)
-            key_tile, value_tile = as_tile(keys, PAIRS), as_tile(values, PAIRS)
-            k = tl.load(
-                key_tile + inside[None, :] + offs_p[:, None], mask=there[None, :], other=0.0
-            )
-            v = tl.load(
-                value_tile + inside[:, None] + offs_p[None, :], mask=there[:, None], other=0.0
-            )
+            in_page = offs_n % PAGE_SIZE
+            key_rows = as_tile(keys, PAIRS) + in_page * (DIM // EACH)
+            value_rows = as_tile(values, PAIRS) + in_page * (DIM // EACH)
+            k = tl.load(key_rows[None, :] + offs_p[:, None], mask=there[None, :], other=0.0)
+            v = tl.load(value_rows[:, None] + offs_p[None, :], mask=there[:, None], other=0.0)
             if PAIRS:
                 k, odd_k = unpack_pairs(k, pool)
                 v, odd_v = unpack_pairs(v, pool)
@@ -208,10 +228,10 @@ def score_kernel(
             logits *= scale * LOG2E
             value_scale = None
             if has_scales(pool):
-                logits *= load_scales(keys, offs_n, there, PAGE_SIZE, DIM)[None, :]
-                value_scale = load_scales(values, offs_n, there, PAGE_SIZE, DIM)
+                logits *= load_scales(keys, in_page, there, PAGE_SIZE, DIM)[None, :]
+                value_scale = load_scales(values, in_page, there, PAGE_SIZE, DIM)
             if HIDE_LAST:
-                there = there & (offs_n < PAGE_SIZE - 1)
+                there = there & (in_page < PAGE_SIZE - 1)
             logits = tl.where(there[None, :], logits, float("-inf"))
             weights, fade, most, total = softmax_weights(logits, most, total, False, value_scale)
             weights = weights.to(q.dtype)

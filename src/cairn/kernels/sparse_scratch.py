@@ -27,6 +27,7 @@ class SparseScratch:
     best_index: torch.Tensor  # [seqs, kv_heads, chunks * topk] int32, -1 for none
     best_page: torch.Tensor  # [seqs, kv_heads, chunks * topk] int32, unset where there is none
     selected: torch.Tensor  # [seqs, kv_heads, topk] int32 place in the sequence, -1 for none
+    chosen: torch.Tensor  # [seqs, kv_heads, topk] int32 page, if a launch of its own chooses
     partial: torch.Tensor  # [seqs, parts, heads, dim] float32
     partial_lse: torch.Tensor  # [seqs, parts, heads] float32
     arrivals: torch.Tensor  # [seqs, kv_heads] int32
@@ -50,6 +51,7 @@ class SparseScratch:
             floats(max_seqs, shape.kv_heads, best),
             ints(max_seqs, shape.kv_heads, best),
             ints(max_seqs, shape.kv_heads, best),
+            ints(max_seqs, shape.kv_heads, shape.topk),
             ints(max_seqs, shape.kv_heads, shape.topk),
             floats(max_seqs, shape.parts, shape.heads, shape.head_dim),
             floats(max_seqs, shape.parts, shape.heads),

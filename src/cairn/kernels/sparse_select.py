@@ -99,6 +99,7 @@ def _rank_kernel(
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
+    REACH: tl.constexpr,
     SINKS: tl.constexpr,
     STRATEGY: tl.constexpr,
     NORMALIZE: tl.constexpr,
@@ -139,14 +140,22 @@ def _rank_kernel(
         g = step % HEADS_OF_KV
         start = step // HEADS_OF_KV * TILE
         head = kv_head * HEADS_OF_KV + g
-        if TMA and not SPLIT:
+        if TMA and SPLIT == 0 and REACH == 0:
             q = queries.load([first_row, head * WIDTH])
+            both = (q, q)
         else:
-            q = load_scoring(
-                scoring, row[:, None] * scoring_stride, head, in_rows[:, None], WIDTH, SPLIT
+            both = load_scoring(
+                scoring,
+                row[:, None] * scoring_stride,
+                head,
+                in_rows[:, None],
+                scale,
+                WIDTH,
+                SPLIT,
+                REACH,
             )
         tile = head // SHARED * room + first + start
-        score = scores_of_tile(q, flat, flat_bias, tile, scale, WIDTH, TILE, TMA)
+        score = scores_of_tile(both, flat, flat_bias, tile, scale, WIDTH, REACH, TILE, TMA)
         if NORMALIZE:
             whole = tl.load(normalizer + row * HEADS + head, mask=in_rows, other=0.0)
             score -= whole[:, None]
@@ -300,7 +309,7 @@ def select_pages(
     selection does not need it. Rows in no block stay unset. The second is workspace memory."""
     rows, heads, _ = scoring.shape
     device, kv_heads, topk = scoring.device, shape.kv_heads, shape.topk
-    block_m, half = blocks.block_m, scoring.dtype.itemsize == 2
+    block_m, narrow = blocks.block_m, scoring.dtype.itemsize == 2
     warps = 4 if block_m <= 64 else 8
     tma = can_describe(device, scoring.dtype)
     tile = _tile_of(shape, scoring.dtype)
@@ -328,7 +337,7 @@ def select_pages(
             BLOCK_M=block_m,
             TILE=next(size for size in FEW_TILES if most_candidates <= size),
             num_warps=warps,
-            num_stages=2 if half else 1,
+            num_stages=2 if narrow else 1,
         )
         return found
     count = len(candidates.pages)
@@ -358,8 +367,10 @@ def select_pages(
     counts = workspace.take("counts", rows, kv_heads, dtype=torch.int32)
     kept = workspace.take("kept", rows, kv_heads, capacity, dtype=torch.int64)
 
+    half = width // 2 if shape.reach else width
+
     def described(flat: torch.Tensor, rows: int) -> torch.Tensor | TensorDescriptor:
-        return TensorDescriptor.from_tensor(flat, [rows, width]) if tma else flat
+        return TensorDescriptor.from_tensor(flat, [rows, half]) if tma else flat
 
     def rank(collect: bool) -> None:
         own_tile = min(tile, _COLLECT_TILE) if collect else tile
@@ -387,7 +398,7 @@ def select_pages(
             TILE=own_tile,
             TMA=tma,
             num_warps=warps,
-            num_stages=3 if half else 1,
+            num_stages=3 if narrow else 1,
         )
 
     # Four programs fit on a multiprocessor then; wider landmarks would spill registers.
@@ -414,7 +425,7 @@ def select_pages(
             TILE=tile,
             TMA=tma,
             num_warps=warps,
-            num_stages=2 if half else 1,
+            num_stages=2 if narrow else 1,
             **registers,
         )
     _threshold_kernel[(*grid, blocks_of(block_m, _THRESHOLD_ROWS))](

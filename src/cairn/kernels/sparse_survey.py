@@ -7,7 +7,13 @@ import triton.language as tl
 
 from cairn.kernels.launch import direct
 from cairn.kernels.softmax import LN2, LOG2E
-from cairn.kernels.sparse_shape import candidate_limit, load_scoring, whole_16
+from cairn.kernels.sparse_shape import (
+    candidate_limit,
+    half_width,
+    load_scoring,
+    score_of,
+    whole_16,
+)
 
 
 @direct
@@ -71,20 +77,29 @@ def rows_and_limits(
 
 @triton.jit
 def scores_of_tile(
-    q, flat, flat_bias, first, scale, WIDTH: tl.constexpr, TILE: tl.constexpr, TMA: tl.constexpr
+    queries,
+    flat,
+    flat_bias,
+    first,
+    scale,
+    WIDTH: tl.constexpr,
+    REACH: tl.constexpr,
+    TILE: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """-> scores [rows, TILE] of the landmarks from `first` on. All kernels that call this compute
     bit-identical sums."""
     place = first + tl.arange(0, TILE)
+    HALF: tl.constexpr = half_width(WIDTH, REACH)
     if TMA:
         landmark = flat.load([first, 0]).T
+        landmarks = (landmark, flat.load([first, HALF]).T if REACH > 0 else landmark)
     else:
-        landmark = tl.load(
-            flat + place.to(tl.int64)[None, :] * WIDTH + tl.arange(0, WIDTH)[:, None]
-        )
-    product = tl.dot(q, landmark, input_precision="ieee")
+        own = flat + place.to(tl.int64)[None, :] * WIDTH + tl.arange(0, HALF)[:, None]
+        landmark = tl.load(own)
+        landmarks = (landmark, tl.load(own + HALF) if REACH > 0 else landmark)
     more = tl.load(flat_bias + place)
-    return tl.fma(product, tl.full(product.shape, scale, tl.float32), more[None, :])
+    return score_of(queries, landmarks, scale, more[None, :], REACH)
 
 
 @direct
@@ -113,6 +128,7 @@ def survey_kernel(
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
+    REACH: tl.constexpr,
     NORMALIZE: tl.constexpr,
     GROUP_PAGES: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -125,7 +141,9 @@ def survey_kernel(
     )
     if head == 0:
         tl.store(limits + row, limit, mask=in_rows)
-    q = load_scoring(scoring, row[:, None] * scoring_stride, head, in_rows[:, None], WIDTH, SPLIT)
+    queries = load_scoring(
+        scoring, row[:, None] * scoring_stride, head, in_rows[:, None], scale, WIDTH, SPLIT, REACH
+    )
     most = tl.load(window_lse + row * HEADS + head, mask=in_rows, other=0.0)
     total = tl.full((BLOCK_M,), 1.0, tl.float32)
     first = head // (HEADS // LANDMARK_HEADS) * room + tl.load(offsets + seq)
@@ -136,7 +154,9 @@ def survey_kernel(
     for masked in tl.static_range(2):
         begin, end = (clear, tl.max(limit)) if masked else (0, clear)
         for start in range(begin, end, TILE):
-            score = scores_of_tile(q, flat, flat_bias, first + start, scale, WIDTH, TILE, TMA)
+            score = scores_of_tile(
+                queries, flat, flat_bias, first + start, scale, WIDTH, REACH, TILE, TMA
+            )
             if masked:
                 index = start + tl.arange(0, TILE)
                 score = tl.where(index[None, :] < limit[:, None], score, float("-inf"))

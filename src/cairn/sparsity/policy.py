@@ -4,8 +4,13 @@ A policy summarizes each complete page in a landmark, and scores the landmark ag
 
     score(query, page) = scale * map_query(query) . vectors(page) + bias(page)
 
-The score is linear in the landmark, so that the same kernels serve every policy. A policy that
-overrides `score` runs in plain torch. Policies know nothing about kernels, requests or memory.
+The score is linear in the landmark, so that the same kernels serve every policy. With a `reach`,
+mapped queries and vectors have two halves, and the product of the second is a variance:
+
+    score(query, page) = scale * first + reach * sqrt(second) + bias(page)
+
+A policy that overrides `score` runs in plain torch. Policies know nothing about kernels, requests
+or memory.
 """
 
 from __future__ import annotations
@@ -40,11 +45,13 @@ class Policy:
     needs_landmark_rows: ClassVar[bool] = False
     """Pages must end in a landmark row, which only models trained with landmark rows have."""
     pooling: ClassVar[str | None] = None
-    """Name of the method that `landmark` implements: hils, last, box or mean. A backend with a
-    kernel of this name may call the kernel instead."""
+    """Name of the method that `landmark` implements: hils, last, box, mean or spread. A
+    backend with a kernel of this name may call the kernel instead."""
     fusion: ClassVar[Fusion] = "lse"
     strategy: ClassVar[Strategy] = "softmax_head"
     has_bias: ClassVar[bool] = False
+    reach: ClassVar[float] = 0.0
+    """Number of deviations that are added to the score. 0: landmarks have no second half."""
     sinks_only: ClassVar[bool] = False
     """It reads no pages but the sinks and the window, so that the number of pages is theirs."""
     observed: ClassVar[int] = 0
@@ -81,7 +88,14 @@ class Policy:
         vectors, bias = landmark
         # [..., rows, lm heads, shared, width]
         grouped = torch.unflatten(query, -2, (vectors.shape[-2], -1))
-        scores = torch.einsum("...rhgw,...phw->...rhgp", grouped, vectors) * self.shape.scale
+        width = self.landmark_width // 2 if self.reach else self.landmark_width
+
+        def product(half: slice) -> torch.Tensor:
+            return torch.einsum("...rhgw,...phw->...rhgp", grouped[..., half], vectors[..., half])
+
+        scores = product(slice(width)) * self.shape.scale
+        if self.reach:
+            scores = scores + self.reach * product(slice(width, None)).sqrt()
         if bias is not None:
             scores = scores + bias.transpose(-1, -2)[..., None, :, None, :]
         return scores.flatten(-3, -2)

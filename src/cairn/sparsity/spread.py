@@ -4,13 +4,13 @@ If the dimensions of a page's keys vary independently, their scores have the mea
 
     mean = scale * query . (mean key)
 
-and the deviation
+and the variance
 
-    deviation = scale * |query * (deviation of each dimension of the keys)|
+    variance = (scale * query)^2 . (variance of each dimension of the keys)
 
-The score is REACH deviations above the mean. The mean alone hides the one key that matters. The box
-of `quest` lets all dimensions take their best value at once, so that pages with a wide box win over
-the page with the key that matters.
+The score is `reach` deviations above the mean. The mean alone hides the one key that matters. The
+box of `quest` lets all dimensions take their best value at once, so that pages with a wide box win
+over the page with the key that matters.
 """
 
 from __future__ import annotations
@@ -19,26 +19,19 @@ import torch
 
 from cairn.sparsity.policy import Landmark, Policy
 
-REACH = 2.0
-
 
 class SpreadPolicy(Policy):
+    pooling = "spread"
+    reach = 2.0
+
     @property
     def landmark_width(self) -> int:
         return 2 * self.shape.head_dim
 
     def landmark(self, keys: torch.Tensor, prior: torch.Tensor | None) -> Landmark:
         wide = keys.to(torch.promote_types(keys.dtype, torch.float32))
-        deviation, mean = torch.std_mean(wide, dim=1, correction=0)
-        return Landmark(torch.cat((mean, deviation), -1).to(keys.dtype), None)
+        variance, mean = torch.var_mean(wide, dim=1, correction=0)
+        return Landmark(torch.cat((mean, variance), -1).to(keys.dtype), None)
 
     def map_query(self, query: torch.Tensor) -> torch.Tensor:
-        return torch.cat((query, query.square()), -1)
-
-    def score(self, query: torch.Tensor, landmark: Landmark) -> torch.Tensor:
-        vectors = landmark.vectors  # [..., pages, kv_heads, 2 * dim]
-        dim = self.shape.head_dim
-        mean = super().score(query[..., :dim], Landmark(vectors[..., :dim], None))
-        variance = super().score(query[..., dim:], Landmark(vectors[..., dim:].square(), None))
-        # Both have one factor `scale`; a deviation needs it in front of the root.
-        return mean + REACH * (variance * self.shape.scale).sqrt()
+        return torch.cat((query, (query * self.shape.scale).square()), -1)

@@ -6,9 +6,10 @@ selection, and a pass over the union of the pages that neighbouring rows selecte
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -25,10 +26,17 @@ from cairn.memory.landmarks import LandmarkPool
 from cairn.sparsity.config import SparseConfig
 from cairn.sparsity.policy import Policy
 from cairn.sparsity.quest import QuestPolicy
+from cairn.sparsity.spread import SpreadPolicy
 
 if TYPE_CHECKING:
     from cairn.kernels.paged_extend import ExtendBlocks
     from cairn.kernels.union_attention import UnionAttention
+
+_SPLITS: Mapping[Any, Literal["signs", "squares"]] = {
+    QuestPolicy.map_query: "signs",
+    SpreadPolicy.map_query: "squares",
+}
+"""What kernels do themselves instead of a policy's `map_query`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +125,8 @@ class KernelSparse:
             sinks=config.sinks,
             null_split=config.null_split,
             hide_last=config.landmark_rows,
-            split_query=type(policy).map_query is QuestPolicy.map_query,
+            split_query=_SPLITS.get(type(policy).map_query),
+            reach=policy.reach,
         )
         self._unions: UnionAttention | None = None
         """CUDA C++ kernel for the selected pages of chunks; if None, `attend_selected` runs."""
@@ -187,14 +196,16 @@ class KernelSparse:
             return f"{type(policy).__name__} scores pages in its own way"
         if policy.observed:
             return f"{type(policy).__name__} looks back at the prompt"
-        width = policy.landmark_width
-        for what, value, most in (
-            ("page_size", shape.page_size, 128),
-            ("head_dim", shape.head_dim, 128),
-            ("landmark_width", width, 256),
+        by_lse = config.fusion == "lse"
+        if policy.reach and not by_lse:
+            return f"{type(policy).__name__} has deviations, which they add with hsa_fusion=lse"
+        for what, value, least, most in (
+            ("page_size", shape.page_size, 8 if by_lse else 16, 128),
+            ("head_dim", shape.head_dim, 16, 128),
+            ("landmark_width", policy.landmark_width, 16, 256),
         ):
-            if not (16 <= value <= most and value & (value - 1) == 0):
-                return f"{what} is {value}; they have powers of two from 16 to {most}"
+            if not (least <= value <= most and value & (value - 1) == 0):
+                return f"{what} is {value}; they have powers of two from {least} to {most}"
         if config.top_p is not None or config.budgets is not None:
             return "they read equally many pages in every row and layer"
         if config.topk > 128:
@@ -359,7 +370,7 @@ class KernelSparse:
         """Write the output of sparse rows to `out`. Returns the pages that chunk rows selected, as
         places in the sequence [rows, kv_heads, k]; other rows are unset."""
         mapped = query if scoring is None else scoring.query
-        if not self._shape.split_query:
+        if self._shape.split_query is None:
             mapped = self._policy.map_query(mapped)
         own = LayerRows(layer, query, mapped, query if scoring is None else scoring.prior, out)
         selected = None
