@@ -186,6 +186,19 @@ def test_ctrl_c_leaves_a_working_engine(llm: LLM, monkeypatch: pytest.MonkeyPatc
     assert llm.generate("hello", max_tokens=5, ignore_eos=True).token_ids == expected
 
 
+def test_each_result_comes_before_the_rest_is_done(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (3, 60, 2)]
+    prompts = ["hello", "world", "again"]
+    expected = [result.token_ids for result in llm.generate(prompts, params)]
+    assert [result.token_ids for result in llm.generate_each(prompts, params)] == expected
+    each = llm.generate_each(prompts, params)
+    first, busy = next(each), llm.engine.has_work
+    assert first.token_ids == expected[0] and busy
+    each.close()  # the rest is aborted
+    assert not llm.engine.has_work
+    llm.engine.scheduler.check()
+
+
 @pytest.mark.parametrize("call", [1, 4])
 def test_ctrl_c_while_a_step_is_planned(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, call: int

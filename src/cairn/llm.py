@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, cast, overload
 
@@ -153,26 +153,33 @@ class LLM:
         """
         one = _is_one(prompts)
         many = [cast(Prompt, prompts)] if one else cast(Sequence[Prompt], prompts)
-        if isinstance(sampling_params, Sequence):
-            params = [make_params(each, sampling) for each in sampling_params]
-        else:
-            params = [make_params(sampling_params, sampling)] * len(many)
-        if len(params) != len(many):
-            raise RequestError(f"sampling_params has {len(params)} entries for {len(many)} prompts")
-        prepared = []
-        for index, (prompt, each) in enumerate(zip(many, params, strict=True)):
-            try:
-                prepared.append(self.frontend.prepare(prompt, each, cache_salt, trace=trace))
-            except RequestError as error:
-                where = f"prompts[{index}]: " if len(many) > 1 else ""
-                raise RequestError(f"{where}{error}") from error
-        results = []
+        prepared = self._prepare(many, sampling_params, sampling, cache_salt, trace)
         with self.lock:
-            finished = self._run(prepared)
-        for outputs in finished:
-            first, *others = (cast(Generation, output.result) for output in outputs)
-            results.append(first.with_alternatives(others))
+            results = [_result(outputs) for outputs in self._run(prepared)]
         return results[0] if one else results
+
+    def generate_each(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str | None = None,
+        trace: bool = False,
+        **sampling: Any,
+    ) -> Generator[Generation, None, None]:
+        """Like `generate`, but gives each result as soon as it and those before it are there.
+        Closing it early aborts the rest."""
+        running = self._run(self._prepare(prompts, sampling_params, sampling, cache_salt, trace))
+        try:
+            while True:
+                with self.lock:
+                    outputs = next(running, None)
+                if outputs is None:
+                    return
+                yield _result(outputs)
+        finally:
+            with self.lock:
+                running.close()
 
     def stream(
         self,
@@ -230,7 +237,7 @@ class LLM:
         params = SamplingParams()
         requests = [self.engine.make_requests(ids, params, returns=pooling) for ids in encoded]
         with self.lock:
-            finished = self._run(requests)
+            finished = list(self._run(requests))
         return torch.stack([outputs[0].request.embedding() for outputs in finished])
 
     def abort(self, request_id: str) -> bool:
@@ -255,8 +262,34 @@ class LLM:
 
     # -- inside -------------------------------------------------------------------------------
 
-    def _run(self, prepared: Sequence[list[Request]]) -> list[list[Output]]:
-        """Submit requests as the queue has room for them, and step until all have ended."""
+    def _prepare(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        sampling: dict[str, Any],
+        cache_salt: str | None,
+        trace: bool,
+    ) -> list[list[Request]]:
+        if isinstance(sampling_params, Sequence):
+            params = [make_params(each, sampling) for each in sampling_params]
+        else:
+            params = [make_params(sampling_params, sampling)] * len(prompts)
+        if len(params) != len(prompts):
+            raise RequestError(
+                f"sampling_params has {len(params)} entries for {len(prompts)} prompts"
+            )
+        prepared = []
+        for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                prepared.append(self.frontend.prepare(prompt, each, cache_salt, trace=trace))
+            except RequestError as error:
+                where = f"prompts[{index}]: " if len(prompts) > 1 else ""
+                raise RequestError(f"{where}{error}") from error
+        return prepared
+
+    def _run(self, prepared: Sequence[list[Request]]) -> Generator[list[Output], None, None]:
+        """Submit requests as the queue has room for them, and step until each has ended, in
+        order."""
         frontend = self.frontend
         outputs: list[list[Output]] = []
         try:
@@ -266,14 +299,20 @@ class LLM:
                     while not frontend.engine.free_places:
                         frontend.step()
                     outputs[-1] += frontend.submit([request])
-            while any(output.result is None for choices in outputs for output in choices):
-                frontend.step()
-        except BaseException:  # Ctrl-C too: end the requests, then raise it again
+            for choices in outputs:
+                while any(output.result is None for output in choices):
+                    frontend.step()
+                yield choices
+        except BaseException:  # Ctrl-C and `close` too: end the requests, then raise it again
             for requests in prepared:
                 for request in requests:
                     frontend.abort(request.id)
             raise
-        return outputs
+
+
+def _result(outputs: Sequence[Output]) -> Generation:
+    first, *others = (cast(Generation, output.result) for output in outputs)
+    return first.with_alternatives(others)
 
 
 def _is_one(prompts: object) -> bool:

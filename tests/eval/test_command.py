@@ -71,7 +71,7 @@ def test_answers_until_ctrl_c_are_reported(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    answers, calls, generate = tmp_path / "answers", [], LLM.generate
+    answers, calls, generate = tmp_path / "answers", [], LLM.generate_each
 
     def interrupted(self: LLM, *args: Any, **options: Any) -> Any:
         calls.append(len(answers.read_text().splitlines()))
@@ -79,7 +79,7 @@ def test_answers_until_ctrl_c_are_reported(
             raise KeyboardInterrupt
         return generate(self, *args, **options)
 
-    monkeypatch.setattr(LLM, "generate", interrupted)
+    monkeypatch.setattr(LLM, "generate_each", interrupted)
     arguments = ["eval", "needle", "--model", str(folder), *CPU, "--lengths", "500"]
     arguments += ["--depths", "0,100", "--samples", "5", "--max-tokens", "3"]
     arguments += ["--answers", str(answers)]

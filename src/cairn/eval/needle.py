@@ -144,7 +144,7 @@ def ask(
             prompts = build_prompts(frame, prose, queries, length, rng.randrange(2**32))
             for case, prompt in zip(cases, prompts, strict=True):
                 asked.append(((task, length, number), case, prompt.tokens))
-        results = llm.generate([ids for _, _, ids in asked], max_tokens=options.max_tokens)
+        results = llm.generate_each([ids for _, _, ids in asked], max_tokens=options.max_tokens)
         for ((task, length, number), case, _), result in zip(asked, results, strict=True):
             yield Answer(
                 task=task,

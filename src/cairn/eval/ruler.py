@@ -109,7 +109,7 @@ class Ruler:
                     size = self.fit(TASKS[task], task, length)
                 samples = [self.sample(TASKS[task], key, size) for key in batch]
                 prompts = [self.encode(sample) for sample in samples]
-                results = self._llm.generate(prompts, max_tokens=TASKS[task].max_tokens)
+                results = self._llm.generate_each(prompts, max_tokens=TASKS[task].max_tokens)
                 for key, sample, tokens, result in zip(
                     batch, samples, prompts, results, strict=True
                 ):
