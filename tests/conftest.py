@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 _SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 settings.register_profile(
-    "ci", max_examples=200, deadline=None, suppress_health_check=_SLOW_IS_FINE
+    "ci", max_examples=100, deadline=None, suppress_health_check=_SLOW_IS_FINE
 )
 settings.register_profile(
     "thorough", max_examples=5000, deadline=None, suppress_health_check=_SLOW_IS_FINE

@@ -42,10 +42,11 @@ def test_all_golden_cases_are_here() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_golden_logits_in_one_piece_and_chunked(case: str) -> None:
+@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_golden_logits_in_one_piece_and_chunked(case: str, few: bool) -> None:
     tensors, config = golden(case)
     size = config["chunk_size"]
-    for chunk in (1, 7, size - 1, size, size + 1, 100, 4096):
+    for chunk in (7, size + 1, 4096) if few else (1, size - 1, size, 100):
         with load(GOLDENS / case, chunked_prefill_size=chunk) as llm:
             for name in PROMPTS:
                 if chunk < size and name == "b":
@@ -201,7 +202,10 @@ def test_long_prompts_at_page_64(long_model: Path, length: int) -> None:
         torch.testing.assert_close(llm.logprobs(ids).double(), expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("length", [61, 62, 63, 64, 126, 300])
+@pytest.mark.parametrize(
+    "length",
+    [62, 300, *(pytest.param(own, marks=pytest.mark.slow) for own in (61, 63, 64, 126))],
+)
 def test_decoding_beyond_window_and_page_equals_prefill(long_model: Path, length: int) -> None:
     """Batched with others, for more than a window and a page of generated tokens."""
     steps = 96 + 64 + 10

@@ -53,8 +53,14 @@ FRAMES = 12
 """Two windows of 20 to 50 rows, a few tails, and a chunk of a page or two."""
 
 
-@pytest.mark.parametrize("chunk", [7, 16, 100])
-@pytest.mark.parametrize("radix", [True, False])
+@pytest.mark.parametrize(
+    ("chunk", "radix"),
+    [
+        *((7, True), (100, False)),
+        *(pytest.param(*own, marks=pytest.mark.slow) for own in ((16, True), (100, True))),
+        *(pytest.param(*own, marks=pytest.mark.slow) for own in ((7, False), (16, False))),
+    ],
+)
 def test_tokens_are_the_same_with_the_tier_and_without(
     model: Path, chunk: int, radix: bool
 ) -> None:

@@ -167,7 +167,7 @@ def run(llm: LLM, jobs: list[Request], events: st.DataObject | None = None) -> N
     assert all(output.result is not None for output in outputs)
 
 
-@settings(max_examples=settings().max_examples // 25)  # 8, and 200 where tests are thorough
+@settings(max_examples=settings().max_examples // 25)  # 4, and 200 where tests are thorough
 @given(data=st.data())
 def test_liars_change_no_token(engine: tuple[LLM, dict[Any, Any]], data: st.DataObject) -> None:
     llm, plain = engine

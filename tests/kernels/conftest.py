@@ -14,9 +14,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def patch_language_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once per launch and module: the interpreter patches `triton.language` at every call of a
-    device function, which takes a third of the time and changes nothing after the first one."""
+def hurry_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patch `triton.language` once per launch and module: the interpreter does it at every call of
+    a device function, which takes a third of the time and changes nothing after the first one. And
+    keep numpy's types, which it looks up in a new table at every operation."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     from triton.runtime import interpreter
@@ -34,5 +35,14 @@ def patch_language_once(monkeypatch: pytest.MonkeyPatch) -> None:
         patched.add(id(fn.__globals__))
         return patch(fn)
 
+    find, known = interpreter._get_np_dtype, {}
+
+    def numpy_type(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in known:
+            known[name] = find(kind)
+        return known[name]
+
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
     monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+    monkeypatch.setattr(interpreter, "_get_np_dtype", numpy_type)

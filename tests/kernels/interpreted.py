@@ -3,7 +3,6 @@ interpreter is chosen when a process first imports triton."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -314,12 +313,17 @@ def test_sampling_takes_what_the_reference_takes() -> None:
 
 
 _PROMPTS = [name for name, case in CASES.items() if max(case.new) > 1]
-if os.environ.get("HYPOTHESIS_PROFILE") != "thorough":
-    _PROMPTS = _PROMPTS[::3]
 
 
 @pytest.mark.parametrize(
-    ("name", "few"), [(name, 0) for name in CASES] + [(name, 128) for name in _PROMPTS]
+    ("name", "few"),
+    [
+        *((name, 0) for name in CASES),
+        *(
+            pytest.param(name, 128, marks=[pytest.mark.slow] * (i % 3 > 0))
+            for i, name in enumerate(_PROMPTS)
+        ),
+    ],
 )
 def test_sparse_attention(name: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of prompts select in one launch where they have few candidates, and in five."""

@@ -177,7 +177,7 @@ def run(case: Case, device: torch.device, *, kernels: bool, seed: int = 0) -> Re
 DECODE = ([1, 1, 1, 1, 1, 1], [1, 16, 37, 100, 160, 411])
 CHUNKS = ([5, 70, 33, 16], [5, 70, 133, 416])
 MIXED = ([1, 40, 1, 1, 65], [48, 40, 33, 300, 365])
-SHORT = ([1, 20, 1, 1, 33], [48, 20, 33, 300, 365])  # the same kinds of rows, for other options
+SHORT = ([1, 33], [300, 133])  # a row and a prompt of several tiles, for other options
 
 CASES: dict[str, Case] = {
     "decode": Case(*DECODE, traced=[3, 5]),
@@ -187,8 +187,8 @@ CASES: dict[str, Case] = {
     "wide-group": Case(*SHORT, heads=8, kv_heads=1),
     "no-groups": Case(*SHORT, heads=2, kv_heads=2),
     "landmark-key": Case(*SHORT, policy="landmark-key"),
-    "quest": Case(*MIXED, policy="quest", traced=[42]),
-    "quest-chunks": Case(*CHUNKS, policy="quest", options={"sinks": 1}),
+    "quest": Case(*SHORT, policy="quest", traced=[0, 20]),
+    "quest-chunks": Case([5, 33], [5, 133], policy="quest", options={"sinks": 1}),
     "quest-decode": Case(*DECODE, policy="quest", options={"sinks": 2}),
     "spread": Case(*MIXED, policy="spread", page_size=8, topk=11, traced=[0, 42]),
     "spread-chunks": Case(*CHUNKS, policy="spread", page_size=8, topk=9, options={"sinks": 1}),
@@ -202,7 +202,13 @@ CASES: dict[str, Case] = {
     "mean-decode": Case(*DECODE, policy="mean"),
     "hils-by-lse": Case(*SHORT, options={"fusion": "lse"}),
     "no-null-split": Case(*SHORT, options={"null_split": False}),
-    "dense-below": Case(*MIXED, policy="quest", options={"dense_below": 320}, traced=[42]),
+    "dense-below": Case(
+        [1, 1, 5, 20],
+        [48, 365, 5, 340],
+        policy="quest",
+        options={"dense_below": 320},
+        traced=[0],
+    ),
     "dense-prompt": Case(
         [1, 40, 1, 30],
         [48, 40, 300, 130],

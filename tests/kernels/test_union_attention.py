@@ -67,12 +67,15 @@ def emulated(case: UnionCase, tuning: Tuning, folder: Path) -> tuple[torch.Tenso
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @pytest.mark.parametrize(
     ("name", "new", "rows", "tiles", "dtype"),
-    [(name, [37], None, 1, torch.bfloat16) for name in UNION_SHAPES]
+    [
+        pytest.param(name, [37], None, 1, torch.bfloat16, marks=[pytest.mark.slow] * (i % 2 == 0))
+        for i, name in enumerate(UNION_SHAPES)
+    ]
     + [
         ("hils", [1, 19, 3], 32, 1, torch.float16),
-        ("hils", [1, 19, 3], 16, 2, torch.bfloat16),
-        ("hils", [13], 8, 1, torch.bfloat16),
         ("unbounded", [20], 16, 2, torch.bfloat16),
+        pytest.param("hils", [1, 19, 3], 16, 2, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("hils", [13], 8, 1, torch.bfloat16, marks=pytest.mark.slow),
     ],
 )
 def test_emulated_lanes_compute_what_they_must(

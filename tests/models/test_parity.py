@@ -108,7 +108,9 @@ def test_logprobs_and_greedy_tokens_equal_transformers(model: tuple[Any, Path]) 
 
 
 @pytest.mark.parametrize("case", sorted(p.name for p in GOLDENS.glob("hf_*")))
-@pytest.mark.parametrize("page_size", [16, 64, 512])
+@pytest.mark.parametrize(
+    "page_size", [16, *(pytest.param(own, marks=pytest.mark.slow) for own in (64, 512))]
+)
 def test_golden_logits(case: str, page_size: int) -> None:
     golden = load_file(GOLDENS / case / "golden.safetensors")
     with LLM(GOLDENS / case, dtype="float32", device="cpu", page_size=page_size) as llm:
