@@ -36,6 +36,7 @@ from cairn.kernels import (
     sparse_select,
     sparse_survey,
     stage,
+    store_rows,
     swap_in,
     swap_rows,
     top_rows,
@@ -105,8 +106,9 @@ def main() -> None:
         sparse(64, 8, 2, 4, pool)
     mixture()
     quantised()
-    latents()
-    chosen_rows()
+    for pool in (BF16, FP8, I8):
+        latents(pool)
+        chosen_rows(pool)
     swapped_rows()
     types = {"kv_lens": I32, "item_seq": I32, "item_begin": I32, "item_count": I32}
     types |= {"num_seqs": "i32", "num_items": "i32", "target": "i32"}
@@ -278,9 +280,9 @@ def quantised() -> None:
         compile_kernel(packed._widen_kernel, types, {**form, **tile})
 
 
-def latents() -> None:
+def latents(pool: str) -> None:
     """128 heads over latent rows. What a program needs fits into the memory of an H200."""
-    types = {**ATTENTION, "pages": I32, "rows": I32, "cu_query": I32, "partial": FP32}
+    types = {**ATTENTION, "pool": pool, "pages": I32, "rows": I32, "cu_query": I32, "partial": FP32}
     types |= {"partial_lse": FP32, "block_seq": I32, "block_begin": I32, "num_seqs": "i32"}
     sizes = {"HEADS": 128, "LATENT": 512, "ROPE": 64, "HEAD_TILE": 64}
     sizes |= {"BLOCK_M": 64, "BLOCK_N": 64}
@@ -289,12 +291,19 @@ def latents() -> None:
         (latent._latent_decode_kernel, 64, decode),
         (latent._latent_extend_kernel, 16, sizes),
     ):
-        tma = page_size == 64
-        types["latents"] = "tensordesc<bf16[64,512]>" if tma else BF16
-        types["ropes"] = "tensordesc<bf16[64,64]>" if tma else BF16
+        tma = page_size == 64 and pool == BF16
+        types["latents"] = "tensordesc<bf16[64,512]>" if tma else pool
+        types["ropes"] = "tensordesc<bf16[64,64]>" if tma else pool
         constants = {**own, "PAGE_SIZE": page_size, "TMA": tma}
         compiled = compile_kernel(kernel, types, constants, num_warps=8, num_stages=2)
         assert compiled.metadata.shared <= SHARED_MEMORY
+    if pool != BF16:
+        types |= {"places": I32, "offsets": I32, "rows": BF16, "stride": "i32"}
+        for width, packed in ((576, True), (128, False)):
+            constants = {"WIDTH": width, "PAGE_SIZE": 64, "PACKED": packed}
+            block = triton.next_power_of_2(width)
+            compile_kernel(store_rows._store_kernel, types, {**constants, "BLOCK": block})
+        return
     types |= dict.fromkeys(("keys", "ropes", "values"), BF16)
     types |= dict.fromkeys(("rows", "length", "query_stride", "rope_stride", "out_stride"), "i32")
     constants = {"NOPE": 128, "ROPE": 64, "VALUE": 128, "BLOCK_M": 128, "BLOCK_N": 64}
@@ -306,12 +315,12 @@ def latents() -> None:
     compile_kernel(latent._share_kernel, types, constants)
 
 
-def chosen_rows() -> None:
+def chosen_rows(pool: str) -> None:
     """An index of 64 heads, and 128 heads over the 2048 rows that it chooses. Two programs of the
     scan, and one of attention, fit into the memory of a multiprocessor of an H200."""
     names = ("page_table", "rows", "seqs", "limits", "items", "tiles", "slots", "positions")
     types = {**dict.fromkeys((*names, "listed", "counts", "bounds"), I32), "scores": FP32}
-    types |= dict.fromkeys(("query", "pool", "out"), BF16)
+    types |= {"query": BF16, "pool": pool, "out": BF16}
     types |= dict.fromkeys(("weights", "partial", "partial_lse"), FP32)
     sizes = ("num_items", "table_stride", "score_blocks", "blocks", "splits", "parts", "length")
     types |= {**dict.fromkeys(sizes, "i32"), "scale": "fp32"}
@@ -319,7 +328,7 @@ def chosen_rows() -> None:
     compile_kernel(index_scan._scan_plan_kernel, types, constants)
     for rows, page_size in ((1, 64), (4, 64), (4, 16)):
         tma = page_size == 64
-        types["keys"] = "tensordesc<bf16[64,128]>" if tma else BF16
+        types["keys"] = f"tensordesc<{pool[1:]}[64,128]>" if tma else pool
         constants = {
             "HEADS": 64,
             "WIDTH": 128,

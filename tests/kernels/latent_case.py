@@ -12,6 +12,7 @@ from cairn.attention.latent import LatentHeads
 from cairn.attention.torch_backend import TorchBackend
 from cairn.attention.triton_backend import TritonBackend
 from cairn.engine.inputs import StepInputs
+from cairn.kernels.fp8_rows import pack_rows, unpack_rows
 from cairn.kernels.latent import (
     LatentShares,
     latent_decode,
@@ -52,6 +53,15 @@ def paged(
     return pool, table.to(device)
 
 
+def narrowed(pool: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A pool as it is kept in a type of 8 bits, with anything where it has NaN, and what is read
+    from it otherwise."""
+    rows = torch.nan_to_num(pool.float())
+    packed = pack_rows(rows, dtype)
+    packed.view(torch.uint8)[pool.isnan().all(-1)] = 255
+    return packed, unpack_rows(pack_rows(rows, dtype), pool.shape[-1], torch.float64)
+
+
 def check(
     lengths: list[int],
     new: list[int],
@@ -62,15 +72,18 @@ def check(
     tolerance: float,
     max_seqs: int = 8,
     cuda: bool = False,
+    narrow: torch.dtype | None = None,
 ) -> None:
     """Sequences with one new row by the kernels for decode, in Triton or in CUDA C++, the others by
-    those for chunks."""
+    those for chunks. `narrow` is the cache's type, if it has 8 bits."""
     torch.manual_seed(0)
     heads, latent, rope, page_size = sizes
     pool, table = paged(lengths, sizes, device, dtype)
     query = torch.randn(sum(new), heads, latent + rope, device=device).to(dtype)
     scale = 0.7 * (latent + rope) ** -0.5
     clean = torch.nan_to_num(pool).double()
+    if narrow is not None:
+        pool, clean = narrowed(pool, narrow)
     expected = latent_attention(
         query.double(), clean, table, lengths, new, latent=latent, scale=scale
     )
@@ -95,8 +108,15 @@ def check(
     assert error < tolerance, f"error ratio {error:.1e}"
 
 
-def check_forms(device: torch.device, dtype: torch.dtype, *, tolerance: float) -> None:
-    """A decode row, short chunks in absorbed form and long ones expanded, against torch."""
+def check_forms(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    tolerance: float,
+    narrow: torch.dtype | None = None,
+) -> None:
+    """A decode row, short chunks in absorbed form and long ones expanded, against torch. `narrow`
+    is the cache's type, if it has 8 bits."""
     torch.manual_seed(0)
     heads, nope, rope, value, latent, page_size = 3, 16, 16, 16, 32, 16
     new, total = np.array([1, 33, 5, 40]), np.array([20, 50, 9, 40])
@@ -116,7 +136,7 @@ def check_forms(device: torch.device, dtype: torch.dtype, *, tolerance: float) -
         (TorchBackend, torch.device("cpu"), torch.float64),
         (TritonBackend, device, dtype),
     ):
-        groups = group_layers([None], [layout.of_type(own)])
+        groups = group_layers([None], [layout.of_type(narrow or own)])
         size = (heads, 1, latent + rope, scale, page_size, own, on, groups, len(new))
         shape = AttentionShape(*size, value_dim=latent)
         pool = KVPool(groups, [len(kept) - 1], page_size, on)
@@ -125,7 +145,8 @@ def check_forms(device: torch.device, dtype: torch.dtype, *, tolerance: float) -
         metadata = attention.prepare(step)
         attention.begin(metadata)
         # Torch has cleared pages that are not full.
-        pool.part(0, "latent").copy_(torch.nan_to_num(kept) if own == torch.float64 else kept)
+        given = torch.nan_to_num(kept) if narrow or own == torch.float64 else kept
+        pool.part(0, "latent").copy_(given if narrow is None else pack_rows(given, narrow))
         layer = LatentHeads(*(x.to(on, own) for x in weights))
         assert not layer.expanding_pays(rows[:32]) and layer.expanding_pays(rows[:33])
         out = attention.forward_latent(0, rows.to(on, own), layer, metadata)

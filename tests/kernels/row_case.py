@@ -8,10 +8,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from cairn.kernels.fp8_rows import quantize, store_rows, widen
 from cairn.kernels.index_scan import RowList, cut_items, index_scan, plan_scan, rows_per_item
 from cairn.kernels.references import index_scan_reference, row_attention_reference
 from cairn.kernels.row_attention import row_attention
+from cairn.kernels.store_rows import store_narrow_rows
 from cairn.kernels.top_rows import slots_of, top_rows
+from cairn.memory.layout import INDEX, LATENT, CacheLayout
 from tests.kernels import latent_case
 
 
@@ -42,12 +45,17 @@ def check_scan(
     *,
     tolerance: float,
     per_item: int | None = None,
+    narrow: torch.dtype | None = None,
 ) -> None:
-    """One query at a time, and as many as share keys."""
+    """One query at a time, and as many as share keys. `narrow` is the type of keys, if they have 8
+    bits."""
     torch.manual_seed(0)
     heads, width, page_size = sizes
     paged = latent_case.Sizes(1, width, 0, page_size)
     pool, table = latent_case.paged(lengths, paged, device, dtype)
+    kept = pool
+    if narrow is not None:
+        pool, kept = narrow_keys(pool, narrow)
     count = sum(new) + len(new)
     query = torch.randn(count, heads, width, device=device).to(dtype)
     weights = torch.randn(count, heads, device=device)
@@ -61,13 +69,47 @@ def check_scan(
         index_scan(query, weights, pool, table, listed, scores)
         own = (listed.rows.tolist(), listed.seqs.tolist(), listed.limits.tolist())
         for place, (row, seq, limit) in enumerate(zip(*own, strict=True)):
-            keys = pool[table[seq].long()].flatten(0, 1)[:limit]
+            keys = kept[table[seq].long()].flatten(0, 1)[:limit]
             expected = index_scan_reference(
                 query[row].double(), weights[row].double(), keys.double()
             )
             error = (scores[place, :limit].double() - expected).norm() / expected.norm()
             assert error < tolerance, f"error ratio {error:.1e}"
             assert scores[place, limit:].isnan().all()
+
+
+def narrow_keys(pool: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A pool of keys as it is kept in a type of 8 bits, and what is read from it."""
+    pages, page_size, width = pool.shape
+    shape = CacheLayout.of_latents(8, width).of_type(dtype).part(INDEX).page_shape(page_size)
+    narrow = torch.zeros(pages, *shape, dtype=dtype)
+    place = torch.arange(pages * page_size)
+    rows = torch.nan_to_num(pool).flatten(0, 1).cpu()
+    store_rows(narrow, place // page_size, place % page_size, rows)
+    return narrow.to(pool.device), widen(narrow, torch.float64).to(pool.device)
+
+
+def check_store(
+    width: int, device: torch.device, narrow: torch.dtype, *, rounded: bool = False
+) -> None:
+    """Latent rows and index keys, byte by byte as torch stores them on a CPU. `rounded`: let rows
+    be what they are rounded to, because the interpreter rounds small numbers otherwise."""
+    torch.manual_seed(0)
+    layout = CacheLayout.of_latents(width, 24).of_type(narrow)
+    place = torch.randperm(48)[:30]
+    for name, columns in ((LATENT, width), (INDEX, 24)):
+        rows = torch.randn(30, columns) * torch.exp(4 * torch.randn(30, 1))
+        rows[0], rows[1] = 0.0, 448.0
+        if rounded:
+            numbers, scales = quantize(rows, None, narrow)
+            rows = numbers.float() * scales[:, None]
+        kept = []
+        for store, on in ((store_rows, torch.device("cpu")), (store_narrow_rows, device)):
+            pages = torch.zeros(3, *layout.part(name).page_shape(16), dtype=narrow, device=on)
+            places = (place // 16).int().to(on), (place % 16).int().to(on)
+            store(pages, *places, rows.to(on))
+            kept.append(pages.view(torch.uint8).cpu())
+        assert torch.equal(*kept)
 
 
 def make_scores(kind: str, rows: int, length: int, device: torch.device) -> torch.Tensor:
@@ -153,9 +195,11 @@ def check_attention(
     *,
     tolerance: float,
     attend: Callable[..., torch.Tensor] | None = None,
+    narrow: torch.dtype | None = None,
 ) -> None:
     """Each query has `counts` rows of the pool in its list; a list may have holes. `attend`
-    (query, pool, slots, scale) is another kernel to check."""
+    (query, pool, slots, scale) is another kernel to check. `narrow` is the cache's type, if it has
+    8 bits."""
     torch.manual_seed(0)
     heads, latent, rope, page_size = sizes
     pages = -(-2 * k // page_size) + 1
@@ -167,6 +211,9 @@ def check_attention(
         flat[chosen] = torch.randn(count, latent + rope, device=device).to(dtype)
         where = torch.arange(count) if row % 2 else torch.randperm(k)[:count].sort().values
         slots[row, where.to(device)] = chosen.int()
+    if narrow is not None:
+        pool, clean = latent_case.narrowed(pool, narrow)
+        flat = clean.view(-1, latent + rope)
     query = torch.randn(len(counts), heads, latent + rope, device=device).to(dtype)
     scale = 0.7 * (latent + rope) ** -0.5
     out = torch.full((len(counts), heads, latent), float("nan"), device=device, dtype=dtype)

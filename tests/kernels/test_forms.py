@@ -79,12 +79,17 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "experts": ({**TINY_EXPERTS, **LARGE}, {"attention_backend": "triton", "page_size": PAGE}),
     "latents": ({**TINY_LATENT, **LARGE}, {"attention_backend": "triton", "page_size": PAGE}),
     "index": ({**TINY_LATENT, **LARGE, **INDEX}, {"page_size": PAGE}),
+    "fp8-index": (
+        {**TINY_LATENT, **LARGE, **INDEX},
+        {"page_size": PAGE, "kv_cache_dtype": "fp8"},
+    ),
     "windows": ({**TINY_OLMO3, **LARGE}, {"attention_backend": "triton", "page_size": PAGE}),
 }
 OWN_KERNELS = {
     "experts": "experts:_product_kernel",
     "latents": "latent:_latent_decode_kernel",
     "index": "row_attention:_row_attention_kernel",
+    "fp8-index": "row_attention:_row_attention_kernel",
     "fp8-windows": "widen_pages:_widen_kernel",
 }
 OPTIONS: dict[str, Any] = {

@@ -17,7 +17,7 @@ from cairn.attention.backend import AttentionShape, SparseParts, missing_module
 from cairn.attention.batch import AttentionBatch, IndexQuery, to_device
 from cairn.attention.flash_mla_rows import FlashRows
 from cairn.attention.latent import LatentHeads
-from cairn.kernels.fp8_rows import is_narrow
+from cairn.kernels.fp8_rows import is_narrow, spans_refusal
 from cairn.kernels.interface import MOST_SCORES
 from cairn.kernels.packing import pack, unpack
 from cairn.memory.kv_pool import KVPool
@@ -98,9 +98,10 @@ class RowKernels:
             return missing
         if shape.dtype not in _DTYPES:
             return f"the type is {str(shape.dtype).removeprefix('torch.')}"
-        if is_narrow(shape.cache_dtype):
-            return "rows of the cache have 8 bits (kv_cache_dtype)"
         latent = shape.value_dim or 0
+        why = spans_refusal(latent, shape.head_dim - latent)
+        if is_narrow(shape.cache_dtype) and why is not None:
+            return why
         if latent > _MOST_LATENT or shape.head_dim - latent > _MOST_ROPE:
             return f"latent rows have {latent} and {shape.head_dim - latent} columns"
         if config.topk > _MOST_CHOSEN:
@@ -139,7 +140,8 @@ class RowKernels:
 
         shape = self._shape
         heads, rope = shape.num_heads, shape.head_dim - self._latent
-        if tiles_refusal(heads, self._latent, rope, shape.dtype, shape.device) is None:
+        refused = tiles_refusal(heads, self._latent, rope, shape.dtype, shape.device)
+        if refused is None and not is_narrow(shape.cache_dtype):
             try:
                 return AttendRows(heads, shape.dtype, shape.device)
             except KernelUnavailableError as error:

@@ -12,6 +12,7 @@ import torch
 
 from cairn.attention.backend import AttentionShape
 from cairn.attention.flash_mla_backend import FlashMLABackend
+from cairn.kernels.fp8_rows import is_narrow
 from cairn.kernels.processors import processors
 
 _LATENT, _ROPE = 512, 64  # all that it has
@@ -32,6 +33,8 @@ class FlashRows:
         """Why it cannot serve this model here; None if it can."""
         if (why := FlashMLABackend.unavailable_reason(shape.device)) is not None:
             return why
+        if is_narrow(shape.cache_dtype):
+            return "rows of the cache have 8 bits (kv_cache_dtype)"
         latent = shape.value_dim or 0
         if (latent, shape.head_dim - latent) != (_LATENT, _ROPE):
             return f"latent rows have {latent} and {shape.head_dim - latent} columns"

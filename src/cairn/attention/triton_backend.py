@@ -19,7 +19,7 @@ from cairn.attention.backend import (
 )
 from cairn.attention.batch import AttentionBatch, to_device
 from cairn.attention.latent import LatentHeads
-from cairn.kernels.fp8_rows import is_narrow
+from cairn.kernels.fp8_rows import is_narrow, spans_refusal, unpack_rows
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import LATENT
 
@@ -185,7 +185,7 @@ class _LatentKernels:
         self._decode: Callable[..., None] = latent_decode
         latent, rope = shape.value_dim, shape.head_dim - shape.value_dim
         size = shape.num_heads, latent, rope, shape.page_size, shape.dtype, shape.device
-        if refusal(*size) is None:
+        if refusal(*size) is None and not is_narrow(shape.cache_dtype):
             try:
                 self._decode = LatentDecode(
                     shape.num_heads, shape.page_size, shape.max_seqs, shape.dtype, shape.device
@@ -263,9 +263,9 @@ class TritonBackend(DenseBackend):
         if shape.value_dim is not None:
             if any(group.window is not None for group in shape.groups):
                 return "it has no sliding windows over latent rows"
-            if is_narrow(shape.cache_dtype):
-                return "it reads no latent rows of 8 bits (kv_cache_dtype)"
             rope = shape.head_dim - shape.value_dim
+            if is_narrow(shape.cache_dtype) and (why := spans_refusal(shape.value_dim, rope)):
+                return why
             if shape.value_dim > _MOST_LATENT or rope > _MOST_ROPE:
                 return (
                     f"latent rows have {shape.value_dim} and {rope} columns; it has up to "
@@ -374,6 +374,7 @@ class TritonBackend(DenseBackend):
         table = batch.groups[self._pool.group_of[layer]].page_table
         pages = table[seq, : -(-length // batch.page_size)]
         kept = self._pool.part(layer, LATENT).index_select(0, pages).flatten(0, 1)[:length]
+        kept = unpack_rows(kept, self._shape.head_dim, query.dtype)
         width = heads.key.shape[1] + heads.value.shape[2]
         at_once = max(1, _EXPANDED // (length * width))
         for first in range(0, query.shape[1], at_once):

@@ -18,12 +18,13 @@ from cairn.attention.widened import dense_backend
 from cairn.bench.engines import need_cuda
 from cairn.bench.report import show_rows, tell
 from cairn.engine.inputs import StepInputs
-from cairn.kernels.fp8_rows import CACHE_TYPES, is_narrow, rows_and_scales
+from cairn.kernels.fp8_rows import CACHE_TYPES
 from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import CacheLayout
 
 PAGE_SIZE = 64
+_FILLED = 1024  # pages at once
 _LATENT_HEAD = 128  # columns of a head's value, and of its key without the rotated part
 
 
@@ -48,7 +49,7 @@ class Case:
     @property
     def layout(self) -> CacheLayout:
         if self.latent is not None:
-            return CacheLayout.of_latents(self.head_dim).of_type(torch.bfloat16)
+            return CacheLayout.of_latents(self.head_dim).of_type(self.dtype)
         return CacheLayout.of_heads(self.kv_heads, self.head_dim, self.dtype)
 
     @property
@@ -70,13 +71,7 @@ _HEADS = (
     Case("prefill 32K, 16/2x64", 16, 2, 64, 32768, 32768, 1),
     Case("extend 2K on 32K, 16/8x128", 16, 8, 128, 2048, 34816, 1),
 )
-CASES = (
-    *_HEADS,
-    *(
-        replace(case, name=f"{case.name}, {name}", dtype=dtype)
-        for name, dtype in CACHE_TYPES.items()
-        for case in _HEADS
-    ),
+_LATENTS = (
     *(
         Case(f"MLA decode {seqs} x {length // 1024}K, 128x576", 128, 1, 576, 1, length, seqs, 512)
         for length in (8192, 65536)
@@ -86,6 +81,15 @@ CASES = (
     Case("MLA prefill 8K, 128x576", 128, 1, 576, 8192, 8192, 1, 512),
     Case("MLA extend 128 on 8K, 128x576", 128, 1, 576, 128, 8320, 1, 512),
     Case("MLA extend 512 on 8K, 128x576", 128, 1, 576, 512, 8704, 1, 512),
+)
+CASES = (
+    *_HEADS,
+    *_LATENTS,
+    *(
+        replace(case, name=f"{case.name}, {name}", dtype=dtype)
+        for name, dtype in CACHE_TYPES.items()
+        for case in (*_HEADS, *_LATENTS)
+    ),
 )
 
 
@@ -127,6 +131,18 @@ def read_bandwidth(device: torch.device) -> float:
     return data.nbytes / time_cuda(lambda: data.sum())
 
 
+def fill(pool: KVPool, layout: CacheLayout) -> None:
+    """Write random rows to all pages of layer 0, some at a time, since there may be many."""
+    for part in layout.parts:
+        pages = len(pool.part(0, part.name))
+        for first in range(0, pages, _FILLED):
+            own = torch.arange(first, min(first + _FILLED, pages), device=pool.device)
+            places = own.repeat_interleave(pool.page_size)
+            offsets = torch.arange(pool.page_size, device=pool.device).repeat(len(own))
+            rows = torch.randn(len(places), *part.shape, dtype=torch.bfloat16, device=pool.device)
+            pool.write(0, places, offsets, rows, part.name)
+
+
 def measure(case: Case, backend: str, device: torch.device) -> float | str:
     """Seconds of one layer's attention, or the reason why the backend cannot run it."""
     groups = group_layers([None], [case.layout])
@@ -148,10 +164,7 @@ def measure(case: Case, backend: str, device: torch.device) -> float | str:
     per_seq = -(-case.length // PAGE_SIZE)
     pages = case.seqs * per_seq
     pool = KVPool(groups, [pages], PAGE_SIZE, device)
-    for tensor in pool.tensors():
-        rows, scales = rows_and_scales(tensor) if is_narrow(tensor.dtype) else (tensor, tensor)
-        scales.fill_(1.0)
-        rows.copy_(torch.randn(rows.shape, dtype=dtype, device=device))
+    fill(pool, case.layout)
     order = 1 + np.random.default_rng(0).permutation(pages)
     table = order.reshape(case.seqs, per_seq).astype(np.int32)
     new = np.full(case.seqs, case.new_rows)

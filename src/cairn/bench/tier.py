@@ -312,6 +312,7 @@ def _hits(bench: TierBench) -> Rows:
                     model=model,
                     dtype=bench.weights,
                     device=bench.device,
+                    kv_cache_dtype=bench.kv_cache_dtype,
                     kv_cache_gib=_TEXT_GIB,
                     context_length=bench.text_tokens + 1,
                     max_running_requests=1,

@@ -11,6 +11,7 @@ import torch
 from cairn.bench.tier_options import TierBench
 from cairn.engine.resolve import resolve_device
 from cairn.errors import ConfigError
+from cairn.kernels.fp8_rows import CACHE_TYPES
 from cairn.memory.copies import CopyEdits, Transfer
 from cairn.memory.device_swap import SwapShape
 from cairn.memory.groups import LayerGroup
@@ -27,7 +28,8 @@ _WHOLE_PAGES = 128  # copied at once
 
 def bandwidth(bench: TierBench) -> Iterator[dict[str, Any]]:
     device = resolve_device(bench.device)
-    layout = CacheLayout.of_heads(_KV_HEADS, _HEAD_DIM, getattr(torch, bench.weights))
+    dtype = CACHE_TYPES.get(bench.kv_cache_dtype, getattr(torch, bench.weights))
+    layout = CacheLayout.of_heads(_KV_HEADS, _HEAD_DIM, dtype)
     page_bytes = layout.page_bytes(bench.page_size)
     num_pages = int(bench.bandwidth_gib * 2**30) // page_bytes
     most = max(_BURST_ROWS)

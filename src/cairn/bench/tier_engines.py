@@ -16,6 +16,7 @@ from cairn.bench.tier_options import TierBench
 from cairn.config import EngineConfig
 from cairn.engine.locate import locate
 from cairn.engine.resolve import resolve_dtype
+from cairn.kernels.fp8_rows import CACHE_TYPES
 from cairn.llm import LLM
 from cairn.memory.cache import PagedCache
 from cairn.memory.device_swap import DeviceSwap
@@ -43,8 +44,10 @@ def token_bytes(bench: TierBench, *, staying: bool = True) -> int:
     in host memory."""
     source = locate(EngineConfig(model=bench.model))
     dtype = resolve_dtype(bench.weights, source.config, torch.device(bench.device))
-    groups = read_spec(source.config).groups(dtype)
-    return sum(own.page_bytes(1) - (0 if staying else own.staying_bytes(1)) for own in groups)
+    groups = read_spec(source.config).groups(CACHE_TYPES.get(bench.kv_cache_dtype, dtype))
+    size = bench.page_size
+    each = (own.page_bytes(size) - (0 if staying else own.staying_bytes(size)) for own in groups)
+    return -(-sum(each) // size)
 
 
 def has_index(bench: TierBench) -> bool:
@@ -85,6 +88,7 @@ def engine(
         "device": bench.device,
         "page_size": bench.page_size,
         "context_length": full_length(bench, context, requests),
+        "kv_cache_dtype": bench.kv_cache_dtype,
         "kv_cache_gib": bench.kv_cache_gib,
         "max_running_requests": requests,
         "chunked_prefill_size": bench.chunk,

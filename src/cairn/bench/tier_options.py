@@ -34,6 +34,7 @@ class TierBench:
     hot_sizes: Sequence[float] = _list(
         (1.0, 2.0, 4.0), "hits: sizes of the hot cache, in selections."
     )
+    kv_cache_dtype: str = option("auto", "Type of the KV cache.", "auto", "fp8", "int8")
     kv_cache_gib: float = option(16.0, "Device memory for the KV cache.", above=0)
     most_host_gib: float = option(
         104.0,

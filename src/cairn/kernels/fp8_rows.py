@@ -15,6 +15,7 @@ of the checkpoint.
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 
 import torch
 
@@ -78,6 +79,17 @@ def packed_width(width: int) -> int:
     return -(-(width + -(-width // SPAN)) // 16) * 16
 
 
+def spans_refusal(latent: int, rope: int) -> str | None:
+    """Why kernels do not read such latent rows of 8 bits; None if they do. They take latents and
+    rotated parts apart, so a span must not have columns of both."""
+    if latent % SPAN == 0 or latent + rope <= SPAN:
+        return None
+    return (
+        f"latent rows of 8 bits (kv_cache_dtype) have {latent} and {rope} columns; it has "
+        f"multiples of {SPAN}, or {SPAN} in all"
+    )
+
+
 def pack_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Latent rows [..., width] as they are stored in a type of 8 bits, [..., packed width]."""
     width = rows.shape[-1]
@@ -110,6 +122,11 @@ def store_rows(
     """Store rows [n, ..., dim] in pages [pages, ..., rows, dim] of any type: row i in page
     `places[i]`, as its row `offsets[i]`. `given` is for `quantize`. Pages of 8 bits that are wider
     than the rows keep latent rows."""
+    if is_narrow(pages.dtype) and pages.dim() == 3 and pages.is_cuda and find_spec("triton"):
+        from cairn.kernels.store_rows import store_narrow_rows
+
+        store_narrow_rows(pages, places, offsets, rows)
+        return
     if is_narrow(pages.dtype) and pages.shape[-1] != rows.shape[-1]:
         rows = pack_rows(rows, pages.dtype)
         pages.view(torch.uint8)[places, offsets] = rows.view(torch.uint8)

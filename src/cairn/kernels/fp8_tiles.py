@@ -11,6 +11,9 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from cairn.kernels.fp8_rows import SPAN as _SPAN
+
+SPAN = tl.constexpr(_SPAN)
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 
@@ -31,6 +34,37 @@ def slice_size(pool, page_size, dim):
     """Elements from a page's slice of one head to that of the next."""
     scale_rows = (4 * page_size + dim - 1) // dim if has_scales(pool) else 0
     return (page_size + scale_rows) * dim
+
+
+@triton.constexpr_function
+def row_size(pool, width):
+    """Elements from a latent row to the next."""
+    return (width + -(-width // _SPAN) + 15) // 16 * 16 if has_scales(pool) else width
+
+
+@triton.jit
+def load_latents(
+    rows,  # [n] pointers to latent rows
+    there,  # [n] rows to load; others are zero
+    query,  # pointers to queries, whose type the result has
+    FIRST: tl.constexpr,  # the first column: a multiple of 128, or all columns are of one span
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,  # of a row
+    BLOCK: tl.constexpr,  # at least COLUMNS
+):
+    """-> columns of latent rows [n, BLOCK] as numbers; zero from COLUMNS on"""
+    column = tl.arange(0, BLOCK)
+    inside = there[:, None] & (column < COLUMNS)[None, :]
+    x = tl.load(rows[:, None] + FIRST + column[None, :], mask=inside, other=0.0)
+    if has_scales(rows):
+        SPANS: tl.constexpr = max(1, BLOCK // SPAN)
+        span = FIRST // SPAN + tl.arange(0, SPANS)
+        places = (rows + WIDTH).to(tl.pointer_type(tl.uint8), bitcast=True)[:, None] + span[None, :]
+        known = there[:, None] & (span < (WIDTH + SPAN - 1) // SPAN)[None, :]
+        scale = _power(tl.load(places, mask=known, other=0).to(tl.int32))
+        wide = tl.reshape(x.to(tl.float32), (x.shape[0], SPANS, BLOCK // SPANS)) * scale[:, :, None]
+        x = tl.reshape(wide, (x.shape[0], BLOCK)).to(query.dtype.element_ty)
+    return x
 
 
 @triton.constexpr_function

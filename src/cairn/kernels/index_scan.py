@@ -24,6 +24,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from cairn.kernels.fp8_rows import is_narrow, page_rows
+from cairn.kernels.fp8_tiles import fit_query, has_scales, load_scales, slice_size
 from cairn.kernels.launch import direct
 from cairn.kernels.paged_extend import can_describe
 from cairn.kernels.pdl import pdl_options
@@ -112,7 +114,7 @@ def _scan_plan_kernel(
 
 
 def plan_scan(listed: RowList, dtype: torch.dtype) -> None:
-    """Plan the shares of these queries, for all layers. `dtype` is that of keys.
+    """Plan the shares of these queries, for all layers. `dtype` is that of queries.
 
     The scan reads the plan before its PDL wait. A kernel launched without PDL must therefore run
     between the two; in a step, the embedding lookup does.
@@ -157,7 +159,7 @@ def _load_item(tiles, items, seqs, page_table, item, table_stride):
 def _scan_kernel(
     query,  # [rows of the step, HEADS, WIDTH], contiguous
     weights,  # [rows of the step, HEADS] float32
-    pool,  # [pages, PAGE_SIZE, WIDTH]
+    pool,  # [pages, PAGE_SIZE, WIDTH], or rows of 8 bits, followed by their scales
     keys,  # if TMA: descriptor of the pool as [-1, WIDTH], for loads of [TILE, WIDTH]
     page_table,  # [seqs, ...]
     rows,
@@ -184,6 +186,7 @@ def _scan_kernel(
         gdc_launch_dependents()
     # What is constant within a step is read before the wait, bypassing the L1 cache.
     BLOCK_Q: tl.constexpr = ROWS * BLOCK_H
+    SLICE: tl.constexpr = slice_size(pool, PAGE_SIZE, WIDTH)
     program = tl.program_id(0)
     total = tl.load(tiles + num_items, cache_modifier=".cg")
     share = tl.load(tiles + num_items + 1, cache_modifier=".cg")
@@ -213,6 +216,7 @@ def _scan_kernel(
             mask=there[:, None] & (offs_w < WIDTH)[None, :],
             other=0.0,
         )
+        q = fit_query(q, pool)
         w = tl.load(weights + place, mask=there, other=0.0)
         limit = tl.load(limits + listed + offs_r, mask=offs_r < count, other=0)
         end = tl.load(limits + listed + count - 1)
@@ -224,23 +228,28 @@ def _scan_kernel(
         for start in range(begin, (until - before) * TILE, TILE):
             n = start + offs_n
             if TMA:
-                page_row = following * PAGE_SIZE + start % PAGE_SIZE
+                page = following.to(tl.int64)
+                page_row = following * (SLICE // WIDTH) + start % PAGE_SIZE
                 following = tl.load(table + tl.minimum((start + TILE) // PAGE_SIZE, last_page))
                 k = keys.load([page_row, 0])
             else:
                 page = tl.load(table + n // PAGE_SIZE, mask=n < end, other=0).to(tl.int64)
                 k = tl.load(
-                    pool + (page * PAGE_SIZE + n % PAGE_SIZE)[:, None] * WIDTH + offs_w[None, :],
+                    pool + (page * SLICE + n % PAGE_SIZE * WIDTH)[:, None] + offs_w[None, :],
                     mask=(n < end)[:, None] & (offs_w < WIDTH)[None, :],
                     other=0.0,
                 )
-            products = tl.dot(k, q.T, input_precision="ieee")  # [TILE, BLOCK_Q]
+            products = tl.dot(k.to(q.dtype), q.T, input_precision="ieee")  # [TILE, BLOCK_Q]
             products = tl.maximum(products, 0.0) * w[None, :]
             # Keys behind the last row may be anything, and nothing is stored for them.
             if ROWS == 1:
                 score = tl.sum(products, 1)[:, None]
             else:
                 score = tl.sum(tl.reshape(products, (TILE, ROWS, BLOCK_H)), 2)
+            if has_scales(pool):
+                # Scales are positive, so that they can be multiplied to the sum of relus.
+                own = load_scales(pool + page * SLICE, n % PAGE_SIZE, n < end, PAGE_SIZE, WIDTH)
+                score = score * own[:, None]
             tl.store(out + n[:, None], score, mask=n[:, None] < limit[None, :])
         first = until
         item = tl.minimum(item + 1, num_items - 1)
@@ -252,20 +261,20 @@ def _scan_kernel(
 def index_scan(
     query: torch.Tensor,  # [rows of the step, heads, width], contiguous
     weights: torch.Tensor,  # [rows of the step, heads] float32, contiguous
-    pool: torch.Tensor,  # [pages, page_size, width]
+    pool: torch.Tensor,  # [pages, page_size, width], or more rows of 8 bits
     page_table: torch.Tensor,  # [seqs, pages] int32
     listed: RowList,
     scores: torch.Tensor,  # [listed rows, length] float32; length is a multiple of 128
 ) -> None:
     """Score all rows that each listed query sees. Places behind these are left as they are."""
     _, heads, width = query.shape
-    page_size = pool.shape[1]
-    tile = _tile_size(pool.dtype)
+    page_size = page_rows(pool)
+    tile = _tile_size(query.dtype)
     tma = (
-        can_describe(pool.device, pool.dtype)
+        can_describe(pool.device, query.dtype)
         and page_size % tile == 0
         and width in (64, 128)
-        and query.dtype == pool.dtype
+        and (query.dtype == pool.dtype or is_narrow(pool.dtype))
     )
     keys: Any = pool
     if tma:
@@ -277,6 +286,6 @@ def index_scan(
         scores.shape[1] // 128,
         HEADS=heads, WIDTH=width, PAGE_SIZE=page_size, ROWS=listed.per_item, BLOCK_I=_ITEMS,
         BLOCK_H=_padded(heads), BLOCK_W=max(16, power_of_two(width)), TILE=tile, TMA=tma,
-        num_warps=4, num_stages=_stages(listed.per_item, pool.dtype),
+        num_warps=4, num_stages=_stages(listed.per_item, query.dtype),
         **pdl_options(pool),
     )  # fmt: skip

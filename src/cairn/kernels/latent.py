@@ -24,6 +24,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from cairn.kernels.fp8_rows import is_narrow
+from cairn.kernels.fp8_tiles import load_latents, row_size
 from cairn.kernels.launch import direct
 from cairn.kernels.paged_extend import ExtendBlocks, can_describe
 from cairn.kernels.pdl import pdl_options
@@ -121,6 +123,7 @@ def share_pages(shares: LatentShares, kv_lens: torch.Tensor, page_size: int) -> 
 
 @triton.jit
 def _tile(
+    query,
     pool,
     table,  # page table row of the sequence
     n,  # [BLOCK_N] rows of the sequence
@@ -133,22 +136,17 @@ def _tile(
 ):
     """-> latents [BLOCK_N, BLOCK_L] and rotated parts [BLOCK_N, BLOCK_R]"""
     page = tl.load(table + n // PAGE_SIZE, mask=there, other=0).to(tl.int64)
-    row = pool + (page * PAGE_SIZE + n % PAGE_SIZE)[:, None] * (LATENT + ROPE)
-    column = tl.arange(0, BLOCK_L)
-    latent = tl.load(
-        row + column[None, :], mask=there[:, None] & (column < LATENT)[None, :], other=0.0
-    )
-    column = tl.arange(0, BLOCK_R)
-    rope = tl.load(
-        row + LATENT + column[None, :], mask=there[:, None] & (column < ROPE)[None, :], other=0.0
-    )
+    WIDTH: tl.constexpr = LATENT + ROPE
+    row = pool + (page * PAGE_SIZE + n % PAGE_SIZE) * row_size(pool, WIDTH)
+    latent = load_latents(row, there, query, 0, LATENT, WIDTH, BLOCK_L)
+    rope = load_latents(row, there, query, LATENT, ROPE, WIDTH, BLOCK_R)
     return latent, rope
 
 
 @triton.jit
 def _attend(
     query,  # [rows, HEADS, LATENT + ROPE], contiguous
-    pool,  # [pages, PAGE_SIZE, LATENT + ROPE]
+    pool,  # [pages, PAGE_SIZE, LATENT + ROPE], or rows of 8 bits with their scales
     latents,  # if TMA: descriptors of the pool as [-1, LATENT + ROPE], for loads of
     ropes,  # [BLOCK_N, LATENT] and [BLOCK_N, ROPE]
     table,
@@ -193,7 +191,9 @@ def _attend(
             k_rope = ropes.load([first, LATENT])
         else:
             n = start + offs_n
-            k, k_rope = _tile(pool, table, n, n < clear, LATENT, ROPE, PAGE_SIZE, BLOCK_L, BLOCK_R)
+            k, k_rope = _tile(
+                query, pool, table, n, n < clear, LATENT, ROPE, PAGE_SIZE, BLOCK_L, BLOCK_R
+            )
         # Always true. Without a branch, Triton sees that the second product takes the result of the
         # first, and lets both halves of the warps compute all scores.
         if end > 0:
@@ -211,7 +211,7 @@ def _attend(
         acc = tl.dot(shares, k, acc * fade[:, None], input_precision="ieee")
     for start in range(clear, end, BLOCK_N):
         n = start + offs_n
-        k, k_rope = _tile(pool, table, n, n < end, LATENT, ROPE, PAGE_SIZE, BLOCK_L, BLOCK_R)
+        k, k_rope = _tile(query, pool, table, n, n < end, LATENT, ROPE, PAGE_SIZE, BLOCK_L, BLOCK_R)
         scores = tl.dot(q, k.T, input_precision="ieee")
         scores = tl.dot(q_rope, k_rope.T, scores, input_precision="ieee")
         scores = tl.where(n[None, :] <= position[:, None], scores * (scale * LOG2E), float("-inf"))
@@ -430,7 +430,7 @@ def _latent_extend_kernel(
 
 def latent_decode(
     query: torch.Tensor,  # [rows, heads, latent + rope], contiguous
-    pool: torch.Tensor,  # [pages, page_size, latent + rope]
+    pool: torch.Tensor,  # [pages, page_size, latent + rope], or packed rows of 8 bits
     page_table: torch.Tensor,  # [seqs, pages] int32
     kv_lens: torch.Tensor,  # [seqs] int32; sequences of length 0 are left out
     rows: torch.Tensor,  # [seqs] int32, query row of each sequence
@@ -461,7 +461,7 @@ def merge_shares(shares: LatentShares, rows: torch.Tensor, out: torch.Tensor) ->
 
 def latent_extend(
     query: torch.Tensor,  # [rows, heads, latent + rope], contiguous
-    pool: torch.Tensor,  # [pages, page_size, latent + rope]
+    pool: torch.Tensor,  # [pages, page_size, latent + rope], or packed rows of 8 bits
     page_table: torch.Tensor,  # [seqs, pages] int32
     kv_lens: torch.Tensor,  # [seqs] int32
     cu_query: torch.Tensor,  # [seqs + 1] int32
@@ -489,7 +489,8 @@ def _sizes(
     block_n, tiles = _TILE if half else _TILE_FLOAT32
     rope = width - latent
     tma = (
-        can_describe(pool.device, pool.dtype)
+        not is_narrow(pool.dtype)
+        and can_describe(pool.device, pool.dtype)
         and page_size % block_n == 0
         and latent in (64, 128, 256, 512)
         and rope in (16, 32, 64)

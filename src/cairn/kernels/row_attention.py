@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from cairn.kernels.fp8_tiles import load_latents, row_size
 from cairn.kernels.launch import direct
 from cairn.kernels.pdl import pdl_options
 from cairn.kernels.processors import processors
@@ -37,7 +38,7 @@ def most_parts(heads: int, dtype: torch.dtype, device: torch.device) -> int:
 @triton.jit(do_not_specialize=["parts", "length"])
 def _row_attention_kernel(
     query,  # [rows, HEADS, LATENT + ROPE], contiguous
-    pool,  # [slots, LATENT + ROPE]
+    pool,  # [slots, LATENT + ROPE], or rows of 8 bits with their scales
     slots,  # [rows, K] int32, -1 for none
     out,  # [rows, HEADS, LATENT]
     partial,  # [rows, parts, HEADS, LATENT] float32
@@ -84,15 +85,9 @@ def _row_attention_kernel(
         n = start + BLOCK_N + offs_n
         following = tl.load(listed + n, mask=n < end, other=-1)
         there = slot >= 0
-        kept = pool + slot.to(tl.int64)[:, None] * WIDTH
-        k = tl.load(
-            kept + offs_l[None, :], mask=there[:, None] & (offs_l < LATENT)[None, :], other=0.0
-        )
-        k_rope = tl.load(
-            kept + LATENT + offs_r[None, :],
-            mask=there[:, None] & (offs_r < ROPE)[None, :],
-            other=0.0,
-        )
+        kept = pool + slot.to(tl.int64) * row_size(pool, WIDTH)
+        k = load_latents(kept, there, query, 0, LATENT, WIDTH, BLOCK_L)
+        k_rope = load_latents(kept, there, query, LATENT, ROPE, WIDTH, BLOCK_R)
         # Always true. Without a branch, Triton sees that the second product takes the result of the
         # first, and lets both halves of the warps compute all scores.
         if end > 0:
@@ -170,7 +165,7 @@ def _row_merge_kernel(
 
 def row_attention(
     query: torch.Tensor,  # [rows, heads, latent + rope], contiguous
-    pool: torch.Tensor,  # [pages, page_size, latent + rope]
+    pool: torch.Tensor,  # [pages, page_size, latent + rope], or packed rows of 8 bits
     slots: torch.Tensor,  # [rows, k] int32, -1 for none
     out: torch.Tensor,  # [rows, heads, latent], contiguous
     *,

@@ -1,0 +1,85 @@
+"""Latent rows and index keys of 8 bits: kernels against their references, and a whole model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cairn import LLM
+from cairn.attention.dsa_backend import DSABackend
+from cairn.kernels.fp8_rows import FP8
+from tests.helpers import TINY_LATENT, tokens_of, write_model
+from tests.kernels import latent_case, row_case
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+NARROW = pytest.mark.parametrize("narrow", [FP8, torch.int8], ids=["fp8", "int8"])
+TYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 1e-2, torch.float32: 1e-5}
+
+
+@NARROW
+@pytest.mark.parametrize("width", [576, 48])
+def test_rows_are_stored_as_in_torch(width: int, narrow: torch.dtype) -> None:
+    row_case.check_store(width, CUDA, narrow)
+
+
+@NARROW
+@TYPES
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_index_scan(page_size: int, dtype: torch.dtype, narrow: torch.dtype) -> None:
+    sizes, tolerance = row_case.Sizes(64, 128, page_size), 1e-5 if dtype == torch.float32 else 1e-3
+    for new, lengths in (([1] * 5, [1, 63, 64, 65, 40_000]), ([5, 130, 1], [64, 2000, 5000])):
+        row_case.check_scan(lengths, new, sizes, CUDA, dtype, tolerance=tolerance, narrow=narrow)
+
+
+@NARROW
+@TYPES
+@pytest.mark.parametrize("heads", [128, 20])
+def test_row_attention(heads: int, dtype: torch.dtype, narrow: torch.dtype) -> None:
+    sizes = latent_case.Sizes(heads, 512, 64, 64)
+    for counts in ([2048], [1, 2048, 700, 0, 1999], [2048] * 40):
+        row_case.check_attention(
+            counts, 2048, sizes, CUDA, dtype, tolerance=TOLERANCE[dtype], narrow=narrow
+        )
+
+
+@NARROW
+@TYPES
+@pytest.mark.parametrize("sizes", [(128, 512, 64, 64), (16, 512, 64, 16), (5, 40, 24, 16)])
+def test_latent_attention(
+    sizes: tuple[int, int, int, int], dtype: torch.dtype, narrow: torch.dtype
+) -> None:
+    own, options = latent_case.Sizes(*sizes), {"tolerance": TOLERANCE[dtype], "narrow": narrow}
+    for lengths, new in (([1, 64, 65, 5000, 20_000], [1] * 5), ([700, 33, 5], [70, 1, 5])):
+        latent_case.check(lengths, new, own, CUDA, dtype, **options)  # type: ignore[arg-type]
+
+
+def test_forms_of_latent_attention() -> None:
+    latent_case.check_forms(CUDA, torch.float32, tolerance=1e-5, narrow=FP8)
+    latent_case.check_forms(CUDA, torch.bfloat16, tolerance=2e-2, narrow=FP8)
+
+
+@pytest.mark.parametrize("tier", [False, True])
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_an_indexed_model_by_kernels_and_in_torch(name: str, tier: bool, tmp_path: Path) -> None:
+    """In float32, recorded steps on a GPU and plain torch on a CPU; with a host tier or without."""
+    config = {**TINY_LATENT, "architectures": ["GlmMoeDsaForCausalLM"], "hidden_size": 64}
+    config |= {"indexer_types": ["full", "shared"], "index_n_heads": 4, "index_head_dim": 32}
+    folder = write_model(tmp_path, {**config, "index_topk": 100})
+    options: dict[str, Any] = {"dtype": "float32", "page_size": 16, "kv_cache_dtype": name}
+    options |= {"chunked_prefill_size": 256, "kv_cache_gib": 0.05, "max_running_requests": 4}
+    prompts = [tokens_of(n, seed=n) for n in (900, 350, 40)]
+    with LLM(folder, device="cpu", **options) as llm:
+        expected = [own.token_ids for own in llm.generate(prompts, max_tokens=24, ignore_eos=True)]
+    if tier:
+        options |= {"enable_hisparse": True, "hisparse_config": '{"host_gib": 0.1}'}
+    with LLM(folder, device="cuda", **options) as llm:
+        backend = llm.engine.runner.backend
+        assert isinstance(backend, DSABackend) and backend._kernels is not None
+        for _ in range(2):  # cold, and from the prefix cache
+            found = [own.token_ids for own in llm.generate(prompts, max_tokens=24, ignore_eos=True)]
+            assert found == expected
