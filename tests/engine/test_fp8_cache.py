@@ -33,40 +33,42 @@ from tests.helpers import (
 
 def exact(rows: torch.Tensor) -> torch.Tensor:
     """What rows should be widened to, number by number: e4m3 has 3 bits after the leading one."""
-    scale = torch.exp2((rows.double().abs().amax(-1, keepdim=True) / 448).log2().ceil())
-    scaled = rows.double() / scale.clamp(min=2.0**-40)
+    scale = (rows.float().abs().amax(-1, keepdim=True) / 448).clamp(min=2.0**-40)
+    return exactly_scaled(rows, scale)
+
+
+def exactly_scaled(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    scaled = (rows.float() / scale).double()
     step = torch.exp2((scaled.abs().log2().floor() - 3).clamp(min=-9))
-    return (scaled / step).round() * step * scale.clamp(min=2.0**-40)
+    return ((scaled / step).round() * step).clamp(-448, 448) * scale.double()
 
 
-def test_a_row_is_rounded_to_three_bits_and_widened_exactly() -> None:
+def test_a_row_is_rounded_to_three_bits() -> None:
     torch.manual_seed(0)
     rows = torch.randn(200, 64) * torch.exp(4 * torch.randn(200, 1))
     rows[0], rows[1], rows[2] = 0.0, 448.0, -449.0
     rows[3] *= 1e-30  # below the smallest scale
     stored, scales = quantize(rows)
     assert stored.dtype == FP8 and torch.isfinite(stored.float()).all()
-    assert scales[:3].tolist() == [2.0**-40, 1.0, 2.0]
+    assert scales[:3].tolist() == [2.0**-40, 1.0, pytest.approx(449 / 448)]
     widened = stored.double() * scales[:, None].double()
     assert torch.equal(widened, exact(rows))
-    for dtype in (torch.bfloat16, torch.float32):
-        assert torch.equal((stored.to(dtype) * scales[:, None].to(dtype)).double(), widened)
+    most, where = rows[4:].abs().max(-1)
+    largest = widened[4:].abs().gather(1, where[:, None])[:, 0]
+    torch.testing.assert_close(largest.float(), most)  # exact, as the smallest scale makes it
     again, same = quantize(widened)
-    assert torch.equal(again.double() * same[:, None].double(), widened)
+    torch.testing.assert_close(again.double() * same[:, None].double(), widened, rtol=1e-6, atol=0)
 
 
 def test_a_row_is_rounded_to_int8() -> None:
     torch.manual_seed(0)
     rows = torch.randn(200, 64) * torch.exp(4 * torch.randn(200, 1))
-    rows[0], rows[1], rows[2], rows[3] = 0.0, 127.0, -127.4, 2.5
+    rows[0], rows[1], rows[2] = 0.0, 127.0, 2.5
     stored, scales = quantize(rows, dtype=torch.int8)
-    assert stored.dtype == torch.int8 and scales[:3].tolist() == [2.0**-40, 1.0, 2.0]
-    assert scales[3] == 2.5 / 80 and (stored[3] == 80).all()
-    most = rows.abs().amax(-1, keepdim=True).clamp(min=1e-9)
-    assert (scales.log2() % 1 == 0).all() and (scales[4:, None] < 2 * most[4:] / 127).all()
+    assert stored.dtype == torch.int8 and scales[:2].tolist() == [2.0**-40, 1.0]
+    assert (stored[1:3] == 127).all() and torch.equal(scales[3:], rows[3:].abs().amax(-1) / 127)
     widened = stored.double() * scales[:, None].double()
-    assert ((widened - rows).abs() <= scales[:, None] / 2).all()
-    assert torch.equal((stored.bfloat16() * scales[:, None].bfloat16()).double(), widened)
+    assert ((widened - rows).abs() <= (0.5 + 1e-5) * scales[:, None]).all()
 
 
 def test_a_row_does_not_depend_on_other_rows_or_heads() -> None:
@@ -120,7 +122,7 @@ def test_goldens_with_an_int8_cache(case: str) -> None:
         found = llm.logprobs(golden["input_ids_a"].tolist())
     expected = golden["logits_a"][:, : found.shape[1]].log_softmax(-1)
     error = (found - expected).square().mean().sqrt() / expected.std(-1).mean()
-    assert 0 < error < 0.08
+    assert 0 < error < 0.1
 
 
 @pytest.mark.parametrize("case", [*HF, *HILS])
@@ -154,7 +156,7 @@ def test_goldens_with_an_fp8_cache(case: str, monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(found, logprobs(quantization="none"), rtol=0, atol=2e-4)
 
 
-def test_scales_of_the_checkpoint_are_used_as_powers_of_two(tmp_path: Path) -> None:
+def test_scales_of_the_checkpoint_are_used(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", TINY_LLAMA)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.self_attn.k_scale"] = torch.tensor(0.011)
@@ -167,7 +169,8 @@ def test_scales_of_the_checkpoint_are_used_as_powers_of_two(tmp_path: Path) -> N
         exactly = llm.logprobs(ids)
     with LLM(folder, kv_cache_dtype="fp8", **options) as llm:
         pool = llm.engine.runner._pool
-        assert pool.scales == {0: (2.0**-6, 0.25), 1: (2.0**-12, 0.0)}
+        given = float(torch.tensor(0.011))
+        assert pool.scales == {0: (given, 0.25), 1: (2.0**-12, 0.0)}
         found = llm.logprobs(ids)
         assert torch.equal(found, llm.logprobs(ids))
         for layer, (key, value) in pool.scales.items():

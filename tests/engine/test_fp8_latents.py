@@ -22,7 +22,7 @@ from cairn.memory.layout import INDEX, LATENT, CacheLayout
 from cairn.sparsity.config import SparseConfig
 from cairn.sparsity.policy import Policy
 from tests.engine.lanes import tier_of
-from tests.engine.test_fp8_cache import exact
+from tests.engine.test_fp8_cache import exact, exactly_scaled
 from tests.engine.tiered import check_clean, load, tiered
 from tests.helpers import (
     GOLDENS,
@@ -40,8 +40,15 @@ INDEXED = {**TINY_DSA, "index_head_dim": 24}
 
 
 def exact_latents(rows: torch.Tensor) -> torch.Tensor:
-    """What latent rows should be widened to: every 128 columns have a scale of their own."""
-    return torch.cat([exact(span) for span in spans(rows)], -1)
+    """What latent rows should be widened to: every 128 columns have a scale of their own, rounded
+    up to 8 bits."""
+    return torch.cat([exactly_scaled(span, scale_of(span)) for span in spans(rows)], -1)
+
+
+def scale_of(span: torch.Tensor, most: float = 448.0) -> torch.Tensor:
+    smallest = (span.float().abs().amax(-1, keepdim=True) / most).clamp(min=2.0**-40)
+    step = torch.exp2(smallest.log2().floor() - 7)
+    return (smallest / step).ceil() * step
 
 
 def spans(rows: torch.Tensor) -> list[torch.Tensor]:
@@ -56,11 +63,10 @@ def test_a_latent_row_is_widened_exactly(width: int) -> None:
     packed = pack_rows(rows, FP8)
     assert packed.dtype == FP8 and packed.shape == (50, 2, packed_width(width))
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        assert torch.equal(unpack_rows(packed, width, dtype).double(), exact_latents(rows))
+        assert torch.equal(unpack_rows(packed, width, dtype), exact_latents(rows).to(dtype))
     numbers = unpack_rows(pack_rows(rows, torch.int8), width, torch.float64)
     for own, given in zip(spans(numbers), spans(rows.double()), strict=True):
-        most = given.abs().amax(-1, keepdim=True).clamp(min=2.0**-40 * 127)
-        assert ((own - given).abs() <= most / 127).all()  # half of a scale below 2 * most / 127
+        assert ((own - given).abs() <= (0.5 + 1e-5) * scale_of(given, 127.0)).all()
     alone = unpack_rows(pack_rows(rows[3, 1], FP8), width, torch.float64)
     assert torch.equal(alone, exact_latents(rows)[3, 1])
 
@@ -191,11 +197,11 @@ def test_odd_index_keys_are_refused(tmp_path: Path) -> None:
         LLM(folder, kv_cache_dtype="fp8", device="cpu")
 
 
-def test_kernels_refuse_latent_rows_of_8_bits() -> None:
-    groups = group_layers([None], [CacheLayout.of_latents(48, 24).of_type(FP8)])
-    size = 4, 1, 48, 1.0, 16, torch.float32, torch.device("cuda"), groups
-    shape = AttentionShape(*size, value_dim=32)
+def test_kernels_refuse_scales_that_latents_and_rotated_parts_share() -> None:
+    groups = group_layers([None], [CacheLayout.of_latents(160, 24).of_type(FP8)])
+    size = 4, 1, 160, 1.0, 16, torch.float32, torch.device("cuda"), groups
+    shape = AttentionShape(*size, value_dim=96)
     config = SparseConfig(None, (0,), 24, 1, Policy.strategy, Policy.fusion, by_row=True)
     for why in (TritonBackend.unsupported_reason(shape), DSABackend.kernel_refusal(config, shape)):
-        assert why is not None and "8 bits (kv_cache_dtype)" in why
+        assert why is not None and "have 96 and 64 columns; it has multiples of 128" in why
     assert TorchBackend.unsupported_reason(shape) is None

@@ -83,7 +83,8 @@ def test_pages_are_widened_into_tiles(
             rows = slice(skipped * tile, length)
             found = out[own].transpose(1, 2).flatten(0, 1)[: length - rows.start]
             expected = known[table[s]].transpose(1, 2).flatten(0, 1)[rows]
-            assert torch.equal(found, expected)
+            # The interpreter cuts numbers off to bfloat16.
+            torch.testing.assert_close(found, expected, rtol=2.0**-7, atol=0)
 
 
 def test_tiles_without_room_are_not_widened() -> None:

@@ -1,20 +1,19 @@
 """Rows of 8 bits, e4m3 or int8, with scales of their own.
 
     page of a head:  rows [page_size, dim] of 8 bits, then their scales [page_size] float32
-    latent row:      its numbers [width] of 8 bits, then a byte for the scale of every 128 of them
+    latent row:      its numbers [width] of 8 bits, then a scale for every 128 of them, bfloat16
 
 Scales of a page take whole rows at the end of the slice, so that whoever copies pages or slices
-copies them too. Latent rows are copied one by one, so each has its scales at its end: biased
-exponents, as float32 has them. Bytes up to a multiple of 16 are not used.
+copies them too. Latent rows are copied one by one, so each has its scales at its end. Bytes up to a
+multiple of 16 are not used.
 
-Scales are powers of two, so that a widened row is exact in bfloat16 and wider types. A scale is the
-smallest one with which its numbers fit into 8 bits, so it depends on that row alone; or it is that
-of the checkpoint.
+A scale is the smallest one with which its numbers fit into 8 bits, so it depends on that row alone;
+or it is that of the checkpoint. The largest number of a row then is exact, which matters for keys:
+they have few columns that are much larger than all others.
 """
 
 from __future__ import annotations
 
-import math
 from importlib.util import find_spec
 
 import torch
@@ -22,15 +21,15 @@ import torch
 FP8 = torch.float8_e4m3fn
 CACHE_TYPES = {"fp8": FP8, "int8": torch.int8}
 """Types of 8 bits, by their names in `kv_cache_dtype`."""
-_MOST = {FP8: (448.0, 0x43E00000), torch.int8: (127.0, 0x42FE0000)}
-"""The largest number of each type, and its bits as float32."""
+MOST = {FP8: 448.0, torch.int8: 127.0}
+"""The largest number of each type."""
 SPAN = 128  # columns of a latent row that share a scale
-_LEAST_EXPONENT = 127 - 40  # scales are at least 2**-40; what is smaller than that counts as zero
+LEAST_SCALE = 2.0**-40  # what is smaller than that counts as zero
 
 
 def is_narrow(dtype: torch.dtype | None) -> bool:
     """Whether rows of a type have 8 bits, and scales."""
-    return dtype in _MOST
+    return dtype in MOST
 
 
 def scale_rows(page_size: int, dim: int) -> int:
@@ -49,22 +48,12 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [..., dim] of 8 bits, and their scales [...] float32. Scales are those in `given`, which
     can be broadcast to [...], where it is not 0; larger numbers than fit are cut off."""
-    wide, (most, bits_of_most) = rows.float(), _MOST[dtype]
-    # The exponent of the largest number / `most`, rounded up: mantissas above that of `most` carry.
-    bits = wide.abs().amax(-1).view(torch.int32) + (0x3FFFFFFF - bits_of_most)
-    exponent = (bits >> 23).clamp(min=_LEAST_EXPONENT)
-    scales = (exponent << 23).view(torch.float32)
+    wide, most = rows.float(), MOST[dtype]
+    scales = (wide.abs().amax(-1) / most).clamp(min=LEAST_SCALE)
     if given is not None:
         scales = torch.where(given > 0, given, scales)
     wide = (wide / scales[..., None]).clamp(-most, most)
     return (wide if dtype == FP8 else wide.round()).to(dtype), scales
-
-
-def power_of_two_above(scale: float) -> float:
-    """The smallest power of two that is not smaller. As the scale of numbers with an exponent of
-    their own it is as precise."""
-    mantissa, exponent = math.frexp(scale)
-    return math.ldexp(1.0, exponent - 1 if mantissa == 0.5 else exponent)
 
 
 def rows_and_scales(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,7 +65,7 @@ def rows_and_scales(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def packed_width(width: int) -> int:
     """Bytes of a latent row of 8 bits, with its scales."""
-    return -(-(width + -(-width // SPAN)) // 16) * 16
+    return -(-(width + width % 2 + 2 * -(-width // SPAN)) // 16) * 16
 
 
 def spans_refusal(latent: int, rope: int) -> str | None:
@@ -95,10 +84,13 @@ def pack_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     width = rows.shape[-1]
     spans = -(-width // SPAN)
     wide = torch.nn.functional.pad(rows, (0, spans * SPAN - width)).unflatten(-1, (spans, SPAN))
-    numbers, scales = quantize(wide, None, dtype)
+    smallest = (wide.float().abs().amax(-1) / MOST[dtype]).clamp(min=LEAST_SCALE)
+    # Rounded up to bfloat16, the upper half of float32.
+    scales = (smallest.view(torch.int32) + 0xFFFF) >> 16
+    numbers, _ = quantize(wide, (scales << 16).view(torch.float32), dtype)
     packed = rows.new_zeros(*rows.shape[:-1], packed_width(width), dtype=torch.uint8)
     packed[..., :width] = numbers.view(torch.uint8).flatten(-2)[..., :width]
-    packed[..., width : width + spans] = (scales.view(torch.int32) >> 23).to(torch.uint8)
+    packed.view(torch.int16)[..., _scales_of(width)] = scales.to(torch.int16)
     return packed.view(dtype)
 
 
@@ -106,10 +98,15 @@ def unpack_rows(kept: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Ten
     """Latent rows [..., width] as numbers of `dtype`, from rows of any type as they are stored."""
     if not is_narrow(kept.dtype):
         return kept.to(dtype)
-    spans = -(-width // SPAN)
-    exponents = kept.view(torch.uint8)[..., width : width + spans].to(torch.int32)
-    scales = (exponents << 23).view(torch.float32).repeat_interleave(SPAN, -1)
-    return kept[..., :width].to(dtype) * scales[..., :width].to(dtype)
+    scales = kept.view(torch.bfloat16)[..., _scales_of(width)].repeat_interleave(SPAN, -1)
+    wide = torch.promote_types(dtype, torch.float32)
+    return (kept[..., :width].to(wide) * scales[..., :width].to(wide)).to(dtype)
+
+
+def _scales_of(width: int) -> slice:
+    """Where a latent row has its scales, in numbers of 16 bits."""
+    first = -(-width // 2)
+    return slice(first, first + -(-width // SPAN))
 
 
 def store_rows(
@@ -145,4 +142,5 @@ def widen(pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if not is_narrow(pages.dtype):
         return pages.to(dtype)
     rows, scales = rows_and_scales(pages)
-    return rows.to(dtype) * scales[..., None].to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    return (rows.to(wide) * scales[..., None].to(wide)).to(dtype)

@@ -7,13 +7,16 @@ so that weights stay within float16 whatever the scales are.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from triton import knobs
 
+from cairn.kernels.fp8_rows import FP8, LEAST_SCALE, MOST
 from cairn.kernels.fp8_rows import SPAN as _SPAN
 
 SPAN = tl.constexpr(_SPAN)
+_LEAST = tl.constexpr(LEAST_SCALE)
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 
@@ -30,6 +33,12 @@ def is_int8(pool):
 
 
 @triton.constexpr_function
+def most_of(pool):
+    """The largest number of 8 bits."""
+    return MOST[torch.int8 if is_int8(pool) else FP8]
+
+
+@triton.constexpr_function
 def slice_size(pool, page_size, dim):
     """Elements from a page's slice of one head to that of the next."""
     scale_rows = (4 * page_size + dim - 1) // dim if has_scales(pool) else 0
@@ -39,7 +48,15 @@ def slice_size(pool, page_size, dim):
 @triton.constexpr_function
 def row_size(pool, width):
     """Elements from a latent row to the next."""
-    return (width + -(-width // _SPAN) + 15) // 16 * 16 if has_scales(pool) else width
+    if not has_scales(pool):
+        return width
+    return (width + width % 2 + 2 * -(-width // _SPAN) + 15) // 16 * 16  # `packed_width`
+
+
+@triton.jit
+def scales_of_latents(rows, WIDTH: tl.constexpr):
+    """-> pointers to the scales of latent rows, bfloat16"""
+    return (rows + (WIDTH + WIDTH % 2)).to(tl.pointer_type(tl.bfloat16), bitcast=True)
 
 
 @triton.jit
@@ -59,9 +76,9 @@ def load_latents(
     if has_scales(rows):
         SPANS: tl.constexpr = max(1, BLOCK // SPAN)
         span = FIRST // SPAN + tl.arange(0, SPANS)
-        places = (rows + WIDTH).to(tl.pointer_type(tl.uint8), bitcast=True)[:, None] + span[None, :]
         known = there[:, None] & (span < (WIDTH + SPAN - 1) // SPAN)[None, :]
-        scale = _power(tl.load(places, mask=known, other=0).to(tl.int32))
+        places = scales_of_latents(rows, WIDTH)[:, None] + span[None, :]
+        scale = tl.load(places, mask=known, other=0.0).to(tl.float32)
         wide = tl.reshape(x.to(tl.float32), (x.shape[0], SPANS, BLOCK // SPANS)) * scale[:, :, None]
         x = tl.reshape(wide, (x.shape[0], BLOCK)).to(query.dtype.element_ty)
     return x
@@ -152,38 +169,37 @@ def unpack_pairs(pairs, pool):
 
 @triton.jit
 def log2_of(scale):
-    """-> log2 of scales, which are powers of two"""
-    return ((scale.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32)
+    """-> log2 of scales, which are normal numbers"""
+    if INTERPRETED:
+        return tl.log2(scale)
+    return tl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
 def inverse_of(scale):
-    """-> 1 / scale, of scales that are powers of two"""
-    return _power(254 - (scale.to(tl.int32, bitcast=True) >> 23))
+    """-> 1 / scale, of scales that are normal numbers"""
+    if INTERPRETED:
+        return 1.0 / scale
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
 def scale_of(most, pool):
     """-> scales of rows whose largest absolute value is `most`, as `fp8_rows.quantize` has them"""
-    bits = most.to(tl.int32, bitcast=True)
-    exponent = ((bits + 0x1FFFFF) >> 23) - 8  # 448 is 2 ** 8 with the mantissa 0x600000
-    if is_int8(pool):
-        exponent = ((bits + 0x1FFFF) >> 23) - 6  # 127 is 2 ** 6 with the mantissa 0x7E0000
-    return _power(tl.maximum(exponent, 87))
+    LARGEST: tl.constexpr = most_of(pool)
+    return tl.maximum(tl.div_rn(most, LARGEST), _LEAST)
 
 
 @triton.jit
 def narrow(x, scale, pool):
-    """-> numbers of 8 bits, for float32 and scales that can be broadcast to x"""
-    x = x * inverse_of(scale)
+    """-> numbers of 8 bits, for float32 and scales of the same shape"""
+    x = tl.div_rn(x, scale)
     if is_int8(pool):
         # Rounds: float32 has no fractions at 1.5 * 2 ** 23.
         x = (tl.clamp(x, -127.0, 127.0) + 12582912.0) - 12582912.0
     x = tl.clamp(x, -448.0, 448.0)
     return x.to(pool.dtype.element_ty)
-
-
-@triton.jit
-def _power(exponent):
-    """-> 2 ** (exponent - 127)"""
-    return (exponent << 23).to(tl.float32, bitcast=True)

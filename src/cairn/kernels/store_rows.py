@@ -8,7 +8,14 @@ import triton
 import triton.language as tl
 
 from cairn.kernels.fp8_rows import page_rows
-from cairn.kernels.fp8_tiles import SPAN, narrow, row_size, scale_of, slice_size
+from cairn.kernels.fp8_tiles import (
+    SPAN,
+    narrow,
+    row_size,
+    scale_of,
+    scales_of_latents,
+    slice_size,
+)
 from cairn.kernels.launch import direct
 from cairn.kernels.sizes import power_of_two
 
@@ -36,11 +43,13 @@ def _store_kernel(
         span = tl.arange(0, SPANS)
         spans = tl.reshape(x, (SPANS, BLOCK // SPANS))
         scale = scale_of(tl.max(tl.abs(spans), 1), pool)
+        # Rounded up to bfloat16, the upper half of float32.
+        bits = (scale.to(tl.int32, bitcast=True) + 0xFFFF) & -65536
+        scale = bits.to(tl.float32, bitcast=True)
         numbers = tl.reshape(narrow(spans, scale[:, None], pool), (BLOCK,))
         own = pool + (page * PAGE_SIZE + offset) * row_size(pool, WIDTH)
-        exponents = (own + WIDTH).to(tl.pointer_type(tl.uint8), bitcast=True)
-        exponent = (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8)
-        tl.store(exponents + span, exponent, mask=span < (WIDTH + SPAN - 1) // SPAN)
+        there = span < (WIDTH + SPAN - 1) // SPAN
+        tl.store(scales_of_latents(own, WIDTH) + span, scale.to(tl.bfloat16), mask=there)
     else:
         scale = scale_of(tl.max(tl.abs(x), 0), pool)
         numbers = narrow(x, scale, pool)

@@ -58,7 +58,7 @@ class KVPool(PagePool):
         """The group whose page ids name each layer's pages. With a host tier it differs from
         `group_of`, and locates the parts that never leave the device."""
         self.scales: dict[int, tuple[float, float]] = {}
-        """By layer: a checkpoint's scales of keys and of values of 8 bits, powers of two; 0 for a
+        """By layer: a checkpoint's scales of keys and of values of 8 bits; 0 for a
         scale of each row. Layers that are not here have none."""
         self._given: dict[int, torch.Tensor] = {}  # the same on the device, [2 * kv_heads]
         self._parts = {}

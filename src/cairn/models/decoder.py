@@ -17,7 +17,6 @@ import torch
 from cairn.attention.attend import Attend
 from cairn.errors import LoadError
 from cairn.kernels.cpu import HEAD_DIMS, Replays
-from cairn.kernels.fp8_rows import power_of_two_above
 from cairn.models.interface import LanguageModel
 from cairn.models.layers import Embedding, Factory, Linear, Module, Parameter, RMSNorm, TensorSlot
 from cairn.models.rope import CosSin, Rotary, Rotation, rotate
@@ -128,7 +127,7 @@ class SelfAttention(Attention):
         value = float(scale)
         if not 0 < value < math.inf:
             raise LoadError(f"{kind}_scale of layer {self._layer} is {value}; it must be positive")
-        self.cache_scales = {**self.cache_scales, kind: power_of_two_above(value)}
+        self.cache_scales = {**self.cache_scales, kind: value}
 
     def __call__(self, x: torch.Tensor, cos_sin: CosSin | None, attend: Attend) -> torch.Tensor:
         return self._output(self.qkv_proj(x), cos_sin, attend)
