@@ -10,8 +10,6 @@ import torch
 
 from cairn.attention.backend import Graph
 from cairn.attention.dsa_backend import DSABackend
-from cairn.attention.dsa_kernels import RowKernels
-from cairn.attention.triton_backend import TritonBackend
 from cairn.kernels import swap_rows
 from cairn.memory import hot_cache
 from tests.engine.lanes import tier_of
@@ -19,8 +17,8 @@ from tests.engine.test_hisparse_rows import leave_the_device
 from tests.engine.tiered import check_clean, load, tiered
 from tests.helpers import tokens_of
 from tests.kernels import swap_rows_case
-from tests.kernels.interpreted import rerun_steps
 from tests.kernels.interpreted_rows import indexed_model
+from tests.kernels.kernel_engines import rerun_steps, use_kernels
 
 CPU = torch.device("cpu")
 
@@ -70,8 +68,7 @@ def test_a_whole_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with load(folder, kv_cache_gib=0.02, **options) as llm:
         expected = llm.generate(prompts, max_tokens=3, ignore_eos=True, trace=True)
         alone = llm.generate(tokens_of(14, vocab=64), max_tokens=2, ignore_eos=True)
-    monkeypatch.setattr(TritonBackend, "unavailable_reason", staticmethod(lambda _: None))
-    monkeypatch.setattr(RowKernels, "refusal", staticmethod(lambda *_: None))
+    use_kernels(monkeypatch)
     rerun_steps(monkeypatch)
     with tiered(folder, frames=4, hot=2, pages=20, **options) as llm:
         engine, backend = llm.engine, llm.engine.runner.backend

@@ -20,7 +20,7 @@ from cairn.kernels import index_scan as scan_module
 from cairn.kernels import top_rows as top_module
 from tests.helpers import TINY_LATENT, poison_free_memory, tokens_of, write_model
 from tests.kernels import latent_case, row_case
-from tests.kernels.interpreted import rerun_steps
+from tests.kernels.kernel_engines import rerun_steps, use_kernels
 from tests.kernels.row_case import Sizes
 
 CPU = torch.device("cpu")
@@ -104,8 +104,7 @@ def test_a_whole_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_whole_engine_on_recorded_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that are dense and steps that select, padded to recorded sizes, against the same steps
     as they are. A request goes from one kind to the other."""
-    monkeypatch.setattr(TritonBackend, "unavailable_reason", staticmethod(lambda _: None))
-    monkeypatch.setattr(RowKernels, "refusal", staticmethod(lambda *_: None))
+    use_kernels(monkeypatch)
     monkeypatch.setattr(graphs, "_MIXED_TOKENS", (16,))
     rerun_steps(monkeypatch)
     folder = indexed_model(tmp_path)
