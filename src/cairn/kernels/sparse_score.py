@@ -140,7 +140,7 @@ def score_kernel(
         (first_page >= 0)[:, None],
         WIDTH,
         REACH,
-        ".cg",
+        True,
     )
     # The window is read in tiles of TILE_PAGES pages, which `nth` numbers for each row.
     nth = 0

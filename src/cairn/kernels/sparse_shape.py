@@ -170,13 +170,25 @@ def load_scoring(
 
 
 @triton.jit
-def load_landmarks(place, mask, WIDTH: tl.constexpr, REACH: tl.constexpr, CACHE: tl.constexpr = ""):
-    """-> landmarks at the pointers `place`, twice: first halves, and the second if REACH"""
-    first = tl.load(place, mask=mask, other=0.0, cache_modifier=CACHE)
+def load_landmarks(
+    place, mask, WIDTH: tl.constexpr, REACH: tl.constexpr, PAST_L1: tl.constexpr = False
+):
+    """-> landmarks at the pointers `place`, twice: first halves, and the second if REACH. If
+    PAST_L1, loads bypass the L1 cache."""
+    first = _load(place, mask, PAST_L1)
     second = first
     if REACH > 0:
-        second = tl.load(place + WIDTH // 2, mask=mask, other=0.0, cache_modifier=CACHE)
+        second = _load(place + WIDTH // 2, mask, PAST_L1)
     return first, second
+
+
+@triton.jit
+def _load(place, mask, PAST_L1: tl.constexpr):
+    if PAST_L1:
+        loaded = tl.load(place, mask=mask, other=0.0, cache_modifier=".cg")
+    else:
+        loaded = tl.load(place, mask=mask, other=0.0)
+    return loaded
 
 
 @triton.jit
