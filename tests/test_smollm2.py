@@ -59,6 +59,7 @@ def test_it_draws_tokens_as_its_makers_recommend(model: str) -> None:
     assert sampling_defaults(find_model(str(pulled_path(model)))) == {}
 
 
+@pytest.mark.slow
 def test_int8_weights_stay_close_and_report_their_error(model: str) -> None:
     ids = list(range(1000, 1100))
     with LLM(model, device="cpu", quantization="none") as llm:

@@ -51,10 +51,13 @@ def environment_of(pid: int) -> dict[str, str]:
     ("imports", "given", "spins"),
     [
         ("from cairn import LLM; LLM", {}, "8000"),
-        ("import cairn.cli.main, torch", {}, "8000"),
         ("import cairn, torch", {"GOMP_SPINCOUNT": "7"}, "7"),
-        ("import cairn, torch", {"OMP_WAIT_POLICY": "passive"}, "0"),
-        ("import torch, cairn", {}, "300000"),  # too late: the default of the library
+        pytest.param("import cairn.cli.main, torch", {}, "8000", marks=pytest.mark.slow),
+        pytest.param(
+            *("import cairn, torch", {"OMP_WAIT_POLICY": "passive"}, "0"), marks=pytest.mark.slow
+        ),
+        # Too late: the default of the library.
+        pytest.param("import torch, cairn", {}, "300000", marks=pytest.mark.slow),
     ],
 )
 def test_what_torch_makes_of_it(imports: str, given: dict[str, str], spins: str) -> None:

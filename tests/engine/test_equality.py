@@ -50,7 +50,11 @@ def per_page(folder: Path) -> int:
     return PAGE - 1 if name_of(folder) == "hils" else PAGE
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+# `test_fp8_cache` has the quick tests of caches of 8 bits.
+PARAMS = [pytest.param(name, marks=[pytest.mark.slow] * (name == "fp8")) for name in CONFIGS]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp(request.param), CONFIGS[request.param])
 

@@ -93,7 +93,9 @@ def test_a_prompt_longer_than_the_device_is_prefilled(model: Path) -> None:
         check_clean(llm.engine)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.slow] * (i % 2)) for i, c in enumerate(CASES)]
+)
 def test_golden_logits(case: str) -> None:
     tensors = load_file(GOLDENS / case / "golden.safetensors")
     config = json.loads((GOLDENS / case / "config.json").read_text())

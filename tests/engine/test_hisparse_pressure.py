@@ -27,7 +27,8 @@ from tests.helpers import poison_free_memory, tokens_of, write_model
 
 
 @pytest.fixture(
-    scope="module", params=["quest", "dense", pytest.param("rows", marks=pytest.mark.slow)]
+    scope="module",
+    params=["dense", *(pytest.param(own, marks=pytest.mark.slow) for own in ("quest", "rows"))],
 )
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp(request.param), MODELS[request.param][0])

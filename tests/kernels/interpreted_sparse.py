@@ -36,7 +36,7 @@ _PROMPTS = [name for name, case in CASES.items() if max(case.new) > 1]
     [
         *((name, 0) for name in CASES),
         *(
-            pytest.param(name, 128, marks=[pytest.mark.slow] * (i % 3 > 0))
+            pytest.param(name, 128, marks=[pytest.mark.slow] * (i % 6 > 0))
             for i, name in enumerate(_PROMPTS)
         ),
     ],

@@ -81,7 +81,7 @@ def test_two_hundred_streams_lose_and_repeat_nothing(model_folder: Path, tmp_pat
 
         rounds = [asyncio.run(round_of())]
         used = memory_mib(server)
-        rounds += [asyncio.run(round_of()) for _ in range(2)]
+        rounds.append(asyncio.run(round_of()))
         grown = {pid: after - used[pid] for pid, after in memory_mib(server).items()}
         server.wait_until_idle()
     spell = _spelling()

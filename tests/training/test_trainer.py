@@ -35,7 +35,7 @@ def trainer(
     return Trainer(config, phases, settings, tokenizer, *worlds)
 
 
-@pytest.mark.parametrize("architecture", ["hils", "full"])
+@pytest.mark.parametrize("architecture", ["hils", pytest.param("full", marks=pytest.mark.slow)])
 def test_every_phase_takes_a_step(
     architecture: Architecture, tokenizer: Tokenizer, worlds: Worlds, tmp_path: Path
 ) -> None:
