@@ -16,11 +16,12 @@ import torch
 
 from cairn import LLM
 from cairn.engine.inputs import StepInputs
+from cairn.engine.limits import Limits
 from cairn.engine.plan import StepPlan
 from cairn.engine.request import Request
 from cairn.engine.sampler import Sampler
 from cairn.engine.sampling_params import SamplingParams
-from cairn.engine.scheduler import Limits, Scheduler
+from cairn.engine.scheduler import Scheduler
 from cairn.memory.cache import PagedCache
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.groups import group_layers

@@ -25,9 +25,9 @@ from cairn.engine.hisparse_options import (
     selectors,
     split_group,
 )
+from cairn.engine.limits import Limits
 from cairn.engine.memory_plan import TierSizes, plan_memory, size_tier
 from cairn.engine.resolve import EngineChoices, resolve
-from cairn.engine.scheduler import Limits
 from cairn.errors import ConfigError
 from cairn.kernels.interface import MOST_HOT_SLOTS
 from cairn.memory.device_swap import SwapBytes

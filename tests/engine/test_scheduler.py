@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cairn.engine.drafters.drafter import Drafter
+from cairn.engine.limits import Limits
 from cairn.engine.plan import UNKNOWN, Advance, StepPlan
 from cairn.engine.request import Request, State
 from cairn.engine.sampling_params import SamplingParams
-from cairn.engine.scheduler import Limits, Scheduler, attention_pairs
+from cairn.engine.scheduler import Scheduler
 from cairn.engine.speculation import Speculation
+from cairn.engine.step import attention_pairs
 from cairn.engine.step_time import StepTimeModel, round_rows, step_sizes
 from cairn.errors import QueueFullError
 from cairn.memory.cache import PagedCache

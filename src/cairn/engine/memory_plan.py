@@ -23,8 +23,8 @@ import torch
 from cairn.config import EngineConfig
 from cairn.engine.container_limit import memory_left
 from cairn.engine.hisparse_options import HiSparseOptions, prompt_stages
+from cairn.engine.limits import Limits
 from cairn.engine.resolve import EngineChoices
-from cairn.engine.scheduler import Limits
 from cairn.errors import ConfigError
 from cairn.kernels.interface import MOST_HOT_SLOTS
 from cairn.memory.device_swap import SwapBytes

@@ -32,8 +32,8 @@ from cairn.engine.hisparse_options import (
     imply,
     split_group,
 )
+from cairn.engine.limits import Limits
 from cairn.engine.quantization import FP8_CAPABILITY
-from cairn.engine.scheduler import Limits
 from cairn.errors import ConfigError
 from cairn.kernels.fp8_rows import CACHE_TYPES
 from cairn.memory.geometry import PageGeometry

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
 
+from cairn.engine.limits import Limits, fits, outstanding_pages
 from cairn.engine.plan import (
     ONLY_PROMPT,
     UNKNOWN,
@@ -30,33 +31,19 @@ from cairn.engine.plan import (
     Advance,
     Allowed,
     StepPlan,
-    TableEdit,
     right_drafts,
 )
 from cairn.engine.request import FinishReason, Request, State
 from cairn.engine.speculation import Speculation
+from cairn.engine.step import Step
 from cairn.engine.step_time import StepTimeModel, round_rows
 from cairn.errors import PageError, QueueFullError
 from cairn.memory.cache import PagedCache, SequencePages
 from cairn.memory.copies import CopyEdits
-from cairn.memory.pages import NULL_PAGE
 from cairn.memory.radix import PrefixMatch
 
 _MAX_ADMISSIONS = 64
 """Waiting requests considered per step. Bounds planning time if the queue is long."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    chunked_prefill_size: int
-    """Rows per step that running requests and prefill share."""
-    max_running_requests: int
-    max_queued_requests: int
-    max_step_seconds: float | None = None
-    reserved_output: int = 0
-    """Output tokens that there must be room for to admit a request; its max_tokens if smaller."""
-    cuts_at_prompt: bool = False
-    """A chunk never has rows of both the prompt and the output."""
 
 
 @dataclass(slots=True)
@@ -67,38 +54,9 @@ class SchedulerStats:
     accepted: int = 0  # and came true
 
 
-class _Step:
-    """A plan under construction."""
-
-    def __init__(self) -> None:
-        self.budget = 0  # rows left for prefill and drafts
-        self.reserved = 0  # of them, for prefill
-        self.drafted = 0
-        self.hopeful = 0  # requests whose drafts probably come true
-        self.rows = 0
-        self.pairs = 0
-        self.prefill_rows = 0
-        self.advances: list[Advance] = []
-        self.admissions: list[Admission] = []
-        self.edits: list[TableEdit] = []
-        self.retracted: list[str] = []
-
-    def spend(self, rows: int, context: int, *, prefill: bool) -> None:
-        self.rows += rows
-        self.pairs += attention_pairs(rows, context)
-        if prefill:
-            self.prefill_rows += rows
-            self.budget -= rows
-
-
 _PENDING = array("q", [UNKNOWN])
 _NONE = array("q")
 NO_GUESSES: Mapping[str, Sequence[int]] = MappingProxyType({})
-
-
-def attention_pairs(rows: int, context: int) -> int:
-    """Number of (row, key) pairs that `rows` new rows after `context` earlier ones score."""
-    return rows * context + rows * (rows + 1) // 2
 
 
 def _allowed(request: Request) -> Allowed:
@@ -190,7 +148,7 @@ class Scheduler:
         Requests are planned strictly oldest first. A request that is retracted to make room is
         therefore not in the plan yet.
         """
-        step = _Step()
+        step = Step()
         self.cache.poll()
         ready = [request for request in self._running.values() if request.can_advance]
         remaining = [request.remaining for request in ready]
@@ -246,7 +204,7 @@ class Scheduler:
                 if request is not None and not _in_vain(request, advance):
                     request.pending -= advance.samples > 0  # this token will never arrive
 
-    def _plan_decode(self, step: _Step, request: Request) -> None:
+    def _plan_decode(self, step: Step, request: Request) -> None:
         assert request.pages is not None
         start, held = request.computed, len(request.pages.tables[0])
         if start < self._per_page * held or (self._make_room(step, request, start + 1)):
@@ -255,7 +213,7 @@ class Scheduler:
             else:
                 self._plan_drafts(step, request, self.speculation)
 
-    def _plan_drafts(self, step: _Step, request: Request, speculation: Speculation) -> None:
+    def _plan_drafts(self, step: Step, request: Request, speculation: Speculation) -> None:
         """Advance a decoding request by its newest token and the drafts after it."""
         count = speculation.count(request, self._most_drafts(step, request, speculation))
         drafts = _PENDING * count
@@ -266,7 +224,7 @@ class Scheduler:
         self._advance(step, request, 1, prefill=False, drafts=drafts)
         step.hopeful += bool(drafts) and speculation.expects(request)
 
-    def _most_drafts(self, step: _Step, request: Request, speculation: Speculation) -> int:
+    def _most_drafts(self, step: Step, request: Request, speculation: Speculation) -> int:
         """Number of drafts that there is room for, without making room by retraction."""
         after = request.num_tokens  # tokens without drafts
         most = min(speculation.most, request.end_len - after - 1, step.budget - step.reserved)
@@ -275,7 +233,7 @@ class Scheduler:
             most = min(most, self.cache.reachable_tokens(request.pages) - after)
         return max(0, most)
 
-    def _plan_prefill(self, step: _Step, request: Request) -> bool:
+    def _plan_prefill(self, step: Step, request: Request) -> bool:
         """Advance by a chunk; False if there is no budget or no page for it."""
         tokens = self._chunk(step, request)
         if tokens <= 0 or not self._make_room(step, request, request.computed + 1):
@@ -285,7 +243,7 @@ class Scheduler:
         self._advance(step, request, min(tokens, fits), prefill=True)
         return True
 
-    def _chunk(self, step: _Step, request: Request) -> int:
+    def _chunk(self, step: Step, request: Request) -> int:
         """Number of tokens of a prefilling request that the row budget and time limit allow."""
         rows = step.budget
         if rows <= 0:
@@ -307,7 +265,7 @@ class Scheduler:
             tokens = min(tokens, request.prompt_len - request.computed)
         return min(request.remaining, tokens)
 
-    def _make_room(self, step: _Step, request: Request, tokens: int) -> bool:
+    def _make_room(self, step: Step, request: Request, tokens: int) -> bool:
         """Retract younger requests until `request` can grow to `tokens` tokens; False if `request`
         itself had to be retracted."""
         while (new := self.cache.new_pages(request.pages, tokens)) and (
@@ -322,7 +280,7 @@ class Scheduler:
                 return False
         return True
 
-    def _admit(self, step: _Step) -> None:
+    def _admit(self, step: Step) -> None:
         """Start waiting requests in order while there are slots, rows and pages.
 
         A request whose next page is about to be published waits for that page instead of computing
@@ -338,7 +296,7 @@ class Scheduler:
         def expect(request: Request) -> None:
             """Note what a running request will still take, and the next page it will publish."""
             for g in range(len(promised)):
-                promised[g] += self._outstanding_pages(request, g)
+                promised[g] += outstanding_pages(self.cache, self.limits, request, g)
             assert request.pages is not None
             page = self.cache.pending_page(request.pages, request.token_ids)
             if page is not None:
@@ -359,7 +317,7 @@ class Scheduler:
                 if self.cache.next_page(match, request.token_ids) in pending:
                     continue
             # A single request always fits: its length was checked against the pool.
-            if self._running and not self._fits(request, match, promised):
+            if self._running and not fits(self.cache, self.limits, request, match, promised):
                 return
             step.admissions.append(self._start(request, match))
             if not self._plan_prefill(step, request):
@@ -392,37 +350,9 @@ class Scheduler:
             output_ids=tuple(request.output_ids) if counted else (),
         )
 
-    def _fits(self, request: Request, match: PrefixMatch, promised: list[int]) -> bool:
-        """Whether there is room for the request's known tokens, the next token and the reserved
-        output, in addition to what running requests will need.
-
-        Admission with less room would only lead to retractions.
-        """
-        for g in range(len(self.cache.groups)):
-            peak = self._peak_pages(request, g, self.limits.chunked_prefill_size)
-            need = peak - self.cache.held_by(match, g) + promised[g]
-            if need > self.cache.available_after(match, g):
-                return False
-        return True
-
-    def _outstanding_pages(self, request: Request, group: int) -> int:
-        """Number of pages that a running request still needs of those it was admitted with."""
-        pages = request.pages
-        assert pages is not None
-        held = pages.num_pages - pages.live_from[group]
-        # A decoding request takes one page at a time.
-        chunk = self.limits.chunked_prefill_size if request.remaining > 1 else 1
-        return max(0, self._peak_pages(request, group, chunk) - held)
-
-    def _peak_pages(self, request: Request, group: int, chunk: int) -> int:
-        output = min(request.params.max_tokens, self.limits.reserved_output)
-        tokens = max(request.num_tokens + 1, request.prompt_len + output)
-        tokens = min(tokens, request.max_total_tokens)
-        return self.cache.groups[group].peak_pages(tokens, chunk, self.cache.geometry)
-
     def _advance(
         self,
-        step: _Step,
+        step: Step,
         request: Request,
         tokens: int,
         *,
@@ -438,7 +368,7 @@ class Scheduler:
         if stop > held * self._per_page:
             held += self.cache.grow(pages, stop)
         if held > request.planned_pages or pages.live_from != request.planned_live:
-            self._collect_edits(step, request, pages)
+            step.collect_edits(request, pages)
         if prefill or self.limits.max_step_seconds is not None:
             context = self.cache.geometry.rows(start)
             step.spend(self.cache.geometry.rows(stop) - context, context, prefill=prefill)
@@ -485,30 +415,15 @@ class Scheduler:
             )
         )
 
-    def _hold_ahead(self, step: _Step, request: Request, pages: SequencePages, wanted: int) -> int:
+    def _hold_ahead(self, step: Step, request: Request, pages: SequencePages, wanted: int) -> int:
         """Allocate pages for this many tokens, the last of them drafts that the model may make
         after the step, while there are enough for all. Returns how far drafts may go."""
         wanted = min(wanted, request.end_len)
         new = self.cache.new_pages(pages, wanted)
         if new and self.cache.min_available() >= new + len(self._running):
             self.cache.grow(pages, wanted)
-            self._collect_edits(step, request, pages)
+            step.collect_edits(request, pages)
         return min(self.cache.geometry.tokens(pages.num_pages), request.end_len - 1)
-
-    def _collect_edits(self, step: _Step, request: Request, pages: SequencePages) -> None:
-        """Add the edits that bring the runner's tables up to date with the request's tables."""
-        for g, table in enumerate(pages.tables):
-            before, now = request.planned_live[g], pages.live_from[g]
-            dropped = min(now, request.planned_pages) - before
-            if dropped > 0:
-                none, zeros = (NULL_PAGE,) * dropped, (0,) * dropped
-                step.edits.append(TableEdit(g, request.slot, before, none, zeros))
-            request.planned_live[g] = now
-            if len(table) > request.planned_pages:
-                first = request.planned_pages
-                own, generations = tuple(table[first:]), tuple(pages.generations[g][first:])
-                step.edits.append(TableEdit(g, request.slot, first, own, generations))
-        request.planned_pages = pages.num_pages
 
     # -- committing ---------------------------------------------------------------------------
 
