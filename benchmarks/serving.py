@@ -43,7 +43,7 @@ class MadeUpRunner:
         return getattr(self._real, name)
 
     def launch(self, plan: Any) -> Any:
-        from cairn.engine.runner import InFlight, StepResult
+        from cairn.engine.step_result import InFlight, StepResult
 
         sampling = tuple(advance for advance in plan.advances if advance.samples)
         tokens = [self._text[advance.stop % len(self._text)] for advance in sampling]

@@ -13,7 +13,8 @@ from typing import Any
 
 from cairn.engine.engine import Engine
 from cairn.engine.plan import StepPlan
-from cairn.engine.runner import InFlight, Runner, StepResult
+from cairn.engine.runner import Runner
+from cairn.engine.step_result import InFlight, StepResult
 from cairn.memory.copies import Transfer
 from cairn.memory.hisparse import HiSparseCoordinator
 

@@ -22,7 +22,7 @@ import pytest
 from cairn import LLM, SamplingParams
 from cairn.engine.plan import UNKNOWN, StepPlan
 from cairn.engine.request import Request
-from cairn.engine.runner import InFlight
+from cairn.engine.step_result import InFlight
 from cairn.memory.cache import PagedCache, SequencePages
 from cairn.memory.copies import CopyEdits, Transfer
 from tests.engine.lanes import LaggingRunner, Lane, ScriptedMover, tier_of

@@ -12,7 +12,7 @@ import torch
 from cairn import LLM, SamplingParams
 from cairn.attention.hsa.backend import HSABackend
 from cairn.engine.plan import StepPlan
-from cairn.engine.runner import InFlight
+from cairn.engine.step_result import InFlight
 from cairn.memory import prompt_stage
 from cairn.memory.copies import Transfer
 from cairn.memory.groups import LayerGroup

@@ -17,10 +17,11 @@ from cairn.attention.backend import AttentionBackend
 from cairn.engine.logprobs import TokenLogprob
 from cairn.engine.plan import PromptScores, StepPlan
 from cairn.engine.request import Request
-from cairn.engine.runner import InFlight, Runner, StepResult
+from cairn.engine.runner import Runner
 from cairn.engine.sampler import derived_seed
 from cairn.engine.sampling_params import MAX_SEED, SamplingParams
 from cairn.engine.scheduler import Scheduler
+from cairn.engine.step_result import InFlight, StepResult
 from cairn.errors import QueueFullError, RequestError
 from cairn.kernels.compilations import CompilationCounts
 from cairn.memory.cache import GroupUsage

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from itertools import repeat
 from typing import NamedTuple
 
@@ -24,11 +24,13 @@ from cairn.attention.widened import overflowing_seqs
 from cairn.engine.drafting import Drafting, Made, Selected
 from cairn.engine.graphs import StepGraphs, StepSize, most_decode_rows, recorded_sizes
 from cairn.engine.inputs import Draws, StepInputs
-from cairn.engine.logprobs import TokenLogprob, token_logprobs
+from cairn.engine.logprobs import token_logprobs
 from cairn.engine.memory_plan import MemoryPlan
 from cairn.engine.plan import Advance, StepPlan
+from cairn.engine.prompt_scores import pooled_rows, score_prompt, scored_rows
 from cairn.engine.resolve import EngineChoices
 from cairn.engine.sampler import Sampler
+from cairn.engine.step_result import InFlight, StepResult
 from cairn.engine.step_time import step_sizes
 from cairn.engine.warm_up import Rehearsal, rehearsals, rungs_of
 from cairn.kernels.compilations import CompilationCounts, Compilations
@@ -51,36 +53,6 @@ host needs to launch the kernels, so a graph saves nothing."""
 _MOST_ROWS_APART = 8
 """Rows of the largest step with drafts in which every row is a sequence. Products of so few rows
 have kernels of their own, and reading a past twice costs little where one sequence runs."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """The results of a step, by request id."""
-
-    sampled: dict[str, Sequence[int]] = field(default_factory=dict)
-    """For each request the token after its newest one, and after each draft."""
-    guesses: dict[str, Sequence[int]] = field(default_factory=dict)
-    """The drafts that the model made, for requests that have such."""
-    logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
-    """Likewise, of the sampled tokens."""
-    prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
-    distributions: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Log-probabilities [tokens of this step, vocab], float32 on the host."""
-    hidden_sums: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Of the last layer's hidden states, over the tokens that are wanted, float32 on the host."""
-    selections: dict[str, list[dict[int, Selection]]] = field(default_factory=dict)
-    """For traced requests: the pages read to sample each token, by layer."""
-
-
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """A launched step."""
-
-    plan: StepPlan
-    sampling: tuple[Advance, ...]
-    tokens: torch.Tensor  # [samples + guesses] on the host, valid after `ready`
-    ready: torch.cuda.Event | None
-    result: StepResult  # without the tokens
 
 
 class Runner:
@@ -301,7 +273,7 @@ class Runner:
         host = self._inputs(plan)
         sampling = [advance for advance in plan.advances if advance.samples]
         result = StepResult()
-        scored, pooled = self._scored_rows(plan, host), self._pooled_rows(plan, host)
+        scored, pooled = scored_rows(plan, host), pooled_rows(plan, host)
         form = None if scored or pooled else self._form(host, drafted=plan.drafted > 0)
         if form is not None:
             draws = self._sampler.plain_draws(sampling)
@@ -317,7 +289,9 @@ class Runner:
         begin = len(host.sampled_rows)
         tokens = self._sample(sampling, logits[:begin], result)
         for s, wanted in scored.items() if self._samples else ():
-            self._score(plan, s, logits[begin : begin + len(wanted)], result)
+            own = plan.advances[s]
+            top = self._top_prompt_logprobs[own.slot]
+            score_prompt(own, logits[begin : begin + len(wanted)], top, result)
             begin += len(wanted)
         return self._in_flight(plan, sampling, tokens, result)
 
@@ -590,37 +564,6 @@ class Runner:
             for (_, own, _), score in zip(wanted, scores, strict=True):
                 result.logprobs.setdefault(own.request_id, []).append(score)
         return tokens
-
-    def _scored_rows(self, plan: StepPlan, host: StepInputs) -> dict[int, np.ndarray]:
-        """Rows whose logits are needed to score prompts, by sequence."""
-        wanted = {}
-        for s, advance in enumerate(plan.advances):
-            if advance.prompt_scores in ("top", "whole"):
-                token_rows = np.flatnonzero(host.is_token & (host.seq == s))
-                if advance.prompt_scores == "top":
-                    token_rows = token_rows[: len(advance.next_ids)]
-                wanted[s] = token_rows
-        return wanted
-
-    def _pooled_rows(self, plan: StepPlan, host: StepInputs) -> dict[int, np.ndarray]:
-        """Rows whose hidden states are needed for embeddings, by sequence."""
-        wanted = {}
-        for s, advance in enumerate(plan.advances):
-            if advance.prompt_scores == "mean":
-                wanted[s] = np.flatnonzero(host.is_token & (host.seq == s))
-            elif advance.prompt_scores == "last" and advance.stop == advance.prompt_len:
-                wanted[s] = np.flatnonzero(host.is_token & (host.seq == s))[-1:]
-        return wanted
-
-    def _score(self, plan: StepPlan, s: int, logits: torch.Tensor, result: StepResult) -> None:
-        advance = plan.advances[s]
-        if advance.prompt_scores == "whole":
-            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            result.distributions[advance.request_id] = wide.log_softmax(-1).float().cpu()
-            return
-        tokens = torch.tensor(advance.next_ids, dtype=torch.int64, device=self._device)
-        most = [self._top_prompt_logprobs[advance.slot]] * len(tokens)
-        result.prompt_logprobs[advance.request_id] = token_logprobs(logits, tokens, most)
 
 
 class _Form(NamedTuple):

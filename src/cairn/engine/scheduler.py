@@ -239,8 +239,8 @@ class Scheduler:
         if tokens <= 0 or not self._make_room(step, request, request.computed + 1):
             return False
         assert request.pages is not None
-        fits = self.cache.reachable_tokens(request.pages) - request.computed
-        self._advance(step, request, min(tokens, fits), prefill=True)
+        most = self.cache.reachable_tokens(request.pages) - request.computed
+        self._advance(step, request, min(tokens, most), prefill=True)
         return True
 
     def _chunk(self, step: Step, request: Request) -> int:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 from cairn.attention.backend import AttentionBackend
 from cairn.engine.parallel.rank_process import BackUp, Launch, State, Tell
 from cairn.engine.plan import StepPlan
-from cairn.engine.runner import InFlight, Runner, StepResult
+from cairn.engine.runner import Runner
+from cairn.engine.step_result import InFlight, StepResult
 from cairn.errors import CairnError, RankError
 from cairn.interrupts import interrupts_held_back
 from cairn.kernels.compilations import CompilationCounts
