@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from cairn import LLM, SamplingParams
 from cairn.engine.plan import StepPlan
 from cairn.engine.step_result import InFlight
-from cairn.models.layers import Factory, Linear
+from cairn.models.layers import Linear
+from cairn.models.module import Factory
 from tests.helpers import GOLDENS, TINY_LLAMA, poison_free_memory, tokens_of, write_model
 
 pytestmark = pytest.mark.gpu

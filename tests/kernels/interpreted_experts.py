@@ -14,6 +14,7 @@ from cairn.kernels import experts as experts_module
 from cairn.kernels import latent as latent_module
 from cairn.kernels.route import route
 from cairn.models import layers, loader
+from cairn.models.module import Factory
 from tests.helpers import GOLDENS, poison_free_memory, tokens_of
 from tests.kernels import expert_case, latent_case
 from tests.kernels.expert_case import Sizes
@@ -97,7 +98,7 @@ def test_a_whole_engine(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if kernels:
             monkeypatch.setattr(TritonBackend, "unavailable_reason", staticmethod(lambda _: None))
             monkeypatch.setattr(
-                loader, "Factory", lambda dtype, device, *_: layers.Factory(dtype, device, True)
+                loader, "Factory", lambda dtype, device, *_: Factory(dtype, device, True)
             )
             monkeypatch.setattr(layers, "_column_blocks", lambda _: 0)  # weights lie as on a GPU
         backend = "triton" if kernels else "torch"

@@ -17,6 +17,7 @@ from cairn.kernels import fp8 as kernels
 from cairn.models import layers, loader
 from cairn.models.experts import ExpertWeights
 from cairn.models.fp8 import to_fp8
+from cairn.models.module import Factory
 from cairn.models.narrow import Narrow
 from tests.helpers import TINY_EXPERTS, tokens_of, write_model
 from tests.kernels import expert_case, fp8_case, packed_case
@@ -111,7 +112,7 @@ def test_a_whole_engine(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             monkeypatch.setattr(
                 loader,
                 "Factory",
-                lambda dtype, device, *_: layers.Factory(dtype, device, fused=True, keep=True),
+                lambda dtype, device, *_: Factory(dtype, device, fused=True, keep=True),
             )
             monkeypatch.setattr(layers, "_column_blocks", lambda _: 0)  # weights lie as on a GPU
         backend = "triton" if in_kernels else "torch"

@@ -31,6 +31,7 @@ from cairn.kernels.sampling import sample
 from cairn.kernels.sparse_shape import SparseShape
 from cairn.memory.landmarks import LandmarkPool
 from cairn.models import layers, loader
+from cairn.models.module import Factory
 from tests.engine.tiered import tiered
 from tests.helpers import (
     TINY_EXPERTS,
@@ -115,7 +116,7 @@ def kernels_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         loader,
         "Factory",
-        lambda dtype, device, _, own, *__: layers.Factory(dtype, device, True, own),
+        lambda dtype, device, _, own, *__: Factory(dtype, device, True, own),
     )
     monkeypatch.setattr(layers, "_column_blocks", lambda _: 0)  # weights lie as on a GPU
     monkeypatch.setattr(layers, "_FEW_ROWS", 0)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from cairn.kernels.cpu import CpuKernels
 from cairn.kernels.interface import Routing
 from cairn.models.experts import ExpertWeights, experts, route
-from cairn.models.layers import Factory
+from cairn.models.module import Factory
 
 CPU = torch.float32, torch.device("cpu")
 EXPERTS = 12

@@ -18,7 +18,8 @@ from cairn.errors import CairnError, ConfigError
 from cairn.models import experts
 from cairn.models.experts import ExpertWeights
 from cairn.models.fp8 import fit_fp8, readable, to_fp8
-from cairn.models.layers import Factory, Linear
+from cairn.models.layers import Linear
+from cairn.models.module import Factory
 from cairn.models.parallel import Alone
 from cairn.models.quantize import ROUNDINGS
 from tests.helpers import TINY_LLAMA, tokens_of, write_model

@@ -21,7 +21,8 @@ from cairn.memory.layout import CacheLayout, CachePart
 from cairn.models.config_reader import ConfigReader
 from cairn.models.decoder import Attention, CausalLM
 from cairn.models.fields import FULL, read_decoder, read_dimensions
-from cairn.models.layers import Factory, Linear
+from cairn.models.layers import Linear
+from cairn.models.module import Factory
 from cairn.models.rope import CosSin
 from cairn.models.spec import AttentionSpec, DecoderSpec
 

@@ -10,7 +10,8 @@ import torch
 from cairn.models.config_reader import ConfigReader
 from cairn.models.decoder import MLP, CausalLM, FeedForward
 from cairn.models.fields import FULL, read_decoder, read_dimensions
-from cairn.models.layers import Factory, Linear
+from cairn.models.layers import Linear
+from cairn.models.module import Factory
 from cairn.models.spec import DecoderSpec
 
 

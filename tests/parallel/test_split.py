@@ -14,8 +14,9 @@ from cairn.errors import LoadError
 from cairn.kernels.compilations import CompilationCounts
 from cairn.models.config_reader import ConfigReader
 from cairn.models.decoder import CausalLM
-from cairn.models.layers import TensorSlot, named_slots
+from cairn.models.layers import named_slots
 from cairn.models.loader import build_model
+from cairn.models.module import TensorSlot
 from cairn.models.parallel import Alone
 from tests.helpers import GOLDENS, TINY_HILS, TINY_LLAMA, TINY_OLMO3, tokens_of, write_model
 from tests.models.test_gguf import write_gguf

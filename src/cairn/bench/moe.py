@@ -24,8 +24,8 @@ from cairn.kernels.interface import Routing
 from cairn.models import experts as in_torch
 from cairn.models.config_reader import ConfigReader
 from cairn.models.experts import ExpertWeights
-from cairn.models.layers import Factory
 from cairn.models.loader import use_kernels
+from cairn.models.module import Factory
 from cairn.models.presets import PRESETS
 
 Rows = Iterator[dict[str, Any]]

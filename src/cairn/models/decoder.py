@@ -18,7 +18,8 @@ from cairn.attention.attend import Attend
 from cairn.errors import LoadError
 from cairn.kernels.cpu import HEAD_DIMS, Replays
 from cairn.models.interface import LanguageModel
-from cairn.models.layers import Embedding, Factory, Linear, Module, Parameter, RMSNorm, TensorSlot
+from cairn.models.layers import Embedding, Linear, Parameter, RMSNorm
+from cairn.models.module import Factory, Module, TensorSlot
 from cairn.models.rope import CosSin, Rotary, Rotation, rotate
 from cairn.models.spec import DecoderSpec
 from cairn.models.split import rank_spec

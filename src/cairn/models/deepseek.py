@@ -25,7 +25,7 @@ from cairn.models.fields import (
 )
 from cairn.models.indexer import IndexDims
 from cairn.models.latent_attention import LatentAttention, LatentDims
-from cairn.models.layers import Factory
+from cairn.models.module import Factory
 from cairn.models.spec import DecoderSpec
 
 

@@ -20,7 +20,8 @@ from cairn.kernels.interface import Routing
 from cairn.models.blocks import Kept, Stack
 from cairn.models.decoder import MLP, FeedForward
 from cairn.models.fp8 import readable
-from cairn.models.layers import Factory, Module, RMSNorm, TensorSlot
+from cairn.models.layers import RMSNorm
+from cairn.models.module import Factory, Module, TensorSlot
 from cairn.models.narrow import Narrow, NarrowMatrix
 from cairn.models.quantize import Rounding
 from cairn.models.spec import DecoderSpec

@@ -14,7 +14,7 @@ from cairn.models.config_reader import ConfigReader
 from cairn.models.decoder import Attention, CausalLM, SelfAttention
 from cairn.models.fields import FULL, SLIDING, read_dimensions, read_epsilon
 from cairn.models.hils_attention import HiLSAttention, ScoringSpec
-from cairn.models.layers import Factory
+from cairn.models.module import Factory
 from cairn.models.rope import RopeParameters, read_rope
 from cairn.models.spec import DecoderSpec, Dimensions, LayerSpec, NativeSparsity, QKNorm
 

@@ -10,7 +10,8 @@ from cairn.attention.attend import Attend
 from cairn.attention.batch import Scoring
 from cairn.kernels.interface import ScoringHeads
 from cairn.models.decoder import SelfAttention
-from cairn.models.layers import Factory, Linear, Parameter, RMSNorm
+from cairn.models.layers import Linear, Parameter, RMSNorm
+from cairn.models.module import Factory
 from cairn.models.rope import CosSin, Rotation, rotate
 from cairn.models.spec import DecoderSpec, QKNorm
 

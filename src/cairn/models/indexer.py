@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from cairn.attention.batch import IndexQuery
-from cairn.models.layers import Factory, Linear, Module, TensorSlot
+from cairn.models.layers import Linear
+from cairn.models.module import Factory, Module, TensorSlot
 from cairn.models.rope import CosSin, rotate, rotation_order
 
 _NORM_EPS = 1e-6

@@ -8,7 +8,8 @@ import torch
 
 from cairn.attention.attend import Attend
 from cairn.kernels.cpu import CpuKernels
-from cairn.models.layers import Embedding, Module
+from cairn.models.layers import Embedding
+from cairn.models.module import Module
 from cairn.models.spec import ModelSpec
 
 

@@ -14,7 +14,8 @@ from cairn.models.config_reader import ConfigReader
 from cairn.models.decoder import Attention
 from cairn.models.fields import MOST_HEAD_DIM, MOST_WIDTH
 from cairn.models.indexer import IndexDims, Indexer
-from cairn.models.layers import Factory, Linear, Module, RMSNorm, TensorSlot
+from cairn.models.layers import Linear, RMSNorm
+from cairn.models.module import Factory, Module, TensorSlot
 from cairn.models.rope import (
     CosSin,
     RopeParameters,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cairn.models.config_reader import ConfigReader
 from cairn.models.decoder import CausalLM
 from cairn.models.fields import FULL, read_decoder, read_dimensions
-from cairn.models.layers import Factory
+from cairn.models.module import Factory
 
 
 def build(config: ConfigReader, factory: Factory) -> CausalLM:

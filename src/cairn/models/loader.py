@@ -15,7 +15,8 @@ from cairn.models.blocks import Weight, dense
 from cairn.models.config_reader import ConfigReader
 from cairn.models.experts import ExpertWeights
 from cairn.models.interface import LanguageModel
-from cairn.models.layers import Embedding, Factory, Linear, TensorSlot, named_slots
+from cairn.models.layers import Embedding, Linear, named_slots
+from cairn.models.module import Factory, TensorSlot
 from cairn.models.narrow import Narrow
 from cairn.models.parallel import Alone, Parallel
 from cairn.models.quantize import QuantizationError, Rounding

@@ -12,7 +12,7 @@ from cairn.models.fields import (
     read_layer_types,
     read_window,
 )
-from cairn.models.layers import Factory
+from cairn.models.module import Factory
 from cairn.models.spec import Dimensions
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cairn.models.config_reader import ConfigReader
 from cairn.models.decoder import CausalLM
 from cairn.models.fields import read_decoder, read_dimensions
-from cairn.models.layers import Factory
+from cairn.models.module import Factory
 from cairn.models.qwen2 import read_windows
 
 

@@ -8,7 +8,7 @@ from cairn.models.config_reader import ConfigReader
 from cairn.models.decoder import MLP, CausalLM, FeedForward
 from cairn.models.experts import ExpertFeedForward
 from cairn.models.fields import FULL, MOST_EXPERTS, MOST_WIDTH, read_decoder, read_dimensions
-from cairn.models.layers import Factory
+from cairn.models.module import Factory
 from cairn.models.spec import DecoderSpec
 
 

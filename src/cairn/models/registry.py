@@ -10,7 +10,7 @@ import torch
 from cairn.errors import ConfigError
 from cairn.models.config_reader import ConfigReader
 from cairn.models.interface import LanguageModel
-from cairn.models.layers import Factory
+from cairn.models.module import Factory
 from cairn.models.packed_int4 import read_quantization
 from cairn.models.parallel import Alone
 from cairn.models.spec import ModelSpec
