@@ -33,8 +33,12 @@ def test_drafts_are_measured(parts: str, folder: Path, capsys: pytest.CaptureFix
         assert found == [("quote", 1, 7), ("wrong", 1, 7)]
         assert rows[1]["accepted"].startswith("0/") and rows[1]["accepted"] > "0/1"
     assert all(row["plain tok/s"] > 0 and row["tok/s"] > 0 for row in rows)
-    assert main(["bench", "spec", *engine, "--speculative", "ngram"]) == 2
-    assert "leave it out" in capsys.readouterr().err
+    for option, value, named in (
+        ("--speculative", "ngram", "leave it out"),
+        ("--speculative-tokens", "3", "--tokens"),
+    ):
+        assert main(["bench", "spec", *engine, option, value]) == 2
+        assert named in capsys.readouterr().err
 
 
 def test_loops_are_runs_that_come_again() -> None:

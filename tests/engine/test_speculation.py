@@ -416,6 +416,17 @@ def test_drafts_stop_where_they_make_the_engine_slower() -> None:
     assert drive(pace, 20_000, kept=4, slower=1.2) > 18_000  # times change
 
 
+def test_more_is_drafted_while_all_drafts_come_true() -> None:
+    speculation = Speculation(NgramDrafter(), 15, 61)
+    own = Request("a", array("q", [1, 2, 3, 4] * 4), SamplingParams(max_tokens=99), 0, 999)
+    counts = []
+    for right in (7, 15, 14, 0, 3, 7):
+        counts.append(speculation.count(own, 20))
+        speculation.checked(own, counts[-1], right)
+    assert counts == [7, 15, 15, 7, 3, 15]
+    assert speculation.count(own, 20) == 7 and speculation.count(own, 5) == 5
+
+
 def test_a_request_whose_drafts_fail_pauses() -> None:
     speculation = Speculation(NgramDrafter(), 3, 61)
     prompt = [1, 2, 3, 4] * 4

@@ -12,10 +12,12 @@ from triton.compiler import ASTSource
 from cairn.bench import drift
 from cairn.kernels import (
     activation,
+    draft_rows,
     experts,
     fp8,
     gemv,
     index_scan,
+    kept_pages,
     landmark,
     latent,
     latent_prompt,
@@ -149,6 +151,19 @@ def main() -> None:
     compile_kernel(sampling._blocks_kernel, types, constants, num_warps=8)
     types |= {"seeds": I64, "tokens": I64}
     compile_kernel(sampling._pick_kernel, types, constants, num_warps=8)
+    types = dict.fromkeys(("first", "checked", "places", "right"), I32)
+    types |= {"tokens": I64, "newest": I64, "count": "i32", "most": "i32"}
+    compile_kernel(draft_rows._newest_kernel, types, {"BLOCK": 128})
+    moved = ("places", "sources", "positions", "lengths", "offsets", "pages", "kv_lens", "tables")
+    types = {**dict.fromkeys((*moved, "room", "right"), I32), "seeds": I64, "request_seeds": I64}
+    types |= dict.fromkeys(("count", "times", "further", "page_stride", "table_stride"), "i32")
+    types["group_stride"] = "i64"
+    constants = {"PAGE_SIZE": 64, "GROUPS": 2, "BLOCK": 128}
+    compile_kernel(draft_rows._move_kernel, types, constants)
+    types = dict.fromkeys(("kept", "kept_from", "page_table", "kv_lens", "tables", "lens"), I32)
+    types |= {"kept_stride": "i64", "table_stride": "i32", "table_width": "i32"}
+    constants = {"KV_HEADS": 3, "TOPK": 8, "PAGES": 16, "PAGE_SIZE": 64, "BLOCK": 16}
+    compile_kernel(kept_pages._kept_kernel, types, constants)
     tables = ("selected", "page_table", "generations", "frame_of", "hot_pages", "hot_lives", "used")
     lists = ("clock", "slot_of", "arrived", "located", "claims", "missed", "counts", "host", "pool")
     types = {**dict.fromkeys((*tables, *lists), I32), "totals": I64}

@@ -1,8 +1,10 @@
 """Drafts that the model makes: for which requests, and from which token on.
 
 The model drafts within a step, before it checks the drafts. If drafts mostly come true, it goes on
-as soon as a step is finished: the device drafts while the host plans the step that will check them.
-What the plan then does not ask for was drafted in vain.
+right behind a step: the device drafts while the host plans the step that will check them. What the
+plan then does not ask for was drafted in vain. From recorded steps these drafts are launched with
+the step before them, so that the device does not wait for the host to see which of that step's own
+drafts came true (`kernels/draft_rows.py`); otherwise when it is finished.
 """
 
 from __future__ import annotations
@@ -12,8 +14,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from cairn.engine.plan import Advance, StepPlan, right_drafts
+from cairn.attention.batch import to_device
+from cairn.engine.plan import UNKNOWN, Advance, StepPlan, right_drafts
+from cairn.kernels.interface import RowInputs
+from cairn.kernels.packing import pack, unpack
 
 
 class Made(NamedTuple):
@@ -47,19 +53,35 @@ class Drafting:
     newest: np.ndarray  # [requests] this token; UNKNOWN if only the device knows it
     counts: np.ndarray  # [requests] number of drafts
     slots: np.ndarray  # [requests]
+    unseen: np.ndarray
+    """[requests] number of drafts that the last step checks, of which only the device knows how
+    many came true; 0 if `starts` are final."""
 
     @classmethod
-    def _of(cls, rows: list[tuple[int, int, int, int]], advances: list[Advance]) -> Drafting:
-        """`rows` have start, newest token, count and slot of each request."""
-        columns = np.array(rows, dtype=np.int64).reshape(len(rows), 4)
+    def _of(cls, rows: list[tuple[int, int, int, int, int]], advances: list[Advance]) -> Drafting:
+        """`rows` have start, newest token, count, slot and unseen drafts of each request."""
+        columns = np.array(rows, dtype=np.int64).reshape(len(rows), 5)
         order = np.argsort(-columns[:, 2], kind="stable")
         return cls([advances[i] for i in order.tolist()], *columns[order].T)
 
     @classmethod
     def within(cls, advances: Sequence[Advance]) -> Drafting:
         """The drafts that these advances ask for."""
-        rows = [(own.start, own.token_ids[0], own.guesses, own.slot) for own in advances]
+        rows = [(own.start, own.token_ids[0], own.guesses, own.slot, 0) for own in advances]
         return cls._of(rows, list(advances))
+
+    @classmethod
+    def during(cls, plan: StepPlan) -> Drafting:
+        """The drafts that follow a step whose tokens only the device knows: from where they begin
+        if none of its own drafts comes true. All requests make equally many; those that go beyond
+        the room of a request are made in vain."""
+        rows, advances = [], []
+        for own in plan.advances:
+            start = own.stop - own.guesses
+            if own.room > start + 1:
+                rows.append((start, UNKNOWN, plan.ahead, own.slot, own.guesses))
+                advances.append(own)
+        return cls._of(rows, advances)
 
     @classmethod
     def after(
@@ -78,9 +100,15 @@ class Drafting:
             start = own.stop - own.guesses + right
             count = min(plan.ahead, own.room - start - 1)
             if count > 0:
-                rows.append((start, tokens[right], count, own.slot))
+                rows.append((start, tokens[right], count, own.slot, 0))
                 advances.append(own)
         return cls._of(rows, advances)
+
+    @property
+    def stops(self) -> np.ndarray:
+        """[requests] position of the last draft at most."""
+        stops: np.ndarray = self.starts + self.unseen + self.counts
+        return stops
 
     @property
     def requests(self) -> list[tuple[str, int]]:
@@ -118,5 +146,61 @@ class Selected(NamedTuple):
         """Whether drafts can read these pages: they are those of the same requests, in order."""
         if drafting.requests != self.requests:
             return False
-        stops = drafting.starts + drafting.counts
-        return bool(((drafting.starts >= self.since) & (stops <= self.until)).all())
+        return bool(((drafting.starts >= self.since) & (drafting.stops <= self.until)).all())
+
+
+@dataclass(frozen=True, slots=True)
+class Unseen:
+    """What the device needs to draft on from tokens that the host has not seen, [requests]."""
+
+    seeds: torch.Tensor  # int64, of the requests
+    first: torch.Tensor  # index of the first token that a request sampled
+    checked: torch.Tensor  # number of drafts that were checked
+    places: torch.Tensor  # of the newest token of each slot
+    room: torch.Tensor  # number of tokens that a request has pages for
+    right: torch.Tensor  # number of drafts that came true, filled by `count_right`
+
+    @classmethod
+    def of(
+        cls,
+        device: torch.device,
+        *,
+        seeds: np.ndarray,
+        first: np.ndarray,
+        checked: np.ndarray,
+        places: np.ndarray,
+        room: np.ndarray,
+    ) -> Unseen:
+        arrays = (seeds.view(np.int32), first, checked, places, room, np.zeros_like(room))
+        own, *rest = unpack(to_device(pack(arrays), device), [len(array) for array in arrays])
+        return cls(own.view(torch.int64), *rest)
+
+    def count_right(self, tokens: torch.Tensor, newest: torch.Tensor, most: int) -> None:
+        """Count the drafts that came true with `tokens` [samples], at most `most` of a request, and
+        store the token after them in `newest` [places]."""
+        from cairn.kernels.draft_rows import keep_newest
+
+        keep_newest(tokens, newest, self.first, self.checked, self.places, self.right, most)
+
+    def move(self, rows: RowInputs, further: int, page_size: int, *, by_right: bool) -> None:
+        """Move the inputs of a recorded step on by so many drafts, and by those that came true."""
+        from cairn.kernels.draft_rows import move_rows
+
+        right = self.right if by_right else None
+        move_rows(rows, self.seeds, self.room, right, further, page_size)
+
+    @classmethod
+    def rehearse(cls, newest: torch.Tensor, groups: int, page_size: int) -> None:
+        """Launch the kernels of this class, for nobody. The last of `newest` is spare."""
+        device, none = newest.device, np.zeros(1, dtype=np.int64)
+        spare = none + len(newest) - 1
+        own = cls.of(
+            device, seeds=none.astype(np.uint64), first=none, checked=none, places=spare, room=none
+        )
+        own.count_right(newest, newest, 1)
+        row = torch.zeros(4, dtype=torch.int32, device=device)
+        pages = tuple(torch.zeros(groups, 4, dtype=torch.int32, device=device))
+        tables = torch.zeros(groups, 1, 4, dtype=torch.int32, device=device)
+        seeds = torch.zeros(2, dtype=torch.int64, device=device)
+        rows = RowInputs(seeds, row, row, row, row, row, pages, row, tables)
+        own.move(rows, 0, page_size, by_right=True)

@@ -25,8 +25,10 @@ import torch
 
 from cairn.attention.backend import Graph
 from cairn.attention.batch import send, to_device
+from cairn.engine.drafting import Unseen
 from cairn.engine.inputs import Draws, StepInputs
 from cairn.engine.step_time import step_sizes
+from cairn.kernels.interface import RowInputs
 from cairn.kernels.packing import pack, unpack
 from cairn.memory.geometry import PageGeometry
 
@@ -100,20 +102,19 @@ def recorded_sizes(
     decode_rows: int,
     mixed_rows: int,
     seqs: int,
-    few_rows: int = 1,
+    few_rows: Collection[int] = (),
 ) -> dict[Graph, list[StepSize]]:
     """Sizes to record for each kind of step, up to these numbers of rows and sequences. A sequence
-    with few rows has up to `few_rows`."""
+    with few rows has one of `few_rows`, or fewer."""
     sizes = {}
     for graph in graphs:
         if graph.mixed:
             sizes[graph] = mixed_sizes(mixed_rows, seqs, geometry)
         elif graph.few:
-            # Where drafts keep failing, requests have one draft.
             sizes[graph] = [
                 StepSize(rows * count, count)
                 for count in {*step_sizes(seqs, 1), seqs}
-                for rows in {2, few_rows}
+                for rows in few_rows
             ]
         else:
             own = coarse_sizes(decode_rows) if graph.kind == "both" else batch_sizes(decode_rows)
@@ -309,6 +310,26 @@ class StepGraphs:
         The next run overwrites both. Without `draws` the tokens are meaningless. If `new_tables` is
         False, the first tables are those of the run before.
         """
+        places = self.load(host, graph, size, draws, new_tables=new_tables)
+        recorded = self._graphs[graph, size]
+        recorded.graph.replay()
+        count = len(places)
+        if np.array_equal(places, np.arange(count)):
+            return recorded.logits[:count], recorded.tokens[:count]
+        index = to_device(places, self._device)
+        return recorded.logits[index], recorded.tokens[index]
+
+    def load(
+        self,
+        host: StepInputs,
+        graph: Graph,
+        size: StepSize,
+        draws: Draws[np.ndarray] | None,
+        *,
+        new_tables: bool = True,
+    ) -> np.ndarray:
+        """Overwrite the inputs of a recorded step. Returns the places of its samples among those of
+        the graph."""
         wanted = host.sampled_rows
         recorded = self._graphs[graph, size]
         # A decode step has the logits of every row.
@@ -326,9 +347,35 @@ class StepGraphs:
         if new_tables:
             tables = host.pack_tables(self._generations, size.seqs)
             recorded.tables[:, :, : tables.shape[2]].copy_(to_device(tables, self._device))
-        recorded.graph.replay()
-        count = len(places)
-        if np.array_equal(places, np.arange(count)):
-            return recorded.logits[:count], recorded.tokens[:count]
-        index = to_device(places, self._device)
-        return recorded.logits[index], recorded.tokens[index]
+        return places
+
+    def draft(
+        self,
+        host: StepInputs,
+        steps: Sequence[tuple[Graph, StepSize]],
+        draws: Draws[np.ndarray],
+        unseen: Unseen,
+    ) -> None:
+        """Replay steps that draft one token after the other. `host` and `draws` are those of the
+        first, as if no earlier draft had come true."""
+        loaded = None
+        for later, step in enumerate(steps):
+            anew = step != loaded
+            if anew:
+                self.load(host, *step, draws, new_tables=loaded is None)
+                rows, loaded = self._row_inputs(*step), step
+            unseen.move(rows, later if anew else 1, self._page_size, by_right=anew)
+            self._graphs[step].graph.replay()
+
+    def _row_inputs(self, graph: Graph, size: StepSize) -> RowInputs:
+        """The inputs of a recorded step of single rows, to be changed on the device."""
+        rows, groups = size.rows, self._num_groups
+        recorded = self._graphs[graph, size]
+        lengths = [2 * rows, *[rows] * (8 + groups), rows]
+        seeds, _, places, _, _, sources, positions, lens, offsets, *rest = unpack(
+            recorded.packed, lengths
+        )
+        return RowInputs(
+            *(seeds.view(torch.int64), places, sources, positions, lens, offsets),
+            *(tuple(rest[:groups]), rest[groups], recorded.tables),
+        )

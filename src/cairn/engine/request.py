@@ -85,6 +85,7 @@ class Request:
     stopped_by_token: bool = False
     drafted_tokens: int = 0  # drafts that were checked
     accepted_tokens: int = 0  # and came true
+    all_right: bool = False  # all drafts of the last check came true
     misses: int = 0  # checks in a row of which no draft came true
     rest: int = 0  # tokens of the last pause without drafts
     rests_until: int = 0  # no drafts before this many tokens are known

@@ -21,7 +21,8 @@ from cairn.attention.attend import Attend
 from cairn.attention.backend import AttentionBackend, Graph, SparseBackend
 from cairn.attention.batch import AttentionBatch, to_device
 from cairn.attention.widened import overflowing_seqs
-from cairn.engine.drafting import Drafting, Made, Selected
+from cairn.engine.drafters.drafter import FIRST_DRAFTS
+from cairn.engine.drafting import Drafting, Made, Selected, Unseen
 from cairn.engine.graphs import StepGraphs, StepSize, most_decode_rows, recorded_sizes
 from cairn.engine.inputs import Draws, StepInputs
 from cairn.engine.logprobs import token_logprobs
@@ -96,6 +97,7 @@ class Runner:
         self._spare = num_slots * self._per_slot
         self._newest = torch.zeros(self._spare + 1, dtype=torch.int64, device=device)
         self._ahead: dict[int, Made] = {}  # drafts that were made ahead, by slot
+        self._followed: StepPlan | None = None  # the step behind which drafts are launched already
         self._selected: Selected | None = None  # whose pages drafts selected last
         self.graphs: StepGraphs | None = None
         """Recorded steps; None if none are recorded."""
@@ -184,12 +186,18 @@ class Runner:
                 self.tier.rehearse()
             if records:
                 self._make_graphs(most_recorded).rehearse(rungs.rows, rungs.seqs)
+                self._rehearse_drafts()
         compile_all(forms, progress)
         for step in steps:
             if step.for_real:
                 self._rehearse(step)
         if records:
             self.record_graphs(most_recorded)
+            self._rehearse_drafts()
+
+    def _rehearse_drafts(self) -> None:
+        if self._choices.sparse_drafts:
+            Unseen.rehearse(self._newest, len(self._tables), self._geometry.page_size)
 
     @contextmanager
     def _excerpt(self) -> Iterator[None]:
@@ -232,6 +240,7 @@ class Runner:
 
     def _make_graphs(self, most_rows: int) -> StepGraphs:
         _, num_slots, max_pages = self._tables.shape
+        drafts = self._choices.draft_tokens
         return StepGraphs(
             self._recorded_step,
             sizes=recorded_sizes(
@@ -240,14 +249,15 @@ class Runner:
                 decode_rows=most_decode_rows(num_slots, self._landmark_id is not None),
                 mixed_rows=min(most_rows, max_pages * self._geometry.page_size),
                 seqs=num_slots,
-                few_rows=1 + self._choices.draft_tokens,
+                # Where drafts keep failing, requests have one draft.
+                few_rows={1 + own for own in (1, min(drafts, FIRST_DRAFTS), drafts)},
             ),
             page_size=self._geometry.page_size,
             tables=self._tables.shape,
             device=self._device,
             generations=self._reads_generations,
             spare=self._spare,
-            samples=1 + self._choices.draft_tokens,
+            samples=1 + drafts,
         )
 
     def wrap_attention(self, wrap: Callable[[AttentionBackend, KVPool], AttentionBackend]) -> None:
@@ -297,8 +307,8 @@ class Runner:
 
     @torch.inference_mode()
     def draft_ahead(self, plan: StepPlan, result: StepResult) -> None:
-        """Let the model draft what follows a finished step, if its plan says so. The next launch
-        finds the drafts, as far as its plan asks for them."""
+        """Let the model draft what follows a finished step, if its plan says so and it has not
+        begun. The next launch finds the drafts, as far as its plan asks for them."""
         if not plan.ahead:
             return
         drafting = Drafting.after(plan, result.sampled, result.guesses)
@@ -307,20 +317,64 @@ class Runner:
         # Drafts that failed may have completed pages.
         reached = np.array([own.stop for own in drafting.advances])
         self._forget(drafting.slots, drafting.starts, reached)
-        self._draft(drafting)
+        if self._followed is plan:
+            self._forget(drafting.slots, drafting.starts, drafting.stops)
+        else:
+            self._draft(drafting)
         self._ahead = drafting.made()
+
+    def _draft_behind(self, plan: StepPlan, tokens: torch.Tensor) -> bool:
+        """Let the device draft on from the tokens [samples] that a launched step samples, before
+        the host knows them. False if graphs cannot do it."""
+        drafting = Drafting.during(plan)
+        if self.graphs is None or not drafting.advances:
+            return False
+        slots = drafting.slots
+        first = self._first_draft(drafting)
+        second = first.drafting(slots * self._per_slot + 1, 1)
+        second = replace(second, batch=replace(second.batch, kept=True))
+        draws = self._sampler.draft_draws(slots, drafting.starts + 1, 1)
+        forms = [self._form(own, drafted=False) for own in (first, second)]
+        steps = [(form.graph, form.size) for form in forms if form is not None]
+        kinds = [graph for graph, _ in steps]
+        begins = Graph("kept" if first.batch.kept else "sparse", mixed=False)
+        if draws is None or kinds != [begins, Graph("kept", mixed=False)]:
+            return False
+        samples = np.array([own.samples for own in plan.advances])
+        sampled = np.zeros(self._tables.shape[1], dtype=np.int64)  # by slot
+        sampled[[own.slot for own in plan.advances]] = np.cumsum(samples) - samples
+        unseen = Unseen.of(
+            self._device,
+            seeds=self._sampler.request_seeds(slots),
+            first=sampled[slots],
+            checked=drafting.unseen,
+            places=slots * self._per_slot,
+            room=np.array([own.room for own in drafting.advances]),
+        )
+        if not first.batch.kept:
+            self._selected = Selected.by(drafting, self._geometry.page_size)
+        unseen.count_right(tokens, self._newest, int(drafting.unseen.max()))
+        self.graphs.draft(first, [*steps, *steps[1:] * plan.ahead][: plan.ahead], draws, unseen)
+        return True
+
+    def _first_draft(self, drafting: Drafting) -> StepInputs:
+        """The inputs of the step in which requests make their first drafts."""
+        slots, starts = drafting.slots, drafting.starts
+        prompts = np.array([own.prompt_len for own in drafting.advances])
+        tables = self._tables_of(slots, int(drafting.stops.max()))
+        first = StepInputs.single_rows(
+            self._geometry, starts, prompts, drafting.newest, slots * self._per_slot, *tables
+        )
+        kept = self._selected is not None and self._selected.serves(drafting)
+        return replace(first, batch=replace(first.batch, kept=kept))
 
     def _draft(self, drafting: Drafting) -> None:
         """Let the model draft, token after token. The host prepares the first draft of each request
         and counts on from there."""
         counts, slots, starts = drafting.counts, drafting.slots, drafting.starts
         places = slots * self._per_slot
-        prompts = np.array([own.prompt_len for own in drafting.advances])
-        tables = self._tables_of(slots, int((starts + counts).max()))
-        begun = StepInputs.single_rows(
-            self._geometry, starts, prompts, drafting.newest, places, *tables
-        )
-        kept = self._selected is not None and self._selected.serves(drafting)
+        begun = self._first_draft(drafting)
+        kept = begun.batch.kept
         sent = False
         for later in range(counts[0]):
             count = int((counts > later).sum())
@@ -401,9 +455,11 @@ class Runner:
         return logits, tokens
 
     def _in_flight(
-        self, plan: StepPlan, sampling: list[Advance], tokens: torch.Tensor, result: StepResult
+        self, plan: StepPlan, sampling: list[Advance], sampled: torch.Tensor, result: StepResult
     ) -> InFlight:
-        ready = None
+        """The step, whose tokens [samples] are on their way to the host. If it should, the model
+        drafts on behind it."""
+        tokens, ready = sampled, None
         drafts = [
             own.slot * self._per_slot + guess
             for own in sampling
@@ -416,6 +472,7 @@ class Runner:
             tokens = on_host.copy_(tokens, non_blocking=True)
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
+        self._followed = plan if plan.ahead and self._draft_behind(plan, sampled) else None
         return InFlight(plan, tuple(sampling), tokens, ready, result)
 
     def finish(self, step: InFlight) -> StepResult:

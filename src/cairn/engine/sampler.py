@@ -147,6 +147,12 @@ class Sampler:
         """Likewise for this draft, from 1, that slots [n] make of the tokens at `positions`."""
         return self._plain_draws(slots, positions, slots * self._per_slot + draft)
 
+    def request_seeds(self, slots: np.ndarray) -> np.ndarray:
+        """The seeds [n] of the requests in these slots, from which those of their tokens are
+        made."""
+        seeds: np.ndarray = self._seeds[slots]
+        return seeds
+
     def _plain_draws(
         self, slots: np.ndarray, positions: np.ndarray, places: np.ndarray
     ) -> Draws[np.ndarray] | None:

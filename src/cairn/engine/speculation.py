@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from cairn.engine.drafters.drafter import Drafter
+from cairn.engine.drafters.drafter import FIRST_DRAFTS, Drafter
 from cairn.engine.plan import StepPlan
 from cairn.engine.request import Request
 
@@ -70,7 +70,8 @@ class Speculation:
         if self.drafter.by_model:
             # Requests draft together, and a step is as long as its longest drafts.
             return min(most, self.most)
-        return min(most, max(1, self.most >> request.misses))
+        usual = self.most if request.all_right else min(self.most, FIRST_DRAFTS)
+        return min(most, max(1, usual >> request.misses))
 
     def suggest(self, request: Request) -> list[int]:
         """Drafts of a request that takes allowed tokens only, before it is planned. Its masks are
@@ -99,6 +100,7 @@ class Speculation:
         """Note that the first `right` of a request's drafts came true."""
         request.drafted_tokens += drafted
         request.accepted_tokens += right
+        request.all_right = right == drafted
         if right:
             request.misses = request.rest = 0
             return

@@ -72,3 +72,17 @@ class Located(NamedTuple):
     """Pieces per page; 0 if there is nothing to wait for."""
     first_slot: int
     """The page of the pool that is slot 0."""
+
+
+class RowInputs(NamedTuple):
+    """Inputs of a recorded step with one row per sequence, all int32, [rows] except as noted."""
+
+    seeds: torch.Tensor  # int64
+    places: torch.Tensor  # where the sampled token is stored
+    sources: torch.Tensor  # where the token to compute is stored
+    positions: torch.Tensor
+    lengths: torch.Tensor
+    offsets: torch.Tensor  # row within its page
+    pages: tuple[torch.Tensor, ...]  # page that the row is written to, by layer group
+    kv_lens: torch.Tensor
+    tables: torch.Tensor  # [groups, rows, pages]

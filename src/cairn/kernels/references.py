@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cairn.kernels.fp8_rows import store_rows
-from cairn.kernels.interface import ScoringHeads
+from cairn.kernels.interface import RowInputs, ScoringHeads
 from cairn.kernels.sizes import blocks_of
 
 
@@ -221,3 +221,61 @@ def row_attention_reference(
 ) -> torch.Tensor:
     """-> [heads, latent]"""
     return (query @ kept.t() * scale).softmax(-1) @ kept[:, :latent]
+
+
+def keep_newest_reference(
+    tokens: torch.Tensor,
+    newest: torch.Tensor,
+    first: torch.Tensor,
+    checked: torch.Tensor,
+    places: torch.Tensor,
+    right: torch.Tensor,
+    most: int,
+) -> None:
+    for r, (begin, count, place) in enumerate(zip(first, checked, places, strict=True)):
+        same = tokens[begin : begin + count] == newest[place + 1 : place + 1 + count]
+        right[r] = same.int().cumprod(0).sum()
+        newest[place] = tokens[begin + right[r]]
+
+
+def move_rows_reference(
+    rows: RowInputs,
+    request_seeds: torch.Tensor,
+    room: torch.Tensor,
+    right: torch.Tensor | None,
+    further: int,
+    page_size: int,
+) -> None:
+    for r in range(len(room)):
+        position = int(rows.positions[r]) + further + (0 if right is None else int(right[r]))
+        rows.positions[r] = position
+        rows.lengths[r] = max(int(rows.lengths[r]), position + 1)
+        rows.kv_lens[r] = min(position + 1, int(room[r]))
+        rows.offsets[r] = position % page_size
+        for pages, table in zip(rows.pages, rows.tables, strict=False):
+            pages[r] = table[r, position // page_size] if position < room[r] else 0
+        rows.sources[r] += further
+        rows.places[r] += further
+        mixed = (int(request_seeds[r]) + (position + 1) * 0x9E3779B97F4A7C15) % 2**64
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+            mixed = (mixed ^ (mixed >> shift)) * factor % 2**64
+        rows.seeds[r] = mixed - 2**64 if mixed >= 2**63 else mixed
+
+
+def kept_tables_reference(
+    kept: torch.Tensor,
+    kept_from: torch.Tensor,
+    page_table: torch.Tensor,
+    kv_lens: torch.Tensor,
+    *,
+    pages: int,
+    page_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    layers, _, kv_heads, count = kept.shape
+    seqs, width = page_table.shape
+    first = kept_from[:seqs]
+    window = first[:, None] + torch.arange(pages - count, device=kept.device)
+    window = window[None, :, None].expand(layers, -1, kv_heads, -1)
+    places = torch.cat((kept[:, :seqs].clamp(min=0), window), 3).clamp(max=width - 1).long()
+    tables = page_table[None, :, None].expand(layers, -1, kv_heads, -1).gather(3, places)
+    return tables, kv_lens + (count - first) * page_size

@@ -264,24 +264,24 @@ class KernelSparse:
 
     def _begin_kept(self, kept: KeptPages) -> None:
         """Make a page table of each layer and kv head: selected pages, then those of the window."""
+        from cairn.kernels.kept_pages import kept_tables
         from cairn.kernels.paged_decode import plan_splits
 
         assert self._kept is not None
-        size, batch = self._shape.page_size, kept.batch
-        lens, table = batch.device_kv_lens, batch.groups[self._groups.kv].page_table.long()
-        places = self._kept[:, : len(lens)].long().clamp(min=0)
-        layers, _, kv_heads, count = places.shape
-        first = self._kept_from[: len(lens)]
+        size, count, batch = self._shape.page_size, self._shape.topk, kept.batch
         # Enough for the window and a page of rows since, and so many that tables of layers are
         # aligned to 16 bytes.
-        pages = -(-(count + self._shape.window // size + 3) // 4) * 4 - count
-        own = first[:, None] + torch.arange(pages, device=lens.device)
-        window = table.gather(1, own.clamp(max=table.shape[1] - 1))  # [seqs, pages]
-        selected = table[None, :, None].expand(layers, -1, kv_heads, -1).gather(3, places)
-        window = window[None, :, None].expand(layers, -1, kv_heads, -1)
-        kept.tables = torch.cat((selected, window), 3).int()
-        kept.kv_lens = lens + (count - first) * size
-        plan_splits(self._splits, kept.kv_lens, kv_heads=kv_heads, page_size=size, window=None)
+        pages = -(-(count + self._shape.window // size + 3) // 4) * 4
+        kept.tables, kept.kv_lens = kept_tables(
+            self._kept,
+            self._kept_from,
+            batch.groups[self._groups.kv].page_table,
+            batch.device_kv_lens,
+            pages=pages,
+            page_size=size,
+        )
+        heads = self._shape.kv_heads
+        plan_splits(self._splits, kept.kv_lens, kv_heads=heads, page_size=size, window=None)
 
     def _read_kept(self, own: LayerRows, kept: KeptPages) -> None:
         from cairn.kernels.paged_decode import paged_decode

@@ -8,11 +8,14 @@ from typing import ClassVar
 
 from cairn.sparsity.registry import import_class
 
+FIRST_DRAFTS = 7
+"""Drafts of a request at most, unless all those of its last check came true."""
+
 
 class Drafter:
     """Guesses the next tokens of a request. Wrong guesses cost time and change no output."""
 
-    tokens: ClassVar[int] = 7
+    tokens: ClassVar[int] = FIRST_DRAFTS
     """Tokens to draft at most, unless the user says otherwise."""
     by_model: ClassVar[bool] = False
     """The model itself drafts, and reads the past sparsely for it. `draft` is not called."""
