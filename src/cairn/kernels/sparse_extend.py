@@ -95,6 +95,11 @@ def _union_kernel(
     tl.store(counts + block * KV_HEADS + kv_head, tl.sum(first_seen.to(tl.int32)))
 
 
+@triton.jit
+def _or(x, missing, instead):
+    return tl.where(x == missing, instead, x)
+
+
 @direct
 @triton.jit(do_not_specialize=["stage_shift"])
 def _attend_kernel(
@@ -280,17 +285,23 @@ def _attend_kernel(
             logits *= key_scale[None, :]
         if HIDE_LAST:
             logits = tl.where((in_page < PAGE_SIZE - 1)[None, :], logits, float("-inf"))
-        if TILE_PAGES > 1:  # not -inf, because a row may read none of the pages
-            logits = tl.where(reads, logits, -1.0e37)
+        if TILE_PAGES > 1:
+            logits = tl.where(reads, logits, float("-inf"))
         if has_scales(pool):  # as in `softmax_weights`: shares include the scales of values
             logits = logits * scale_2 + log2_of(value_scale)[None, :]
             inside_most = tl.max(logits, 1)
+            if TILE_PAGES > 1:
+                inside_most = _or(inside_most, float("-inf"), 0.0)
             shares = tl.exp2(logits - inside_most[:, None])
             inside_total = tl.sum(shares * inverse_of(value_scale)[None, :], 1)
         else:
             inside_most = tl.max(logits, 1) * scale_2
+            if TILE_PAGES > 1:
+                inside_most = _or(inside_most, float("-inf"), 0.0)
             shares = tl.exp2(logits * scale_2 - inside_most[:, None])
             inside_total = tl.sum(shares, 1)
+        if TILE_PAGES > 1:  # a row may read none of the pages
+            inside_total = _or(inside_total, 0.0, 1.0)
         if BY_LSE:
             mass = inside_most + tl.log2(inside_total)
         if TILE_PAGES > 1:
