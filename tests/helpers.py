@@ -212,7 +212,11 @@ def stale_slices(tier: HiSparseCoordinator, generation: Sequence[int]) -> list[s
         for part, host, device in tier._tensors(layer):
             there = part.by_head(host, tier._per_page)[numbers, :, heads]
             here = part.by_head(device, tier._per_page)[tier._first_hot + slots, :, heads]
-            wrong = (there != here.cpu()).flatten(1).any(1).nonzero()[:, 0].tolist()
+            # Bytes: those of a scale may be NaN in 8 bits.
+            bytes_there, bytes_here = (
+                own.contiguous().view(torch.uint8) for own in (there, here.cpu())
+            )
+            wrong = (bytes_there != bytes_here).flatten(1).any(1).nonzero()[:, 0].tolist()
             problems += [f"slot {held[i][1]} of layer {layer} is not {held[i][2]}" for i in wrong]
     return problems
 

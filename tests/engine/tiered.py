@@ -46,8 +46,9 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def options_of(folder: Path) -> dict[str, Any]:
-    """Those of a model in MODELS if the folder has its name, or is from `mktemp(name)`."""
-    named = (own for name, (_, own) in MODELS.items() if re.fullmatch(rf"{name}\d*", folder.name))
+    """Those of a model in MODELS if the folder has its name, with a number or `-variant`."""
+    form = r"(\d*|-.*)"
+    named = (own for name, (_, own) in MODELS.items() if re.fullmatch(name + form, folder.name))
     own = next(named, {})
     return {"page_size": PAGE, "dtype": "float64", "device": "cpu", **own}
 
