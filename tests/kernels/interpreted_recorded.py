@@ -149,6 +149,7 @@ def test_drafts_are_checked_in_recorded_steps(
         assert sum(step.replays for step in replayed.values()) > 2
 
 
+@pytest.mark.slow
 def test_drafts_read_the_pages_that_the_first_one_selected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

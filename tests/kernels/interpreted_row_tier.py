@@ -57,6 +57,7 @@ def test_null_rows() -> None:
     swap_rows_case.check_null_rows(CPU)
 
 
+@pytest.mark.slow
 def test_a_whole_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks that are staged, mixed steps, decode over rows in host memory, prefix hits, traces;
     and steps that are recorded, with all pages on the device or not. Every answer is that of an

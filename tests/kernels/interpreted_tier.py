@@ -97,7 +97,8 @@ def test_made_up_selections_drift() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "by_lse"), [(1, True), (2, False), pytest.param(3, True, marks=pytest.mark.slow)]
+    ("parts", "by_lse"),
+    [(2, False), *(pytest.param(n, True, marks=pytest.mark.slow) for n in (1, 3))],
 )
 def test_pages_that_come_late(parts: int, by_lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """However few programs share them."""
@@ -174,7 +175,9 @@ def test_made_up_reads(hils: tuple[Path, list[int]]) -> None:
         llm.generate(tokens_of(90, seed=5), max_tokens=2, ignore_eos=True)
 
 
-@pytest.mark.parametrize(("policy", "size"), [("quest", 16), ("spread", 8)])
+@pytest.mark.parametrize(
+    ("policy", "size"), [("spread", 8), pytest.param("quest", 16, marks=pytest.mark.slow)]
+)
 def test_a_whole_engine_on_kernels_with_dense_prompts_in_a_host_tier(
     policy: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
