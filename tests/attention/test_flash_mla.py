@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
 from cairn.attention.flash_mla_backend import by_row
-from cairn.attention.flash_mla_rows import parts_of
 from cairn.engine.inputs import StepInputs
 
 
@@ -18,12 +16,3 @@ def test_each_row_of_a_chunk_reads_up_to_itself() -> None:
     lens, (tables,) = by_row(batch)
     assert lens.tolist() == [9, 1, 2, 3, 69, 70] and lens.dtype == torch.int32
     assert tables.tolist() == table[[0, 1, 1, 1, 2, 2]].tolist()
-
-
-@pytest.mark.parametrize(
-    ("rows", "topk", "parts"),
-    [(1, 2048, 16), (4, 2048, 16), (16, 2048, 4), (33, 2048, 2), (34, 2048, 1), (1, 384, 1)],
-)
-def test_lists_are_cut_while_processors_are_idle(rows: int, topk: int, parts: int) -> None:
-    """Into whole tiles of 128 rows. 128 heads on 132 processors are 66 queries at once."""
-    assert parts_of(rows, topk, 66) == parts

@@ -224,8 +224,8 @@ class RowKernels:
     ) -> torch.Tensor:
         for tile in step.tiles:
             own = query if tile.rows is None else query[tile.rows]
-            absorbed = heads.absorb(own, self.copies(len(own)))
-            values = heads.values(self.attend(layer, absorbed, slots[tile.own], step.pool))
+            read = self.attend(layer, heads.absorb(own), slots[tile.own], step.pool)
+            values = heads.values(read)
             if tile.rows is None:
                 return values
             if out is None:
@@ -300,26 +300,14 @@ class RowKernels:
             listed = self._listed[: scores.numel()].view(scores.shape)
             top_rows(*given, listed, page_size=self._shape.page_size)
 
-    def copies(self, rows: int) -> int:
-        """How often `attend` needs each of so many queries."""
-        flash = self._flash_for(rows)
-        return 1 if flash is None else flash.parts(rows, self._topk)
-
-    def _flash_for(self, rows: int) -> FlashRows | None:
-        """FlashMLA if it reads the rows of so many queries; None if our own kernel does."""
-        from cairn.kernels.attend_rows import AttendRows
-
-        own = self.read
-        return None if isinstance(own, AttendRows) and own.suits(rows) else self._flash
-
     def attend(
         self, layer: int, query: torch.Tensor, slots: torch.Tensor, stage: KVPool | None = None
     ) -> torch.Tensor:
         """What heads read, [rows, heads, latent], from the rows at `slots` [rows, k]; the query
-        [rows * copies, heads, latent + rope] is absorbed."""
+        [rows, heads, latent + rope] is absorbed."""
         pool, scale = (stage or self._pool).part(layer, LATENT), self._shape.scale
-        if (flash := self._flash_for(len(slots))) is not None:
-            return flash.attend(query, pool, slots, scale)
+        if self._flash is not None and self._flash.suits(len(slots)):
+            return self._flash.attend(query, pool, slots, scale)
         out = query.new_empty(*query.shape[:2], self._latent)
         self.read(query, pool, slots, out, scale=scale)
         return out

@@ -1,7 +1,6 @@
 """FlashMLA from SGLang's kernel package: attention over chosen latent rows.
 
-A program of it reads the whole list of a query, so that few queries leave most of a GPU idle. Here
-the parts of a list become queries of their own, and a kernel merges what they read.
+A program of it reads the whole list of a query, so that few queries leave most of a GPU idle.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ class FlashRows:
         from sgl_kernel.flash_mla import flash_mla_sparse_fwd
 
         self._attend: Any = flash_mla_sparse_fwd
-        self._queries = processors(device) * _HEADS // heads
-        """Queries that are computed at once."""
+        self._tiles, self._processors = heads // _HEADS, processors(device)
 
     @staticmethod
     def refusal(shape: AttentionShape, topk: int) -> str | None:
@@ -46,46 +44,22 @@ class FlashRows:
             return f"queries read {topk} rows; it has multiples of {_LEAST}"
         return None
 
-    def parts(self, rows: int, topk: int) -> int:
-        return parts_of(rows, topk, self._queries)
+    def suits(self, rows: int) -> bool:
+        """Whether it was faster than our own kernel for so many rows, on an H200."""
+        return 2 * rows * self._tiles > self._processors
 
     def attend(
         self,
-        query: torch.Tensor,  # [rows * parts, heads, 576], contiguous
+        query: torch.Tensor,  # [rows, heads, 576], contiguous
         pool: torch.Tensor,  # [pages, page_size, 576]
         slots: torch.Tensor,  # [rows, k] int32, -1 for none
         scale: float,
     ) -> torch.Tensor:
-        """-> [rows, heads, 512]; each query is there once for each part of its list"""
+        """-> [rows, heads, 512]"""
         from cairn.kernels.precompile import is_collecting
-        from cairn.kernels.row_attention import merge_parts
 
-        rows, (queries, heads, width) = len(slots), query.shape
-        read = query.new_empty(queries, heads, _LATENT)
-        lse = torch.empty(queries, heads, dtype=torch.float32, device=query.device)
-        if not is_collecting():  # `slots` is not initialised then
-            lists = slots.view(queries, 1, -1)
-            read, _, lse = self._attend(query, pool.view(-1, 1, width), lists, scale)
-        if queries == rows:
-            return read
-        out = query.new_empty(rows, heads, _LATENT)
-        # The logarithm is in base 2, and +inf where nothing is read.
-        merge_parts(out, read, lse, queries // rows, base_2=True)
-        return out
-
-    def unsplit(
-        self, query: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        """As it comes: one list, one query."""
-        read: torch.Tensor = self._attend(
-            query, pool.view(-1, 1, query.shape[2]), slots[:, None], scale
-        )[0]
+        if is_collecting():  # `slots` is not initialised then
+            return query.new_empty(*query.shape[:2], _LATENT)
+        rows = pool.view(-1, 1, query.shape[2])
+        read: torch.Tensor = self._attend(query, rows, slots[:, None], scale)[0]
         return read
-
-
-def parts_of(rows: int, topk: int, queries: int) -> int:
-    """Parts of each of `rows` lists, in equal lengths: as many as give at most `queries` in all."""
-    parts = 1
-    while 2 * parts * rows <= queries and topk % (2 * parts * _LEAST) == 0:
-        parts *= 2
-    return parts

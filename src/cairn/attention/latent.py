@@ -24,18 +24,19 @@ class LatentHeads(NamedTuple):
     def latent(self) -> int:
         return self.key.shape[2]
 
-    def absorb(self, query: torch.Tensor, copies: int = 1) -> torch.Tensor:
-        """query [rows, heads, nope + rope] -> [rows * copies, heads, latent + rope]"""
+    def absorb(self, query: torch.Tensor) -> torch.Tensor:
+        """query [rows, heads, nope + rope] -> [rows, heads, latent + rope]"""
         nope, rope = query.tensor_split((self.key.shape[1],), -1)
-        absorbed = torch.bmm(nope.transpose(0, 1), self.key).transpose(0, 1)
-        if copies == 1:
-            return torch.cat((absorbed, rope), -1)
-        parts = (part[:, None].expand(-1, copies, -1, -1) for part in (absorbed, rope))
-        return torch.cat(tuple(parts), -1).flatten(0, 1)
+        out = query.new_empty(*query.shape[:2], self.latent + rope.shape[2])
+        torch.bmm(nope.transpose(0, 1), self.key, out=out[..., : self.latent].transpose(0, 1))
+        out[..., self.latent :] = rope
+        return out
 
     def values(self, attended: torch.Tensor) -> torch.Tensor:
         """What heads read, [rows, heads, latent] -> [rows, heads, value]"""
-        return torch.bmm(attended.transpose(0, 1), self.value).transpose(0, 1)
+        out = attended.new_empty(*attended.shape[:2], self.value.shape[2])
+        torch.bmm(attended.transpose(0, 1), self.value, out=out.transpose(0, 1))
+        return out
 
     def expand(self, rows: torch.Tensor, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [heads, rows, nope + rope] and values [heads, rows, value] of some heads, from

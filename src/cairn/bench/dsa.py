@@ -185,19 +185,18 @@ class Layer:
             scores.append(kernels.scan(0, step, tile, index).clone())
             kernels.choose(0, step, tile, scores[-1], chosen)
         absorbed = self._heads.absorb(self._query)
-        copies = self._heads.absorb(self._query, kernels.copies(self._rows))
         out = absorbed.new_empty(*absorbed.shape[:2], own.latent)
         pool, shape = self._pool.part(0, LATENT), self._sparse._parts.shape
         scale = shape.scale
 
         def together(index: IndexQuery, chosen: torch.Tensor) -> None:
             kernels.choose(0, step, tile, kernels.scan(0, step, tile, index), chosen)
-            kernels.attend(0, copies, chosen)
+            kernels.attend(0, absorbed, chosen)
 
         calls: dict[str, Callable[[int], Any]] = {
             "scan": lambda i: kernels.scan(0, step, tile, sets[i]),
             "select": lambda i: kernels.choose(0, step, tile, scores[i], slots[i]),
-            "attend": lambda i: kernels.attend(0, copies, slots[i]),
+            "attend": lambda i: kernels.attend(0, absorbed, slots[i]),
             "together": lambda i: together(sets[i], slots[i]),
             "own attend": lambda i: kernels.read(absorbed, pool, slots[i], out, scale=scale),
             "torch.topk": lambda i: scores[i].topk(own.topk, sorted=False),
@@ -205,7 +204,7 @@ class Layer:
         }
         if FlashRows.refusal(shape, own.topk) is None:
             flash = FlashRows(own.heads, self._device)
-            calls["FlashMLA sparse"] = lambda i: flash.unsplit(absorbed, pool, slots[i], scale)
+            calls["FlashMLA sparse"] = lambda i: flash.attend(absorbed, pool, slots[i], scale)
         seconds = {name: _per_set(call) for name, call in calls.items()}
         row: dict[str, Any] = {f"{name}_us": round(s * 1e6, 1) for name, s in seconds.items()}
         item, width = self._dtype.itemsize, own.latent + own.rope

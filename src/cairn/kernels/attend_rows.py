@@ -29,7 +29,6 @@ _THREADS = 384
 SHARED_BYTES = 3 * 64 * 2 * (_LATENT + _ROPE) + 4 * (4 * 64 + 2 * 72) + 8 * 6 + 16 + 1024
 """Of a block: struct Gathered in the source, which is aligned to 1,024 bytes."""
 _MOST_PARTS = 8  # blocks of a cluster
-_FEWEST = 8  # lists of 64 heads from which on it suits
 _FIXED = 4  # what a block takes beside its tiles, in tiles
 
 
@@ -81,10 +80,6 @@ class AttendRows:
         self._kernel = CudaKernel(cubin, "attend_rows", _THREADS, SHARED_BYTES, device)
         self._clusters = clusters_of(self._kernel.most_clusters)
         self._head_tiles = heads // 64
-
-    def suits(self, queries: int) -> bool:
-        """Whether it was faster than FlashMLA for so many queries, on an H200."""
-        return _FEWEST <= queries * self._head_tiles <= self._clusters.get(2, 0)
 
     def __call__(
         self,

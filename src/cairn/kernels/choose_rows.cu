@@ -12,7 +12,7 @@
 constexpr int WARPS = THREADS / 32;
 constexpr int BINS = 2048;
 constexpr int BINS_PER_THREAD = BINS / THREADS;
-constexpr int AT_ONCE = 16;         // scores of a thread that are loaded at once
+constexpr int QUADS = 4;            // of scores of a thread that are loaded at once
 constexpr int MOST_BLOCKS = 8;      // of a cluster
 constexpr int TIES = 19;            // bits of a block's ties, where these and others are counted at once
 constexpr u32 LEAST = 0x007fffffu;  // key of -inf, which is never chosen; no other has its digit
@@ -45,61 +45,72 @@ struct Shared {
   u32 digit, wanted, members;
 };
 
-// A key as an unsigned number of the same order; both zeros have the same.
-DEVICE u32 key_of(float score) {
-  u32 bits = __float_as_uint(score);
+// A score, given by its bits, as an unsigned number of the same order; both zeros have the same.
+DEVICE u32 key_of(u32 bits) {
   if (bits << 1 == 0) bits = 0;
   return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
 }
 
-// The block's part of a row.
+// The block's part of a row. Threads have four consecutive scores at a time.
 struct Part {
   const float* scores;
   int count, words;
-  float held[AT_ONCE];  // the thread's first scores
+  u32 held[QUADS][4];  // keys of the thread's first scores
 
   DEVICE void load(int first) {
-    const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      const int place = (first + i * WARPS) * 32 + lane;
-      held[i] = place < count ? scores[place] : -__int_as_float(0x7f800000);
+    for (int i = 0; i < QUADS; ++i) {
+      const int place = 4 * (first + i * THREADS + threadIdx.x);
+      uint4 bits = {0, 0, 0, 0};
+      if (place < count) bits = *reinterpret_cast<const uint4*>(scores + place);
+      held[i][0] = place < count ? key_of(bits.x) : LEAST;
+      held[i][1] = place + 1 < count ? key_of(bits.y) : LEAST;
+      held[i][2] = place + 2 < count ? key_of(bits.z) : LEAST;
+      held[i][3] = place + 3 < count ? key_of(bits.w) : LEAST;
     }
   }
 
-  // Call `use(key, word)` for every score, by whole warps: the lanes have the scores of one word.
+  // Call `use(first)` for all scores, QUADS times four of each thread; these are held then.
   template <typename Use>
-  DEVICE void for_all(Use use) {
-    const int warp = threadIdx.x / 32;
-    for (int first = warp; first < words; first += WARPS * AT_ONCE) {
-      if (words > WARPS * AT_ONCE) load(first);
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i)
-        if (first + i * WARPS < words) use(key_of(held[i]), first + i * WARPS);
+  DEVICE void for_held(Use use) {
+    for (int first = 0; first < 8 * words; first += QUADS * THREADS) {
+      if (8 * words > QUADS * THREADS) load(first);
+      use(first);
     }
   }
+
+  // Call `use(key)` for every score.
+  template <typename Use>
+  DEVICE void for_all(Use use) {
+    for_held([&](int) {
+#pragma unroll
+      for (int i = 0; i < QUADS; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) use(held[i][j]);
+    });
+  }
 };
+
+// Sums of `own` of the lanes up to this one.
+DEVICE u32 sum_upto(u32 own) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const u32 other = __shfl_up_sync(0xffffffffu, own, step);
+    if (threadIdx.x % 32 >= step) own += other;
+  }
+  return own;
+}
 
 // Sums of `own` of all threads before this one, and of all threads.
 DEVICE u32 sum_before(u32 own, Shared& s, u32& all) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  u32 upto = own;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const u32 other = __shfl_up_sync(0xffffffffu, upto, step);
-    if (lane >= step) upto += other;
-  }
+  const u32 upto = sum_upto(own);
   if (lane == 31) s.sums[warp] = upto;
   __syncthreads();
-  u32 before = 0;
-  all = 0;
-#pragma unroll
-  for (int i = 0; i < WARPS; ++i) {
-    const u32 each = s.sums[i];
-    if (i < warp) before += each;
-    all += each;
-  }
-  return before + upto - own;
+  const u32 warps = sum_upto(lane < WARPS ? s.sums[lane] : 0);
+  const u32 before = __shfl_sync(0xffffffffu, warps, max(warp - 1, 0));
+  all = __shfl_sync(0xffffffffu, warps, 31);
+  return (warp ? before : 0) + upto - own;
 }
 
 DEVICE void cluster_sync() {
@@ -119,13 +130,21 @@ DEVICE void find_digit(Shared& s, int level, u32 wanted) {
   u32 count[BINS_PER_THREAD] = {};
   if (ALL_BLOCKS) {
     cluster_sync();
-    for (u32 block = 0; block < cluster_size(); ++block)
 #pragma unroll
-      for (int i = 0; i < BINS_PER_THREAD; i += 2) {
-        const u64 two = load_remote(reinterpret_cast<const u64*>(bins + i), block);
-        count[i] += (u32)two;
-        count[i + 1] += (u32)(two >> 32);
+    for (int i = 0; i < BINS_PER_THREAD; i += 2) {
+      const u64* pair = reinterpret_cast<const u64*>(bins + i);
+      u64 both = 0;
+#pragma unroll
+      for (u32 first = 0; first < MOST_BLOCKS; first += 4) {
+        u64 two[4];  // all are loaded before one is needed
+#pragma unroll
+        for (u32 j = 0; j < 4; ++j)
+          two[j] = first + j < cluster_size() ? load_remote(pair, first + j) : 0;
+        both += two[0] + two[1] + two[2] + two[3];
       }
+      count[i] = (u32)both;
+      count[i + 1] = (u32)(both >> 32);
+    }
   } else {
     __syncthreads();
 #pragma unroll
@@ -157,6 +176,13 @@ struct Bound {
 
   DEVICE bool better(u32 key) const { return key >> shift > prefix; }
   DEVICE bool ties(u32 key) const { return key >> shift == prefix; }
+  // The same for four keys, as bits.
+  DEVICE u32 four_better(const u32 (&keys)[4]) const {
+    return better(keys[0]) | better(keys[1]) << 1 | better(keys[2]) << 2 | better(keys[3]) << 3;
+  }
+  DEVICE u32 four_ties(const u32 (&keys)[4]) const {
+    return ties(keys[0]) | ties(keys[1]) << 1 | ties(keys[2]) << 2 | ties(keys[3]) << 3;
+  }
   DEVICE void narrow(const Shared& s, int bits) {
     prefix = prefix << bits | s.digit;
     shift -= bits;
@@ -170,21 +196,29 @@ DEVICE u64 choose_listed(Shared& s, Part& part, Bound& bound, u32 members, u32* 
   const int lane = threadIdx.x % 32;
   const u32 rank = cluster_rank();
   u32 better = 0;
-  part.for_all([&](u32 key, int word) {
-    const u32 higher = __ballot_sync(0xffffffffu, bound.better(key));
-    const bool mine = bound.ties(key);
-    const u32 same = __ballot_sync(0xffffffffu, mine);
-    better += __popc(higher);
-    if (lane == 0) {
-      above[word] = higher;
-      equal[word] = 0;
+  part.for_held([&](int first) {
+    u32 found = 0;
+#pragma unroll
+    for (int i = 0; i < QUADS; ++i) {
+      const int quad = first + i * THREADS + threadIdx.x;
+      const u32 higher = bound.four_better(part.held[i]);
+      better += __popc(higher);
+      if (higher) atomicOr(above + quad / 8, higher << quad % 8 * 4);
+      found += __popc(bound.four_ties(part.held[i]));
     }
-    if (same == 0) return;
+    const u32 upto = sum_upto(found), all = __shfl_sync(0xffffffffu, upto, 31);
+    if (all == 0) return;
     u32 place = 0;
-    if (lane == 0) place = atomicAdd(&s.filled, (u32)__popc(same));
-    place = __shfl_sync(0xffffffffu, place, 0) + __popc(same & ((1u << lane) - 1));
-    if (mine) s.listed[place] = {key, word * 32 + lane};
+    if (lane == 0) place = atomicAdd(&s.filled, all);
+    place = __shfl_sync(0xffffffffu, place, 0) + upto - found;
+#pragma unroll
+    for (int i = 0; i < QUADS; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (bound.ties(part.held[i][j]))
+          s.listed[place++] = {part.held[i][j], 4 * (first + i * THREADS + (int)threadIdx.x) + j};
   });
+  better = __reduce_add_sync(0xffffffffu, better);
   if (lane == 0) atomicAdd(&s.better, better);
   __syncthreads();
   if (threadIdx.x == 0) s.counts = (u64)s.better << 32 | s.filled;
@@ -240,25 +274,26 @@ DEVICE u64 choose_listed(Shared& s, Part& part, Bound& bound, u32 members, u32* 
 // The same for any number of candidates; what earlier blocks choose is not known yet.
 DEVICE void choose_any(Shared& s, Part& part, Bound& bound, u32 members, u32* above, u32* equal) {
   if (members != bound.wanted) {
-    part.for_all([&](u32 key, int) {
+    part.for_all([&](u32 key) {
       if (bound.ties(key)) add_one(s.bins + BINS + (key >> 10 & 2047));
     });
     find_digit<true>(s, 1, bound.wanted);
     bound.narrow(s, 11);
     if (s.members != bound.wanted) {
-      part.for_all([&](u32 key, int) {
+      part.for_all([&](u32 key) {
         if (bound.ties(key)) add_one(s.bins + 2 * BINS + (key & 1023));
       });
       find_digit<true>(s, 2, bound.wanted);
       bound.narrow(s, 10);
     }
   }
-  part.for_all([&](u32 key, int word) {
-    const u32 higher = __ballot_sync(0xffffffffu, bound.better(key));
-    const u32 same = __ballot_sync(0xffffffffu, bound.ties(key));
-    if (threadIdx.x % 32 == 0) {
-      above[word] = higher;
-      equal[word] = same;
+  part.for_held([&](int first) {
+#pragma unroll
+    for (int i = 0; i < QUADS; ++i) {
+      const int quad = first + i * THREADS + threadIdx.x;
+      const u32 higher = bound.four_better(part.held[i]), same = bound.four_ties(part.held[i]);
+      if (higher) atomicOr(above + quad / 8, higher << quad % 8 * 4);
+      if (same) atomicOr(equal + quad / 8, same << quad % 8 * 4);
     }
   });
   __syncthreads();
@@ -283,6 +318,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   u32* above = reinterpret_cast<u32*>(memory + sizeof(Shared));  // maps: better than the k-th,
   u32* equal = above + p.words;                                  // and as good
   for (int i = threadIdx.x; i < 3 * BINS; i += THREADS) s.bins[i] = 0;
+  for (int i = threadIdx.x; i < 2 * p.words; i += THREADS) above[i] = 0;  // both maps
   if (threadIdx.x == 0) s.filled = s.better = s.earlier = 0;
   wait_for_predecessor();
   const int row = blockIdx.x / cluster_size(), rank = cluster_rank();
@@ -299,9 +335,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int begin = rank * part.words * 32;
   part.scores = p.scores + row * p.score_stride + begin;
   part.count = min(part.words * 32, count - begin);  // not positive where nothing is left
-  part.load(threadIdx.x / 32);
+  part.load(0);
   __syncthreads();
-  part.for_all([&](u32 key, int) {
+  part.for_all([&](u32 key) {
     if (key > LEAST) add_one(s.bins + (key >> 21));
   });
   find_digit<true>(s, 0, p.k);

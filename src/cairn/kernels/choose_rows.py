@@ -75,7 +75,7 @@ class ChooseRows:
 
     def __call__(
         self,
-        scores: torch.Tensor,  # [rows, length] float32
+        scores: torch.Tensor,  # [rows, length] float32; rows begin at multiples of 16 bytes
         limits: torch.Tensor,  # [rows] int32; scores from here on are ignored
         seqs: torch.Tensor,  # [rows] int32
         page_table: torch.Tensor,  # [seqs, pages] int32
@@ -87,7 +87,7 @@ class ChooseRows:
         """Write the positions of each row's k best scores, ascending and padded with -1, and where
         these rows are in the pool: page * page_size + offset."""
         rows, length = scores.shape
-        assert length <= MOST_SCORES
+        assert length <= MOST_SCORES and scores.stride(0) % 4 == 0
         cluster = cluster_of(rows, length, self._clusters)
         words = words_of(length, cluster)
         tensors = scores, limits, seqs, page_table, positions, slots

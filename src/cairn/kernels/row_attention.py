@@ -17,7 +17,7 @@ from cairn.kernels.launch import direct
 from cairn.kernels.pdl import pdl_options
 from cairn.kernels.processors import processors
 from cairn.kernels.sizes import blocks_of
-from cairn.kernels.softmax import LN2, LOG2E, softmax_result
+from cairn.kernels.softmax import LOG2E, softmax_result
 
 _TILE = 64  # rows at once, of 16-bit types
 _TILE_FLOAT32 = 16
@@ -125,7 +125,6 @@ def _row_merge_kernel(
     parts: tl.int32,
     HEADS: tl.constexpr,
     LATENT: tl.constexpr,
-    BASE_2: tl.constexpr,  # logarithms are in base 2, and +inf for an empty part
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -142,8 +141,6 @@ def _row_merge_kernel(
         part = start + tl.arange(0, _MERGED)
         at = (row * parts + part) * HEADS + head
         lse = tl.load(partial_lse + at, mask=part < parts, other=float("-inf"))
-        if BASE_2:
-            lse = tl.where(lse == float("inf"), float("-inf"), lse * LN2)
         there = lse > float("-inf")  # a part may have nothing to read
         own = tl.load(
             partial + at[:, None] * LATENT + offs_l[None, :],
@@ -188,27 +185,6 @@ def row_attention(
         num_warps=8 if half else 4, num_stages=2 if half else 1, **pdl_options(query),
     )  # fmt: skip
     if parts > 1:
-        merge_parts(out, partial, partial_lse, parts)
-
-
-def merge_parts(
-    out: torch.Tensor,  # [rows, heads, latent], contiguous
-    partial: torch.Tensor,  # [rows, parts, heads, latent], contiguous
-    partial_lse: torch.Tensor,  # [rows, parts, heads] float32, contiguous
-    parts: int,
-    *,
-    base_2: bool = False,
-) -> None:
-    """Merge what each query read in parts of its list. Log-sum-exps are in base e and -inf for an
-    empty part, or in base 2 and +inf."""
-    rows, heads, latent = out.shape
-    _row_merge_kernel[(heads, rows)](
-        out,
-        partial,
-        partial_lse,
-        parts,
-        HEADS=heads,
-        LATENT=latent,
-        BASE_2=base_2,
-        **pdl_options(out),
-    )
+        _row_merge_kernel[(heads, rows)](
+            out, partial, partial_lse, parts, HEADS=heads, LATENT=latent, **pdl_options(out)
+        )
