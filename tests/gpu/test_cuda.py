@@ -213,7 +213,9 @@ def test_retraction_changes_no_token() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 8])
 @pytest.mark.parametrize("before", ["nothing", "silu", "norm"])
-@pytest.mark.parametrize(("out", "width"), [(100, 1030), (1024, 3072), (4096, 1024), (64, 4100)])
+@pytest.mark.parametrize(
+    ("out", "width"), [(100, 1030), (1024, 3072), (4096, 1024), (64, 4100), (5130, 1536)]
+)
 def test_products_of_few_rows(rows: int, before: str, out: int, width: int) -> None:
     from cairn.kernels.gemv import gemv
     from cairn.kernels.references import gemv_reference
@@ -231,6 +233,18 @@ def test_products_of_few_rows(rows: int, before: str, out: int, width: int) -> N
     )
     error = (found.double() - expected).norm() / expected.norm()
     assert error < 1e-2
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 7168), (5, 1000), (16, 9000)])
+def test_products_with_few_outputs(rows: int, width: int) -> None:
+    from cairn.kernels.gemv import narrow_product
+
+    torch.manual_seed(0)
+    x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(16, width, device="cuda")
+    expected = x.double() @ weight.double().t() * 0.5
+    found = narrow_product(x, weight, 0.5).double()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("rows", [9, 100, 129, 256])

@@ -6,10 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cairn.kernels import gemv as gemv_module
 from cairn.kernels import rope_kv as rope_kv_module
 from cairn.kernels.activation import silu_and_mul
 from cairn.kernels.fp8_rows import FP8, rows_and_scales
-from cairn.kernels.gemv import gemv
+from cairn.kernels.gemv import gemv, narrow_product
 from cairn.kernels.interface import ScoringHeads
 from cairn.kernels.norm import add_rms_norm, rms_norm
 from cairn.kernels.references import (
@@ -65,6 +66,32 @@ def test_gemv(rows: int, width: int, before: str, adds: bool) -> None:
     )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert not adds or found is streams[0]
+
+
+@pytest.mark.parametrize("described", [False, True])
+@pytest.mark.parametrize("before", ["nothing", "silu", "norm"])
+def test_gemv_of_tiles(before: str, described: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel for large matrices, with a last tile that is not whole."""
+    monkeypatch.setattr(gemv_module, "streams", lambda *_: True)
+    monkeypatch.setattr(gemv_module, "_WIDE", 0)
+    monkeypatch.setattr(gemv_module, "can_describe", lambda *_: described)
+    for rows, adds in ((1, False), (8, True), (11, False)):
+        weight = torch.randn(100, 256).half()
+        x = torch.randn(rows, 512 if before == "silu" else 256).half()
+        norm = (torch.randn(256).half(), 1e-2) if before == "norm" else None
+        streams = [torch.ones(rows, 100).half() if adds else None for _ in range(2)]
+        found, expected = (
+            product(x, weight, silu=before == "silu", norm=norm, add_to=stream)
+            for product, stream in zip((gemv, gemv_reference), streams, strict=True)
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-1)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 50), (4, 8192), (11, 8200)])
+def test_products_with_few_outputs(rows: int, width: int) -> None:
+    x, weight = torch.randn(rows, width).half(), torch.randn(5, width)
+    expected = (x.double() @ weight.double().t() * 0.5).float()
+    torch.testing.assert_close(narrow_product(x, weight, 0.5), expected, rtol=1e-4, atol=1e-3)
 
 
 def test_rope_angles() -> None:

@@ -32,7 +32,7 @@ from cairn.kernels.pdl import pdl_options
 from cairn.kernels.sizes import blocks_of, power_of_two
 
 FEW = 4
-"""Up to this many rows, hardly two pairs share an expert, and pairs are computed one by one."""
+"""With more rows, pairs are sorted by expert."""
 
 
 class ExpertScales(NamedTuple):
@@ -380,7 +380,7 @@ def experts(
         return x if add_to is None else add_to
     out = torch.empty_like(x) if add_to is None else add_to
     given = {"EXPERTS": len(down), "TOP": ids.shape[1], **pdl_options(x)}
-    if rows <= FEW:
+    if _alone(rows, ids.shape[1], len(down)):
         adds = {**given, "ADD": add_to is not None}
         _few(x, ids, weights, gate_up, down, scales, norm, out, adds)
         return out
@@ -392,6 +392,11 @@ def experts(
         parts, ids, out, WIDTH=hidden, ADD=add_to is not None, BLOCK=block, num_warps=4, **given
     )
     return out
+
+
+def _alone(rows: int, top: int, count: int) -> bool:
+    """Whether pairs are computed one by one, because hardly two of them share an expert."""
+    return rows == 1 or (rows <= FEW and 2 * rows * top <= count)
 
 
 def _few(

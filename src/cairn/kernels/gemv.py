@@ -11,18 +11,24 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cairn.kernels.activation import silu_and_mul
-from cairn.kernels.interface import FEW_ROWS
+from cairn.kernels.interface import FEW_ROWS, STREAMED_ROWS, streams
 from cairn.kernels.launch import direct
+from cairn.kernels.norm import rms_norm
+from cairn.kernels.paged_extend import can_describe
 from cairn.kernels.pdl import pdl_options
+from cairn.kernels.processors import processors
 from cairn.kernels.sizes import blocks_of, power_of_two
 
 _COLUMNS = 256  # matrix columns per warp in the kernel for several rows
+_WIDE = 4096  # with more columns, the kernel for one row does not fit them all into registers
 
 
 def row_rungs() -> tuple[int, ...]:
-    """Row counts at which `gemv` switches to another compiled form; the last is too many for it."""
+    """Row counts at which `gemv` switches to another compiled form; the last is too many for it,
+    unless the matrix streams."""
     return 1, 2, FEW_ROWS + 1
 
 
@@ -142,6 +148,106 @@ def _few_rows_kernel(
     tl.store(place, result.to(out.dtype.element_ty), mask=stored)
 
 
+@direct
+@triton.jit(do_not_specialize=["rows"])
+def _streamed_kernel(
+    x,  # [rows, IN]
+    weight,  # [out_features, IN]
+    tiles,  # if TMA: descriptor of the weight, for loads of [BLOCK_N, BLOCK_K]
+    out,  # [rows, out_features], added to if ADD
+    rows: tl.int32,
+    out_features,
+    IN: tl.constexpr,  # a multiple of BLOCK_K
+    BLOCK_M: tl.constexpr,  # at least `rows`
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ADD: tl.constexpr,
+    TMA: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Weights are the left operand: tensor cores take 64 rows there, but few on the right."""
+    m = tl.arange(0, BLOCK_M)
+    first = tl.program_id(0) * BLOCK_N
+    n = first + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    there = m < rows
+    values = x + m[:, None] * IN
+    weights = weight + n[:, None].to(tl.int64) * IN
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for start in range(0, IN, BLOCK_K):
+        at = (start + k)[None, :]
+        value = tl.load(values + at, mask=there[:, None], other=0.0)
+        if TMA:
+            w = tiles.load([first, start])
+        else:
+            w = tl.load(weights + at, mask=(n < out_features)[:, None], other=0.0)
+        acc = tl.dot(w, value.T, acc)
+    place = out + m[None, :] * out_features + n[:, None]
+    stored = there[None, :] & (n < out_features)[:, None]
+    if ADD:
+        acc += tl.load(place, mask=stored, other=0.0).to(tl.float32)
+    tl.store(place, acc.to(out.dtype.element_ty), mask=stored)
+
+
+@direct
+@triton.jit(do_not_specialize=["rows", "out_features"])
+def _narrow_kernel(
+    x,  # [rows, IN]
+    weight,  # [out_features, IN] float32
+    out,  # [rows, out_features] float32
+    scale,
+    rows: tl.int32,
+    out_features: tl.int32,
+    IN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One output of a few rows; all columns are loaded at once if there are not too many."""
+    n = tl.program_id(0)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    if PDL:
+        gdc_launch_dependents()
+    w = tl.load(weight + n * IN + k, mask=k < IN, other=0.0)  # before the wait, as above
+    if PDL:
+        gdc_wait()
+    result = tl.zeros((BLOCK_M,), tl.float32)
+    for start in tl.static_range(0, IN, BLOCK_K):
+        at = start + k
+        if start > 0:
+            w = tl.load(weight + n * IN + at, mask=at < IN, other=0.0)
+        seen = (m < rows)[:, None] & (at < IN)[None, :]
+        value = tl.load(x + m[:, None] * IN + at[None, :], mask=seen, other=0.0)
+        result += tl.sum(value.to(tl.float32) * w[None, :], 1)
+    tl.store(out + m * out_features + n, result * scale, mask=m < rows)
+
+
+def narrow_product(x: torch.Tensor, weight: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """x [rows, in], contiguous, and a matrix of few outputs in float32, [out, in] -> [rows, out]
+    float32, scaled"""
+    rows, (out_features, width) = len(x), weight.shape
+    out = torch.empty(rows, out_features, dtype=torch.float32, device=x.device)
+    _narrow_kernel[(out_features, blocks_of(rows, 4))](
+        x,
+        weight,
+        out,
+        scale,
+        rows,
+        out_features,
+        IN=width,
+        BLOCK_M=4,
+        BLOCK_K=min(8192, power_of_two(width)),
+        num_warps=8,
+        num_stages=1,
+        **pdl_options(x),
+    )
+    return out
+
+
 def gemv(
     x: torch.Tensor,  # [rows, in], contiguous, or [rows, 2 * in] with `silu`
     weight: torch.Tensor,  # [out, in]
@@ -150,15 +256,20 @@ def gemv(
     norm: tuple[torch.Tensor, float] | None = None,  # weight [in], epsilon: apply RMS norm to x
     add_to: torch.Tensor | None = None,  # [rows, out], contiguous; added to and returned
 ) -> torch.Tensor:
-    """-> [rows, out]; takes 1 to FEW_ROWS rows"""
+    """-> [rows, out]; takes 1 to FEW_ROWS rows, or STREAMED_ROWS if the matrix `streams`"""
     rows = x.shape[0]
-    assert 1 <= rows <= FEW_ROWS
     out_features, width = weight.shape
+    streamed = x.dtype.itemsize == 2 and streams(out_features, width)  # for tensor cores
+    assert 1 <= rows <= (STREAMED_ROWS if streamed else FEW_ROWS)
+    streamed = streamed and (rows > 1 or width > _WIDE)
     out = add_to
     if out is None:
         out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
-    if silu and rows > 1:  # too much work to repeat in every program
+    if silu and (rows > 1 or streamed):  # too much work to repeat in every program
         x, silu = silu_and_mul(x), False
+    if streamed:
+        _streamed(x if norm is None else rms_norm(x, *norm), weight, out, add_to is not None)
+        return out
     norm_weight, eps = (x, 0.0) if norm is None else norm
     what = {"IN": width, "NORM": norm is not None, "ADD": add_to is not None}
     given = (x, weight, out, norm_weight, eps)
@@ -191,6 +302,30 @@ def gemv(
         **pdl_options(x),
     )
     return out
+
+
+def _streamed(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+    rows, (out_features, width) = len(x), weight.shape
+    tma = can_describe(x.device, x.dtype)
+    tiles = TensorDescriptor.from_tensor(weight, [64, 128]) if tma else weight
+    programs = blocks_of(out_features, 64)
+    _streamed_kernel[(programs,)](
+        x,
+        weight,
+        tiles,
+        out,
+        rows,
+        out_features,
+        IN=width,
+        BLOCK_M=FEW_ROWS if rows <= FEW_ROWS else STREAMED_ROWS,
+        BLOCK_N=64,
+        BLOCK_K=128,
+        ADD=add,
+        TMA=tma,
+        num_warps=4,
+        num_stages=6 if programs <= processors(x.device) else 4,  # one on each, or two
+        **pdl_options(x),
+    )
 
 
 def _tile(out_features: int, width: int) -> tuple[int, int, int]:

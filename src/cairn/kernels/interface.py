@@ -20,6 +20,19 @@ MOST_SCORES = 2**21 - 128
 FEW_ROWS = 8
 """Products of at most this many rows use our own kernel; at 16 rows, cuBLAS is faster."""
 
+STREAMED_ROWS = 16
+"""The same for matrices that are large enough, see `streams`."""
+
+
+def streams(outputs: int, columns: int) -> bool:
+    """Whether a matrix has enough outputs for the kernel that streams tiles of 64 of them, and so
+    many columns that it pays. Measured on an H200."""
+    return outputs >= 5120 and columns >= 1536 and columns % 128 == 0
+
+
+NARROW_ROWS = 16
+"""Products of at most this many rows with a matrix of few outputs in float32 use our own kernel."""
+
 FEW_FP8_ROWS = 8
 """Products of more rows with an FP8 matrix round the rows to FP8."""
 FEW_CODE_ROWS = 32
@@ -52,6 +65,19 @@ class Routing:
     scale: float = 1.0
     has_bias: bool = False
     """A bias on each expert's score decides which are chosen. It is no part of their weights."""
+
+
+class Normed(NamedTuple):
+    """A row to be stored, as it was projected, and its norm."""
+
+    row: torch.Tensor  # [rows, width], of any row stride
+    weight: torch.Tensor  # [width]
+    eps: float
+    key: torch.Tensor | None = None
+    """[rows, rope], of the same row stride: rotated and stored behind the RMS norm of the row.
+    Without it, the first `rope` columns of the row's norm are rotated."""
+    bias: torch.Tensor | None = None
+    """[width], if there is no `key`: the norm has a mean and this bias."""
 
 
 class ScoringHeads(NamedTuple):

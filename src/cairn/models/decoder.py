@@ -202,9 +202,9 @@ class MLP(FeedForward):
         gate_up = self.gate_up_proj(x)
         return self._parallel.sum(self.down_proj.after_silu(gate_up, in_parts=self._adds_later))
 
-    def own_part(self, x: torch.Tensor) -> torch.Tensor:
-        """What this rank adds to the result."""
-        return self.down_proj.after_silu(self.gate_up_proj(x))
+    def own_part(self, x: torch.Tensor, *, add_to: torch.Tensor | None = None) -> torch.Tensor:
+        """What this rank adds to the result, or to `add_to`."""
+        return self.down_proj.after_silu(self.gate_up_proj(x), add_to=add_to)
 
     def add_normed(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         gate_up = self.gate_up_proj(x, norm=norm)

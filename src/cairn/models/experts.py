@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from cairn.errors import ConfigError, LoadError
 from cairn.kernels.cpu import CpuKernels, FloatsPlace
-from cairn.kernels.interface import Routing
+from cairn.kernels.interface import NARROW_ROWS, Routing
 from cairn.models.blocks import Kept, Stack
 from cairn.models.decoder import MLP, FeedForward
 from cairn.models.fp8 import readable
@@ -171,7 +171,10 @@ class Router(Module):
             logits = gemv.gemv(x.contiguous(), self.weight, norm=own)
         else:
             x = x if norm is None else norm(x)
-            logits = F.linear(x.to(self.weight.dtype), self.weight)
+            if self.weight.dtype == torch.float32 and 0 < len(x) <= NARROW_ROWS:
+                logits = gemv.narrow_product(x.contiguous(), self.weight)
+            else:
+                logits = F.linear(x.to(self.weight.dtype), self.weight)
         rounded = self._dtype if self._rounds else torch.float32
         return route.route(logits, self.bias, self._options, rounded)
 
@@ -236,15 +239,24 @@ class ExpertWeights(Module):
         self._any_float = False
         self._fused = factory.fused
 
-    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        add_to: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The output, or what `add_to` is then: it is added there."""
         if self._own < self._count:
             ids = ids - self.first
             ids = torch.where((ids >= 0) & (ids < self._own), ids, -1)
         if self._fused:
-            return self._by_kernels(x, ids, weights)
+            return self._by_kernels(x, ids, weights, add_to=add_to)
         if self._kept is not None:
-            return self._kept(x, ids, weights)
-        return experts(x, ids, weights, self.gate_up, self.down)
+            out = self._kept(x, ids, weights)
+        else:
+            out = experts(x, ids, weights, self.gate_up, self.down)
+        return out if add_to is None else add_to.add_(out)
 
     def add_normed(
         self, x: torch.Tensor, norm: RMSNorm, ids: torch.Tensor, weights: torch.Tensor
@@ -451,14 +463,17 @@ class ExpertFeedForward(FeedForward):
         self._fused = factory.fused
 
     def add_normed(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        if not self._fused or self.shared_experts is not None:
+        if not self._fused:
             return super().add_normed(x, norm)
-        weights, ids = self.gate(x, norm=norm)
-        return self.experts.add_normed(x, norm, ids, weights)
+        if self.shared_experts is None:
+            weights, ids = self.gate(x, norm=norm)
+            return self.experts.add_normed(x, norm, ids, weights)
+        normed = norm(x)
+        weights, ids = self.gate(normed)
+        x = self.shared_experts.own_part(normed, add_to=x)
+        return self.experts(normed, ids, weights, add_to=x)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = self.gate(x)
-        out = self.experts(x, ids, weights)
-        if self.shared_experts is not None:
-            out = out + self.shared_experts.own_part(x)
-        return self._parallel.sum(out)
+        shared = None if self.shared_experts is None else self.shared_experts.own_part(x)
+        return self._parallel.sum(self.experts(x, ids, weights, add_to=shared))

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from cairn.kernels.interface import FEW_ROWS
+from cairn.kernels.interface import FEW_ROWS, STREAMED_ROWS, streams
 from cairn.models.blocks import BlockMatrix, Codes, Kept, Stack, stored
 from cairn.models.gpu_matrix import GpuMatrix, GpuStack, can_store, gpu_matrix
 from cairn.models.module import Factory, Module, TensorSlot
@@ -232,6 +232,8 @@ class Linear(Module):
         self.bias = factory.empty(out_features) if bias else None
         self._fused = factory.fused
         self._few_rows = factory.few_rows
+        if self._few_rows == FEW_ROWS and streams(out_features, in_features):
+            self._few_rows = STREAMED_ROWS
         self._keeps, self._cpu = factory.keep, factory.cpu
         self._kept: dict[int, Kept] = {}  # parts that stay as they are, by first output
         self._stored: Stack | GpuStack | None = None
