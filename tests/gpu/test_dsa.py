@@ -48,10 +48,11 @@ def test_goldens(case: str, chunk: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_recorded_steps_are_the_same_as_others(dtype: str) -> None:
-    """Of several requests at once."""
+    """Of several requests at once. Prefixes are not cached: in half precision, the rest of a prompt
+    behind a cached prefix rounds otherwise than the whole prompt."""
     golden = load_file(GOLDENS / SHARED / "golden.safetensors")
     prompts = [golden[f"input_ids_{name}"].tolist() for name in ("a", "short", "b")]
-    with LLM(GOLDENS / SHARED, **options(dtype=dtype)) as llm:
+    with LLM(GOLDENS / SHARED, **options(dtype=dtype, disable_radix_cache=True)) as llm:
         runner: Any = llm.engine.runner
         answers = []
         for graphs in (runner.graphs, None):

@@ -16,7 +16,7 @@ from cairn.kernels.references import index_scan_reference
 from cairn.kernels.top_rows import top_rows
 from cairn.memory.groups import group_layers
 from cairn.memory.layout import CacheLayout
-from tests.kernels import latent_case, row_case
+from tests.kernels import latent_case, rope_latent_case, row_case
 from tests.kernels.row_case import Sizes
 
 pytestmark = pytest.mark.gpu
@@ -40,6 +40,15 @@ BATCHES = {
 def test_index_scan(batch: str, sizes: Sizes, dtype: torch.dtype) -> None:
     new, lengths = map(list, zip(*BATCHES[batch], strict=True))
     row_case.check_scan(lengths, new, sizes, CUDA, dtype, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("keys", [False, True])
+@pytest.mark.parametrize("sizes", [(16, 128, 128, 64, 512), (7, 64, 64, 64, 128), (3, 5, 6, 8, 24)])
+def test_rotated_and_stored_rows(
+    sizes: tuple[int, int, int, int, int], keys: bool, dtype: torch.dtype
+) -> None:
+    rope_latent_case.check(*sizes, CUDA, dtype, keys=keys)
 
 
 @pytest.mark.parametrize("by", ["cuda", "triton"])
@@ -101,20 +110,18 @@ def test_row_attention_in_cuda(counts: list[int], heads: int, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("heads", [64, 128])
-@pytest.mark.parametrize("counts", [[2048], [1, 2048, 700, 3, 1999], [2048] * 150], ids=len)
-def test_flash_mla_in_parts(counts: list[int], heads: int) -> None:
+@pytest.mark.parametrize("counts", [[1, 2048, 700, 3, 1999], [2048] * 150], ids=len)
+def test_flash_mla(counts: list[int], heads: int) -> None:
     sizes = latent_case.Sizes(heads, 512, 64, 64)
     groups = group_layers([None], [CacheLayout.of_latents(576).of_type(torch.bfloat16)])
     dims = (heads, 1, 576, 0.1, 64, torch.bfloat16, CUDA, groups)
     if (reason := FlashRows.refusal(AttentionShape(*dims, value_dim=512), 2048)) is not None:
         pytest.skip(reason)
     flash = FlashRows(heads, CUDA)
-    parts = flash.parts(len(counts), 2048)
-    assert (parts > 1) == (len(counts) < 100)
 
     def attend(query: torch.Tensor, pool: torch.Tensor, *given: Any) -> torch.Tensor:
         """It multiplies rows that are not listed, by zero."""
-        return flash.attend(query.repeat_interleave(parts, 0), pool.nan_to_num(), *given)
+        return flash.attend(query, pool.nan_to_num(), *given)
 
     row_case.check_attention(
         counts, 2048, sizes, CUDA, torch.bfloat16, tolerance=1e-2, attend=attend

@@ -27,6 +27,7 @@ from cairn.kernels import (
     paged_extend,
     rope_angles,
     rope_kv,
+    rope_latent,
     route,
     row_attention,
     sampling,
@@ -132,6 +133,14 @@ def main() -> None:
         constants |= {"BLOCK_M": 8, "BLOCK_N": 16, "PARTS": 4, "BLOCK_K": 256}
         compile_kernel(gemv._few_rows_kernel, types, constants, num_warps=4)
         compile_kernel(gemv._few_rows_kernel, types, {**constants, "PARTS": 8}, num_warps=8)
+    own = {**types, "tiles": "tensordesc<bf16[64,128]>"}
+    constants = {"IN": 7168, "ADD": True, "TMA": True}
+    constants |= {"BLOCK_M": 8, "BLOCK_N": 64, "BLOCK_K": 128}
+    compiled = compile_kernel(gemv._streamed_kernel, own, constants, num_stages=4)
+    assert 2 * compiled.metadata.shared <= SHARED_MEMORY, "two programs share a multiprocessor"
+    own = {**types, "weight": FP32, "out": FP32, "scale": "fp32"}
+    constants = {"IN": 7168, "BLOCK_M": 4, "BLOCK_K": 8192}
+    compile_kernel(gemv._narrow_kernel, own, constants, num_warps=8)
     types = {"positions": I32, "frequencies": FP32, "cos": BF16, "sin": BF16, "scale": "fp32"}
     compile_kernel(rope_angles._angles_kernel, types, {"HALF": 64})
     types = {"qkv": BF16, "cos": BF16, "sin": BF16, "q_weight": BF16, "k_weight": BF16}
@@ -299,6 +308,13 @@ def latents(pool: str) -> None:
     """128 heads over latent rows. What a program needs fits into the memory of an H200."""
     types = {**ATTENTION, "pool": pool, "pages": I32, "rows": I32, "cu_query": I32, "partial": FP32}
     types |= {"partial_lse": FP32, "block_seq": I32, "block_begin": I32, "num_seqs": "i32"}
+    stored = dict.fromkeys(("latent", "key", "cos", "sin", "weight", "bias"), BF16)
+    stored |= {**ATTENTION, "pages": I32, "offsets": I32, "eps": "fp32", "stride": "i32"}
+    constants = {"ROPE": 64, "PAGE_SIZE": 64, "BLOCK_H": 16, "BLOCK_R": 32}
+    rows = {"HEADS": 128, "DIM": 192, "FIRST": 128, "WIDTH": 512, "KEYS": False, "BLOCK_W": 512}
+    keys = {"HEADS": 64, "DIM": 128, "FIRST": 0, "WIDTH": 128, "KEYS": True, "BLOCK_W": 128}
+    for own in (rows, keys):
+        compile_kernel(rope_latent._rope_latent_kernel, stored, {**constants, **own})
     sizes = {"HEADS": 128, "LATENT": 512, "ROPE": 64, "HEAD_TILE": 64}
     sizes |= {"BLOCK_M": 64, "BLOCK_N": 64}
     decode = {**sizes, "MAX_SEQS": 256, "BLOCK_SEQS": 256}
@@ -369,8 +385,7 @@ def chosen_rows(pool: str) -> None:
     )
     assert attend.metadata.shared <= SHARED_MEMORY
     constants = {"HEADS": 128, "LATENT": 512}
-    for base_2 in (False, True):
-        compile_kernel(row_attention._row_merge_kernel, types, {**constants, "BASE_2": base_2})
+    compile_kernel(row_attention._row_merge_kernel, types, constants)
 
 
 def sparse(dim: int, page_size: int, landmark_heads: int, pooling: int, pool: str = BF16) -> None:

@@ -19,7 +19,7 @@ from cairn.engine import graphs
 from cairn.kernels import index_scan as scan_module
 from cairn.kernels import top_rows as top_module
 from tests.helpers import TINY_LATENT, poison_free_memory, tokens_of, write_model
-from tests.kernels import latent_case, row_case
+from tests.kernels import latent_case, rope_latent_case, row_case
 from tests.kernels.kernel_engines import rerun_steps, use_kernels
 from tests.kernels.row_case import Sizes
 
@@ -43,6 +43,12 @@ def test_index_scan(
     monkeypatch.setattr(scan_module, "_LEAST", 1)
     monkeypatch.setattr(scan_module, "can_describe", lambda *_: described)
     row_case.check_scan(*case, CPU, torch.float32, tolerance=1e-6, per_item=4)
+
+
+@pytest.mark.parametrize("keys", [False, True])
+@pytest.mark.parametrize("sizes", [(3, 5, 6, 8, 24), (2, 17, 4, 4, 33)])
+def test_rotated_and_stored_rows(sizes: tuple[int, int, int, int, int], keys: bool) -> None:
+    rope_latent_case.check(*sizes, CPU, torch.float32, keys=keys)
 
 
 @pytest.mark.parametrize("kind", row_case.KINDS)

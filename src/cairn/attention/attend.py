@@ -9,9 +9,9 @@ from cairn.attention.batch import AttentionBatch, IndexQuery, Scoring
 from cairn.attention.latent import LatentHeads
 from cairn.kernels.cpu import CpuKernels
 from cairn.kernels.fp8_rows import is_narrow
-from cairn.kernels.interface import ScoringHeads
+from cairn.kernels.interface import Normed, ScoringHeads
 from cairn.memory.kv_pool import KVPool
-from cairn.memory.layout import INDEX
+from cairn.memory.layout import INDEX, LATENT
 
 
 class Attend:
@@ -89,27 +89,47 @@ class Attend:
         """
         return self._backend.forward(layer, query, self._metadata, scoring)
 
+    def rotates(self, layer: int) -> bool:
+        """Whether `rotate_and_store` can store latent rows of a layer: not in 8 bits."""
+        return not is_narrow(self._pool.part(layer, LATENT).dtype)
+
+    def rotate_and_store(
+        self,
+        layer: int,
+        part: str,  # latent rows, or index keys
+        first: int,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        query: torch.Tensor,
+        rows: Normed,
+    ) -> None:
+        """Rotate the heads of a query in place, and normalize, rotate and store the new rows of a
+        part, in one kernel (`rope_latent`). Needs CUDA and Triton, and that the layer `rotates`."""
+        from cairn.kernels.rope_latent import rope_latent
+
+        places = self._places(layer, part)
+        rope_latent(query, first, cos_sin, rows, self._pool.part(layer, part), *places)
+
     def latent(
         self,
         layer: int,
         query: torch.Tensor,
-        rows: torch.Tensor,
+        rows: torch.Tensor | None,
         heads: LatentHeads,
         index: IndexQuery | None = None,
     ) -> torch.Tensor:
-        """Store latent rows [rows, latent + rope] and let heads read them.
+        """Store latent rows [rows, latent + rope], unless `rotate_and_store` did, and let heads
+        read them.
 
         query [rows, heads, nope + rope] -> values [rows, heads, value]. With `index`, which also
         stores index keys, heads read the rows that it selects. Without, and if the backend reads
         an index, they read those that the last call with one selected.
         """
-        self.write(layer, rows)
+        if rows is not None:
+            self.write(layer, rows)
         if self._indexed is None:
             return self._backend.forward_latent(layer, query, heads, self._metadata)
-        if index is not None:
-            # Index keys stay on the device, under the ids of pages that may have left it.
-            pages = self._batch.groups[self._pool.ids_of[layer]].row_pages
-            self._pool.write(layer, pages, self._batch.row_offsets, index.keys, INDEX)
+        if index is not None and index.keys is not None:
+            self._pool.write(layer, *self._places(layer, INDEX), index.keys, INDEX)
         return self._indexed.forward_indexed(layer, query, heads, self._metadata, index)
 
     def replayable(self) -> tuple[Replayable, Attend] | None:
@@ -127,6 +147,8 @@ class Attend:
         """Layers with an index must pass it to `latent`."""
         return self._indexed is not None
 
-    def _places(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _places(self, layer: int, part: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Page of each new row, and its row within the page."""
-        return self._batch.groups[self._pool.group_of[layer]].row_pages, self._batch.row_offsets
+        # Index keys stay on the device, under the ids of pages that may have left it.
+        groups = self._pool.ids_of if part == INDEX else self._pool.group_of
+        return self._batch.groups[groups[layer]].row_pages, self._batch.row_offsets

@@ -129,4 +129,4 @@ class IndexQuery(NamedTuple):
 
     query: torch.Tensor  # [rows, index heads, width]
     weights: torch.Tensor  # [rows, index heads], with all scales
-    keys: torch.Tensor  # [rows, width] of the new rows
+    keys: torch.Tensor | None  # [rows, width] of the new rows; None if they are stored

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
 from cairn.attention.batch import IndexQuery
+from cairn.kernels.interface import NARROW_ROWS, Normed
 from cairn.models.layers import Linear
 from cairn.models.module import Factory, Module, TensorSlot
 from cairn.models.rope import CosSin, rotate, rotation_order
@@ -59,32 +60,50 @@ class Indexer(Module):
         orders = {"wq_b": dims.order(dims.heads)}
         size = dims.heads * dims.width
         self.wq_b = Linear(query_latent, {"wq_b": size}, factory, orders=orders)
-        self.wk = Linear(hidden, {"wk": dims.width}, factory, orders={"wk": dims.order(1)})
         self.k_norm = LayerNorm(dims.order(1), factory)
         wide = replace(factory, dtype=torch.promote_types(factory.dtype, torch.float32))
-        self.weights_proj = Float(wide.empty(dims.heads, hidden))
+        self.weights_proj = Float(wide.empty(dims.heads, hidden), fused=factory.fused)
 
-    def __call__(self, x: torch.Tensor, query_latent: torch.Tensor, cos_sin: CosSin) -> IndexQuery:
-        """x [rows, hidden], the layer's normed input, and its normed query latents"""
+    def __call__(
+        self,
+        x: torch.Tensor,
+        query_latent: torch.Tensor,
+        keys: torch.Tensor,
+        cos_sin: CosSin,
+        store: Callable[[torch.Tensor, Normed], None] | None,
+    ) -> IndexQuery:
+        """x [rows, hidden], the layer's normed input, its normed query latents, and keys
+        [rows, width] as projected by `wk`. `store` rotates the query's heads and stores keys; None
+        if torch rotates, and attention stores."""
         dims = self._dims
         query = self.wq_b(query_latent).view(len(x), dims.heads, dims.width)
-        keys = self.k_norm(self.wk(x))[:, None]
+        weights = self.weights_proj(x, (dims.heads * dims.width) ** -0.5)
+        norm = self.k_norm
+        if store is not None:
+            store(query, Normed(keys, norm.weight, _NORM_EPS, bias=norm.bias))
+            return IndexQuery(query, weights, None)
+        keys = norm(keys)[:, None]
         query, keys = (
             torch.cat((rotate(part[..., : dims.rope], *cos_sin), part[..., dims.rope :]), -1)
             for part in (query, keys)
         )
-        weights = self.weights_proj(x) * (dims.heads * dims.width) ** -0.5
         return IndexQuery(query, weights, keys[:, 0])
 
 
 class Float(Module):
     """A small matrix that is multiplied in at least float32 and never rounded to int8."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, *, fused: bool) -> None:
         self.weight = weight
+        self._fused = fused
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x.to(self.weight.dtype), self.weight)
+    def __call__(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+        """The scaled product with x."""
+        if self._fused and 0 < len(x) <= NARROW_ROWS:
+            from cairn.kernels.gemv import narrow_product
+
+            return narrow_product(x.contiguous(), self.weight, scale)
+        return F.linear(x.to(self.weight.dtype), self.weight) * scale
 
     def slots(self, name: str) -> Iterator[tuple[str, TensorSlot]]:
         yield f"{name}.weight", TensorSlot(tuple(self.weight.shape), self.weight.copy_)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from cairn.attention.attend import Attend
 from cairn.attention.latent import LatentHeads
-from cairn.memory.layout import CacheLayout
+from cairn.kernels.interface import Normed
+from cairn.memory.layout import INDEX, LATENT, CacheLayout
 from cairn.models.config_reader import ConfigReader
 from cairn.models.decoder import Attention
 from cairn.models.fields import MOST_HEAD_DIM, MOST_WIDTH
@@ -25,6 +27,8 @@ from cairn.models.rope import (
     yarn_magnitude,
 )
 from cairn.models.spec import AttentionSpec, DecoderSpec
+
+_INDEX_KEY = "indexer.wk"  # projected together with latents
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,42 +149,62 @@ class LatentAttention(Attention):
                 split="out",
                 orders={"q_b_proj": query_order},
             )
-        self._cuts = (first, first + dims.latent)
+        self._cuts = (first, first + dims.latent, first + dims.kept)
+        self.indexer: Indexer | None = None
+        if index is not None and index.full[layer]:
+            assert dims.query_latent is not None
+            self.indexer = Indexer(hidden, dims.query_latent, index, factory)
+            parts[_INDEX_KEY], orders[_INDEX_KEY] = index.width, index.order(1)
         # Latents are the same on every rank.
         self.a_proj = Linear(
             hidden,
             parts,
             factory,
             split="out",
-            whole={"q_a_proj", "kv_a_proj_with_mqa"},
+            whole={"q_a_proj", "kv_a_proj_with_mqa", _INDEX_KEY},
             orders=orders,
         )
         self.kv_a_layernorm = RMSNorm(dims.latent, spec.norm_eps, factory)
         self.kv_b_proj = LatentProjection(heads, dims, factory)
         self.o_proj = Linear(heads * dims.value, {"o_proj": hidden}, factory, split="in")
-        self._parallel = factory.parallel
-        self.indexer: Indexer | None = None
-        if index is not None and index.full[layer]:
-            assert dims.query_latent is not None
-            self.indexer = Indexer(hidden, dims.query_latent, index, factory)
+        self._parallel, self._fused = factory.parallel, factory.fused
         rope = spec.layers[layer].rope
         assert rope is not None
         self.rotation = Rotation(rope, dims.rope)
 
     def __call__(self, x: torch.Tensor, cos_sin: CosSin | None, attend: Attend) -> torch.Tensor:
+        read = self._read(x, cos_sin, attend)
+        return self._parallel.sum(self.o_proj(read))
+
+    def add_normed(
+        self, x: torch.Tensor, norm: RMSNorm, cos_sin: CosSin | None, attend: Attend
+    ) -> torch.Tensor:
+        read = self._read(norm(x), cos_sin, attend)
+        return self._parallel.sum(self.o_proj(read, add_to=x))
+
+    def _read(self, x: torch.Tensor, cos_sin: CosSin | None, attend: Attend) -> torch.Tensor:
+        """What all heads read, [rows, heads * value]"""
         assert cos_sin is not None
-        dims = self._dims
-        query, latent, key = self.a_proj(x).tensor_split(self._cuts, -1)
+        dims, layer = self._dims, self._layer
+        fused = self._fused and attend.rotates(layer)
+        query, latent, key, index_key = self.a_proj(x).tensor_split(self._cuts, -1)
         index = None
         if self.q_b_proj is not None:
             query_latent = self.q_a_layernorm(query)
             query = self.q_b_proj(query_latent)
             if self.indexer is not None and attend.reads_index:
-                index = self.indexer(x, query_latent, cos_sin)
-        query = query.reshape(len(x), self._heads, dims.query)
-        nope, rotated = query.tensor_split((dims.nope,), -1)
-        query = torch.cat((nope, rotate(rotated, *cos_sin)), -1)
-        key = rotate(key[:, None], *cos_sin)[:, 0]
-        row = torch.cat((self.kv_a_layernorm(latent), key), -1)
-        read = attend.latent(self._layer, query, row, self.kv_b_proj.heads, index)
-        return self._parallel.sum(self.o_proj(read.reshape(len(x), -1)))
+                store = partial(attend.rotate_and_store, layer, INDEX, 0, cos_sin)
+                given = x, query_latent, index_key, cos_sin
+                index = self.indexer(*given, store if fused else None)
+        query, row = query.reshape(len(x), self._heads, dims.query), None
+        if fused:
+            norm = self.kv_a_layernorm
+            stored = Normed(latent, norm.weight, norm.eps, key)
+            attend.rotate_and_store(layer, LATENT, dims.nope, cos_sin, query, stored)
+        else:
+            nope, rotated = query.tensor_split((dims.nope,), -1)
+            query = torch.cat((nope, rotate(rotated, *cos_sin)), -1)
+            key = rotate(key[:, None], *cos_sin)[:, 0]
+            row = torch.cat((self.kv_a_layernorm(latent), key), -1)
+        read = attend.latent(layer, query, row, self.kv_b_proj.heads, index)
+        return read.reshape(len(x), -1)
