@@ -22,6 +22,7 @@ from tests.helpers import (
     tokens_of,
     write_model,
 )
+from tests.kernels.fused_sums import fuse_sums
 from tests.kernels.kernel_engines import use_few_programs
 from tests.kernels.sparse_case import CASES, run
 
@@ -63,6 +64,15 @@ def test_sparse_attention(name: str, few: int, monkeypatch: pytest.MonkeyPatch) 
         torch.testing.assert_close(
             found.selections[row].weights[..., :k], selection.weights, rtol=0, atol=1e-5
         )
+
+
+def test_small_pages_with_fused_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that read none of the pages of a tile have nothing to subtract."""
+    use_few_programs(monkeypatch)
+    case = CASES["own-spread"]
+    expected = run(case, CPU, kernels=False)
+    fuse_sums(monkeypatch)
+    torch.testing.assert_close(run(case, CPU, kernels=True).out, expected.out, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
