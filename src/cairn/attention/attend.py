@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 
 from cairn.attention.backend import AttentionBackend, Replayable, SparseBackend
@@ -28,6 +30,14 @@ class Attend:
             self._indexed = backend
         self._batch = batch
         self._metadata = metadata
+        self._wanted: torch.Tensor | None = None
+
+    def only(self, rows: torch.Tensor) -> Attend:
+        """The same, for a layer of which only these rows [n] are read. The outputs of others may be
+        any numbers."""
+        own = copy(self)
+        own._wanted = rows
+        return own
 
     def __call__(
         self,
@@ -87,6 +97,11 @@ class Attend:
 
         The new rows must be stored already. Layers with their own landmarks pass `scoring`.
         """
+        if self._wanted is not None:
+            rows, metadata = self._wanted, self._metadata
+            found = self._backend.forward_rows(layer, query, rows, metadata, scoring)
+            if found is not None:
+                return torch.empty_like(query).index_copy_(0, rows, found) if len(rows) else query
         return self._backend.forward(layer, query, self._metadata, scoring)
 
     def rotates(self, layer: int) -> bool:
@@ -127,6 +142,11 @@ class Attend:
         if rows is not None:
             self.write(layer, rows)
         if self._indexed is None:
+            wanted = self._wanted
+            if wanted is not None and not len(wanted):
+                left_out = self._backend.forward_rows(layer, query, wanted, self._metadata)
+                if left_out is not None:
+                    return query.new_empty(*query.shape[:2], heads.value.shape[2])
             return self._backend.forward_latent(layer, query, heads, self._metadata)
         if index is not None and index.keys is not None:
             self._pool.write(layer, *self._places(layer, INDEX), index.keys, INDEX)

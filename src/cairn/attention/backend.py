@@ -135,6 +135,18 @@ class AttentionBackend(Protocol):
         [rows, heads, nope + rope] that is not absorbed."""
         ...
 
+    def forward_rows(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        rows: torch.Tensor,
+        metadata: Any,
+        scoring: Scoring | None = None,
+    ) -> torch.Tensor | None:
+        """Attention output of some rows of the query, [n, heads, head_dim], and what later steps
+        need of the others, such as landmarks. None if that takes the whole `forward`."""
+        ...
+
     def replayable(self, metadata: Any) -> Replayable | None:
         """How to repeat recorded CPU kernels for this step; None if `forward` does more than to
         call them."""
@@ -175,6 +187,16 @@ class Backend:
         self, layer: int, query: torch.Tensor, heads: LatentHeads, metadata: Any
     ) -> torch.Tensor:
         return heads.values(self.forward(layer, heads.absorb(query), metadata))
+
+    def forward_rows(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        rows: torch.Tensor,
+        metadata: Any,
+        scoring: Scoring | None = None,
+    ) -> torch.Tensor | None:
+        return None
 
     def replayable(self, metadata: Any) -> Replayable | None:
         return None
@@ -232,6 +254,16 @@ class DenseBackend(Backend):
     ) -> torch.Tensor:
         assert scoring is None, "dense attention scores no landmarks"
         return self.attend(layer, query, metadata)
+
+    def forward_rows(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        rows: torch.Tensor,
+        metadata: Any,
+        scoring: Scoring | None = None,
+    ) -> torch.Tensor | None:
+        return None if len(rows) else query[:0]
 
     def attend(self, layer: int, query: torch.Tensor, metadata: Any) -> torch.Tensor:
         """`forward`, for layers without landmarks."""

@@ -89,6 +89,18 @@ class DensePages:
                 row.shares[layer] = self._shares(layer, query[row.row], row).cpu()
         return self._inner.forward(layer, query, metadata, scoring)
 
+    def forward_rows(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        rows: torch.Tensor,
+        metadata: Any,
+        scoring: Scoring | None = None,
+    ) -> torch.Tensor | None:
+        if self._rows:
+            return None
+        return self._inner.forward_rows(layer, query, rows, metadata, scoring)
+
     def _shares(self, layer: int, query: torch.Tensor, row: DenseRow) -> torch.Tensor:
         """Shares [heads, pages] of dense attention for query [heads, dim]."""
         wide = torch.promote_types(query.dtype, torch.float32)

@@ -57,5 +57,15 @@ class PairBackend:
     ) -> torch.Tensor:
         return metadata.backend.forward_latent(layer, query, heads, metadata.metadata)
 
+    def forward_rows(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        rows: torch.Tensor,
+        metadata: _Chosen,
+        scoring: Scoring | None = None,
+    ) -> torch.Tensor | None:
+        return metadata.backend.forward_rows(layer, query, rows, metadata.metadata, scoring)
+
     def replayable(self, metadata: _Chosen) -> None:
         return None

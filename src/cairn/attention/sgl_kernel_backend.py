@@ -16,7 +16,7 @@ from cairn.attention.backend import (
     Graph,
     missing_module,
 )
-from cairn.attention.batch import AttentionBatch, to_device
+from cairn.attention.batch import AttentionBatch, Scoring, to_device
 from cairn.kernels.workspace import Workspace
 from cairn.memory.kv_pool import KVPool
 
@@ -117,6 +117,28 @@ class SglKernelBackend(DenseBackend):
             window_size=(-1, -1) if window is None else (window - 1, 0),
         )
         return out
+
+    def forward_rows(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        rows: torch.Tensor,
+        metadata: _Metadata,
+        scoring: Scoring | None = None,
+    ) -> torch.Tensor | None:
+        """Each row as a sequence of its own."""
+        if not len(rows):
+            return query[:0]
+        seq = torch.searchsorted(metadata.cu_query[1:], rows.int(), right=True)
+        later = metadata.cu_query[1:][seq] - 1 - rows  # rows of the sequence behind this one
+        own = _Metadata(
+            (metadata.kv_lens[seq] - later).int(),
+            torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
+            1,
+            tuple(table[seq] for table in metadata.tables),
+            {},
+        )
+        return self.attend(layer, query[rows], own)
 
     def _gathered(
         self, layer: int, gathered: _Gathered

@@ -27,6 +27,8 @@ from cairn.models.split import rank_spec
 Stream = torch.Tensor | None
 """The residual stream without the last addition; None where there is none yet."""
 
+_CUT_ROWS = 32
+"""Rows of the smallest step whose last layer computes only the rows that are asked for."""
 _REPLAYED_ROWS = 8
 """Rows of the largest step that is recorded on a CPU. With more rows the kernels take much longer
 than Python between them, and each number of rows keeps memory of its own."""
@@ -213,7 +215,7 @@ class MLP(FeedForward):
 
 class PreNormLayer(Module):
     """Calls take and return the residual stream as stream + added. The norm that follows does the
-    addition."""
+    addition. With `wanted` [n] they return these rows only."""
 
     def __init__(
         self, spec: DecoderSpec, attention: Attention, feed_forward: FeedForward, factory: Factory
@@ -225,15 +227,29 @@ class PreNormLayer(Module):
         self._fuses_norms = factory.fuses_norms
 
     def __call__(
-        self, added: torch.Tensor, stream: Stream, cos_sin: CosSin | None, attend: Attend
+        self,
+        added: torch.Tensor,
+        stream: Stream,
+        cos_sin: CosSin | None,
+        attend: Attend,
+        wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Stream]:
         if stream is None and self._fuses_norms(len(added)):
             x = self.self_attn.add_normed(added, self.input_layernorm, cos_sin, attend)
+            x = x if wanted is None else x[wanted]
             return self.mlp.add_normed(x, self.post_attention_layernorm), None
         normed, stream = self.input_layernorm.add(added, stream)
         attended = self.self_attn(normed, cos_sin, attend)
+        if wanted is not None:
+            attended, stream = attended[..., wanted, :], stream[wanted]
         normed, stream = self.post_attention_layernorm.add(attended, stream)
         return self.mlp(normed), stream
+
+    def store(
+        self, added: torch.Tensor, stream: Stream, cos_sin: CosSin | None, attend: Attend
+    ) -> None:
+        """Only keep what later steps read of these rows."""
+        self.self_attn(self.input_layernorm.add(added, stream)[0], cos_sin, attend)
 
 
 class PostNormLayer(Module):
@@ -248,11 +264,25 @@ class PostNormLayer(Module):
         self.post_feedforward_layernorm = _norm(spec.dims.hidden_size, spec, factory)
 
     def __call__(
-        self, added: torch.Tensor, stream: Stream, cos_sin: CosSin | None, attend: Attend
+        self,
+        added: torch.Tensor,
+        stream: Stream,
+        cos_sin: CosSin | None,
+        attend: Attend,
+        wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Stream]:
         x = added if stream is None else stream + added
-        x = x + self.post_attention_layernorm(self.self_attn(x, cos_sin, attend))
+        attended = self.self_attn(x, cos_sin, attend)
+        if wanted is not None:
+            attended, x = attended[wanted], x[wanted]
+        x = x + self.post_attention_layernorm(attended)
         return self.post_feedforward_layernorm(self.mlp(x)), x
+
+    def store(
+        self, added: torch.Tensor, stream: Stream, cos_sin: CosSin | None, attend: Attend
+    ) -> None:
+        """Only keep what later steps read of these rows."""
+        self.self_attn(added if stream is None else stream + added, cos_sin, attend)
 
 
 class Decoder(Module):
@@ -300,7 +330,9 @@ class Decoder(Module):
         positions: torch.Tensor,
         lengths: torch.Tensor,
         attend: Attend,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Hidden states of all rows, or of the rows `wanted` [n]."""
         added = self._embed(token_ids)
         angles: dict[Rotation | None, CosSin] = {
             rotation: rotary(positions, lengths) for rotation, rotary in self._rotaries.items()
@@ -309,7 +341,11 @@ class Decoder(Module):
         if self._replays is not None and len(added) <= _REPLAYED_ROWS:
             found = attend.replayable()
         if found is None or self._replays is None:
-            return self.norm.add(*self._through_layers(added, angles, attend))[0]
+            if wanted is None or len(added) < max(_CUT_ROWS, 4 * len(wanted)):
+                hidden = self.norm.add(*self._through_layers(added, angles, attend))[0]
+                return hidden if wanted is None else hidden[wanted]
+            added, stream = self._through_layers(added, angles, attend, wanted)
+            return self.norm.add(added, stream)[0] if len(wanted) else added
         step, kernels_attend = found
         inputs = [added, *(part for own in angles.values() for part in own), *step.inputs]
         # No separate stream comes back, since kernels add to it.
@@ -317,16 +353,30 @@ class Decoder(Module):
             lambda: self._through_layers(added, angles, kernels_attend)[0], inputs
         )
         step.finish()
-        return self.norm.add(through, None)[0]
+        hidden = self.norm.add(through, None)[0]
+        return hidden if wanted is None else hidden[wanted]
 
     def _through_layers(
-        self, added: torch.Tensor, angles: Mapping[Rotation | None, CosSin], attend: Attend
+        self,
+        added: torch.Tensor,
+        angles: Mapping[Rotation | None, CosSin],
+        attend: Attend,
+        wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Stream]:
+        """With `wanted`, the last layer stores keys and values of all rows, but returns these."""
         stream = None
-        for layer in self.layers:
-            cos_sin = angles.get(layer.self_attn.rotation)
+        *layers, last = ((layer, angles.get(layer.self_attn.rotation)) for layer in self.layers)
+        for layer, cos_sin in layers:
             added, stream = layer(added, stream, cos_sin, attend)
-        return added, stream
+        layer, cos_sin = last
+        if wanted is None:
+            return layer(added, stream, cos_sin, attend)
+        wanted = wanted.long()
+        attend = attend.only(wanted)
+        if len(wanted):
+            return layer(added, stream, cos_sin, attend, wanted)
+        layer.store(added, stream, cos_sin, attend)
+        return added[:0], None
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.lmk_embed is None:
@@ -377,6 +427,7 @@ class CausalLM(LanguageModel):
             forms = tuple(getattr(module, "form", None) for _, module in layer.named_modules())
             kind = self._layer_specs[i], type(layer.self_attn), type(layer.mlp), kind_of(i), forms
             first.setdefault(kind, layer)
+        first[kind] = first.pop(kind)  # the last layer may compute fewer rows than the others
         short = copy(self)
         short.model = self.model.excerpt(list(first.values()))
         return short
@@ -389,8 +440,7 @@ class CausalLM(LanguageModel):
         attend: Attend,
         logit_rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        hidden = self.hidden(token_ids, positions, lengths, attend)
-        return self.head(hidden if logit_rows is None else hidden[logit_rows])
+        return self.head(self.model(token_ids, positions, lengths, attend, logit_rows))
 
     def hidden(
         self,

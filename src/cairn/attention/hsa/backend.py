@@ -97,11 +97,13 @@ class HSABackend(SparseBackend):
         if tier is not None and parts.in_stage is not None:
             self._tiered = TieredDense(dense, parts.in_stage, tier, config.layers, self._groups)
         self._wide = torch.promote_types(shape.dtype, torch.float32)
-        self.graphs = self._recordable(has_tier=tier is not None)
+        self._has_tier = tier is not None
+        self.graphs = self._recordable()
         if parts.drafts and Graph("sparse", mixed=False) in self.graphs:
             self.graphs.append(Graph("kept", mixed=False))
 
-    def _recordable(self, *, has_tier: bool) -> list[Graph]:
+    def _recordable(self) -> list[Graph]:
+        has_tier = self._has_tier
         dense = {graph.mixed for graph in self._dense.graphs}
         decodes, mixes = False in dense, True in dense
         if self.kernels is None or (self._dense_groups and not decodes):
@@ -265,10 +267,7 @@ class HSABackend(SparseBackend):
     ) -> torch.Tensor:
         if layer not in self._sparse_layers:
             return self._dense.forward(layer, query, metadata.dense)
-        if self._policy.observed:
-            batch = metadata.batch
-            pages = batch.groups[self._groups.kv].row_pages
-            self._pool.write(layer, pages, batch.row_offsets, query, QUERY)
+        self._observe(layer, query, metadata)
         if metadata.dense_rows is not None:
             out = (self._tiered or self._dense).forward(layer, query, metadata.dense_rows)
         else:
@@ -291,6 +290,34 @@ class HSABackend(SparseBackend):
             if self.kernels is None:
                 out[tile.rows] = attended.to(out.dtype)
         return out
+
+    def forward_rows(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        rows: torch.Tensor,
+        metadata: HSAMetadata,
+        scoring: Scoring | None = None,
+    ) -> torch.Tensor | None:
+        if layer not in self._sparse_layers:
+            return self._dense.forward_rows(layer, query, rows, metadata.dense)
+        kernels = metadata.kernels
+        # A tier moves pages layer by layer, and kernels for single rows also make landmarks.
+        if len(rows) or self._has_tier or (kernels is not None and kernels.decode is not None):
+            return None
+        self._observe(layer, query, metadata)
+        if kernels is not None and self.kernels is not None:
+            self.kernels.save(layer, query, scoring, kernels)
+        if metadata.completed is not None:
+            self._save_landmarks(layer, metadata.completed, scoring)
+        return query[:0]
+
+    def _observe(self, layer: int, query: torch.Tensor, metadata: HSAMetadata) -> None:
+        """Keep the query, for policies that ask for it."""
+        if self._policy.observed:
+            batch = metadata.batch
+            pages = batch.groups[self._groups.kv].row_pages
+            self._pool.write(layer, pages, batch.row_offsets, query, QUERY)
 
     def replayable(self, metadata: HSAMetadata) -> Replayable | None:
         """Steps of single rows that are all dense. No row reads the landmarks of pages that it

@@ -374,8 +374,7 @@ class KernelSparse:
             mapped = self._policy.map_query(mapped)
         own = LayerRows(layer, query, mapped, query if scoring is None else scoring.prior, out)
         selected = None
-        if metadata.completed is not None:
-            self._save(own, metadata.completed)
+        self.save(layer, query, scoring, metadata)
         if metadata.chunks is not None:
             selected = self._chunks(own, metadata.chunks)
         if metadata.decode is not None:
@@ -536,18 +535,24 @@ class KernelSparse:
         vectors = LayerMemory.of((self._landmarks.vectors[layer] for layer in layers), device)
         return kv.shifts, vectors.shifts
 
-    def _save(self, own: LayerRows, completed: CompletedPages) -> None:
+    def save(
+        self, layer: int, query: torch.Tensor, scoring: Scoring | None, metadata: KernelMetadata
+    ) -> None:
+        """Save the landmarks of pages that the step completes, except for those of single rows."""
+        if metadata.completed is None:
+            return
         from cairn.kernels.landmark import pool_landmarks
 
-        pages, kv_pages, last_rows = completed
+        prior = query if scoring is None else scoring.prior
+        pages, kv_pages, last_rows = metadata.completed
         if self._pooling is None:
-            self._save_by_policy(own.layer, pages, kv_pages, own.prior[last_rows])
+            self._save_by_policy(layer, pages, kv_pages, prior[last_rows])
             return
         pool_landmarks(
-            *(pages, kv_pages, self._pool.part(own.layer), *self._landmarks.of_layer(own.layer)),
+            *(pages, kv_pages, self._pool.part(layer), *self._landmarks.of_layer(layer)),
             pooling=self._pooling,
             scale=self._shape.scale,
-            prior=own.prior,
+            prior=prior,
             last_rows=last_rows,
         )
 

@@ -1,0 +1,54 @@
+"""The last layer of a prompt computes only the rows whose tokens are sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cairn import LLM
+from cairn.attention.batch import to_device
+from cairn.engine.inputs import StepInputs
+from cairn.models import decoder
+
+pytestmark = pytest.mark.gpu
+_SHARED: dict[str, Any] = {
+    **{"load_format": "dummy", "device": "cuda", "dtype": "bfloat16"},
+    **{"kv_cache_gib": 1, "max_running_requests": 4, "disable_cuda_graph": True},
+}
+_ENGINES: dict[str, dict[str, Any]] = {
+    "dense": {"model": "qwen3-0.6b", "context_length": 4096},
+    "hsa": {"model": "qwen3-0.6b", "context_length": 4096, "attention_backend": "hsa"},
+    "hils": {"model": "hils-345m", "context_length": 4096},
+}
+
+
+@pytest.fixture(params=_ENGINES, scope="module")
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM(**_SHARED, **_ENGINES[request.param]) as own:
+        yield own
+
+
+@torch.inference_mode()
+def test_logits_are_those_of_all_rows(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two chunks of a prompt: nobody reads the first one's outputs, and one row of the second."""
+    runner = llm.engine.runner
+    page = runner._geometry.page_size
+    found = []
+    for cut in (1, 10**9):
+        monkeypatch.setattr(decoder, "_CUT_ROWS", cut)
+        table = np.arange(1, 17)[None] + (0 if cut == 1 else 16)
+        for new, total, sampled in ((8 * page, 8 * page, 0), (300, 8 * page + 300, 1)):
+            host = StepInputs.made_up(page, [new], [total], [table] * len(runner._tables))
+            inputs = host.send(runner._device, runner._reads_generations)
+            with runner._launching(inputs.batch, None):
+                metadata = runner.backend.prepare(inputs.batch)
+                wanted = to_device(host.sampled_rows[:sampled], runner._device)
+                logits = runner._forward(inputs, metadata, wanted)
+            assert len(logits) == sampled
+        found.append(logits.float())
+    torch.testing.assert_close(found[0], found[1], atol=0.05, rtol=0.05)
+    assert found[0].std() > 0.01
