@@ -21,6 +21,7 @@ from cairn.kernels import (
     landmark,
     latent,
     latent_prompt,
+    newest,
     norm,
     packed,
     paged_decode,
@@ -158,8 +159,10 @@ def main() -> None:
     types |= {"stride": "i32"}
     constants = {"VOCAB": 151936, "BLOCKS": 38, "BLOCK": 4096}
     compile_kernel(sampling._blocks_kernel, types, constants, num_warps=8)
-    types |= {"seeds": I64, "tokens": I64}
-    compile_kernel(sampling._pick_kernel, types, constants, num_warps=8)
+    types |= {"seeds": I64, "tokens": I64, "newest": I64, "into": I32}
+    compile_kernel(sampling._pick_kernel, types, {**constants, "KEEP": True}, num_warps=8)
+    types = {"token_ids": I32, "sources": I32, "newest": I64, "out": I64, "rows": "i32"}
+    compile_kernel(newest._known_kernel, types, {"BLOCK": 256})
     types = dict.fromkeys(("first", "checked", "places", "right"), I32)
     types |= {"tokens": I64, "newest": I64, "count": "i32", "most": "i32"}
     compile_kernel(draft_rows._newest_kernel, types, {"BLOCK": 128})

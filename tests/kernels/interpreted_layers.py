@@ -12,6 +12,7 @@ from cairn.kernels.activation import silu_and_mul
 from cairn.kernels.fp8_rows import FP8, rows_and_scales
 from cairn.kernels.gemv import gemv, narrow_product
 from cairn.kernels.interface import ScoringHeads
+from cairn.kernels.newest import known_tokens
 from cairn.kernels.norm import add_rms_norm, rms_norm
 from cairn.kernels.references import (
     gemv_reference,
@@ -159,3 +160,13 @@ def test_sampling_takes_what_the_reference_takes() -> None:
     assert tokens[0] == logits[0].argmax() and tokens[4] == 7
     assert (tokens[5:10] >= 8500).all() and (tokens[10:20] == 0).all()
     assert len(set(tokens[20:].tolist())) > 10
+    newest, places = torch.full((50,), -7), torch.arange(40, dtype=torch.int32).flip(0) + 3
+    assert sample(logits, temperatures, seeds, newest, places).tolist() == tokens.tolist()
+    assert newest.tolist() == [-7] * 3 + tokens.flip(0).tolist() + [-7] * 7
+
+
+def test_known_tokens() -> None:
+    given, newest = torch.arange(300, dtype=torch.int32), torch.arange(9) + 1000
+    sources = torch.where(given % 7 == 0, given % 9, -1).int()
+    expected = torch.where(given % 7 == 0, newest[given % 9], given)
+    assert known_tokens(given, sources, newest).tolist() == expected.tolist()

@@ -12,9 +12,11 @@ import torch
 from cairn.attention.dsa_kernels import RowKernels
 from cairn.attention.hsa.kernel_sparse import KernelSparse
 from cairn.attention.triton_backend import TritonBackend
+from cairn.engine import sampler
 from cairn.engine.graphs import StepGraphs
 from cairn.kernels import sparse_decode, sparse_scratch, sparse_select
 from cairn.kernels.fp8_rows import quantize, rows_and_scales, scale_rows
+from cairn.models import decoder
 
 
 def narrow_pages(pool: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -44,7 +46,8 @@ class _Rerun:
 
 
 def rerun_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let steps that were recorded run again where CUDA would replay them."""
+    """Let steps that were recorded run again where CUDA would replay them. Kernels look up tokens,
+    and the last layer computes only the rows that are asked for, in short prompts too."""
 
     def capture(own: StepGraphs, call: Callable[[], Any], pool: Any) -> tuple[_Rerun, Any]:
         rerun = _Rerun(call)
@@ -57,6 +60,8 @@ def rerun_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(StepGraphs, "_capture", capture)
     monkeypatch.setattr(StepGraphs, "_aside", nullcontext)
+    monkeypatch.setattr(sampler, "has_kernels", lambda _: True)
+    monkeypatch.setattr(decoder, "_CUT_ROWS", 8)
 
 
 def use_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from cairn.attention.hsa.kernel_sparse import KernelSparse
 from cairn.attention.torch_backend import TorchBackend
 from cairn.attention.triton_backend import TritonBackend
 from cairn.attention.widened import overflowing_seqs
+from cairn.engine import sampler
 from cairn.engine.inputs import Draws
 from cairn.engine.plan import Advance, StepPlan
 from cairn.engine.runner import Runner
@@ -113,6 +114,7 @@ def kernels_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     for kernels in (KernelSparse, RowKernels):
         monkeypatch.setattr(kernels, "refusal", staticmethod(lambda *_: None))
     monkeypatch.setattr(TritonBackend, "unavailable_reason", staticmethod(lambda _: None))
+    monkeypatch.setattr(sampler, "has_kernels", lambda _: True)
     monkeypatch.setattr(
         loader,
         "Factory",

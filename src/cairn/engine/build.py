@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -61,6 +62,7 @@ def build_engine(
 
     `progress` reports weights that were read, `compiling` kernels that were compiled.
     """
+    begin = time.perf_counter()
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, source.config, device)
     ranks: Ranks | None = None
@@ -76,6 +78,7 @@ def build_engine(
     with nullcontext() if ranks is None else ranks.ended_by_failure():
         sampling_defaults(source)  # fail before the weights are read
         model, notes = load_model(config, source, dtype, device, progress, ranks or Alone())
+        loaded = time.perf_counter()
         eos_token_ids = source.eos_token_ids(model.spec.vocab_size)
         if config.threads == "auto" and device.type == "cpu":
             notes.append(choose_threads(model))
@@ -88,6 +91,8 @@ def build_engine(
         else:
             runner, more_notes = ranks.build_runner(choices, memory, model, compiling)
             more_notes.append(ranks.note)
+        if runner.warm_up_seconds:
+            more_notes.append(_start_note(begin, loaded, runner.warm_up_seconds))
         attention = choices.attention
         for warning in attention.warnings:
             logging.getLogger("cairn").warning(warning)
@@ -130,6 +135,15 @@ def build_engine(
             overlap=device.type == "cuda" and not config.disable_overlap_schedule,
             notes=(*notes, *more_notes, *attention.notes, *memory.notes, *attention.warnings),
         )
+
+
+def _start_note(begin: float, loaded: float, warm_up: Mapping[str, float]) -> str:
+    """Where the time since `begin` went; weights were `loaded` at that moment."""
+    total = time.perf_counter() - begin
+    parts = {"load weights": loaded - begin, **warm_up}
+    parts["the rest"] = total - sum(parts.values())
+    each = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in parts.items())
+    return f"seconds to start the engine: {total:.1f} ({each})"
 
 
 def check_tp(config: EngineConfig, source: ModelSource, device: torch.device) -> None:

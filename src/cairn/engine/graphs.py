@@ -160,6 +160,7 @@ class StepGraphs:
         self._device = device
         self._graphs: dict[tuple[Graph, StepSize], _Recorded] = {}
         self._shared: torch.Tensor | None = None  # [samples, vocab]
+        self._sent_tables: np.ndarray | None = None  # those of the run before
 
     def rehearse(self, rows: Sequence[int], seqs: Sequence[int]) -> None:
         """Run, without a graph, the smallest step to record that has room for each of these
@@ -346,7 +347,9 @@ class StepGraphs:
         send(pack((*own.arrays(), logit_rows, *arrays)), recorded.packed)
         if new_tables:
             tables = host.pack_tables(self._generations, size.seqs)
-            recorded.tables[:, :, : tables.shape[2]].copy_(to_device(tables, self._device))
+            if self._sent_tables is None or not np.array_equal(tables, self._sent_tables):
+                recorded.tables[:, :, : tables.shape[2]].copy_(to_device(tables, self._device))
+                self._sent_tables = tables
         return places
 
     def draft(

@@ -88,7 +88,7 @@ class StepInputs:
         cu_query = np.concatenate(([0], np.cumsum(query_lens)))
         num_rows = cu_query[-1]
         seq = np.repeat(np.arange(len(plan.advances)), query_lens)
-        cache_rows = np.arange(num_rows) + (first_rows - cu_query[:-1])[seq]
+        cache_rows = np.arange(num_rows) + np.repeat(first_rows - cu_query[:-1], query_lens)
         known = b"".join([advance.token_ids for advance in plan.advances])
         token_ids, positions = np.frombuffer(known, np.int64), cache_rows
         is_token = np.ones(num_rows, dtype=bool)
@@ -126,7 +126,7 @@ class StepInputs:
             token_ids=token_ids,
             sources=sources,
             positions=positions,
-            lengths=np.maximum(prompts[seq], positions + 1),
+            lengths=np.maximum(np.repeat(prompts, query_lens), positions + 1),
             cache_rows=cache_rows,
             seq=seq,
             is_token=is_token,
@@ -219,11 +219,20 @@ class StepInputs:
             self.positions,
             self.lengths,
             offsets,
-            *(group.host_pages[self.seq, pages] for group in batch.groups),
+            *(self._pages_of(group, pages) for group in batch.groups),
             batch.kv_lens,
             batch.cu_query,
             batch.prompt_rows,
         )
+
+    def _pages_of(self, group: GroupTables, places: np.ndarray) -> np.ndarray:
+        """The page of each row, at these places [rows] of its sequence's table."""
+        pages: np.ndarray
+        if self.batch.num_seqs == 1:
+            pages = group.host_pages[0, places]
+        else:
+            pages = group.host_pages[self.seq, places]
+        return pages
 
     def pack_tables(self, generations: bool, num_seqs: int | None = None) -> np.ndarray:
         """Page tables [groups, num_seqs, pages], padded with the null page. With `generations`
@@ -340,7 +349,10 @@ class StepInputs:
         # token_ids, sources, positions, lengths, offsets and pages
         of_rows = (none, none - 1, none, none + 1, *[none] * (len(arrays) - 7))
         of_seqs = (lens, self.batch.num_rows + np.cumsum(lens), lens)
-        return [np.concatenate(own) for own in zip(arrays, (*of_rows, *of_seqs), strict=True)]
+        return [
+            np.concatenate((own, more)) if len(more) else own
+            for own, more in zip(arrays, (*of_rows, *of_seqs), strict=True)
+        ]
 
 
 def columns_of(advances: Sequence[Advance], *names: str) -> list[np.ndarray]:

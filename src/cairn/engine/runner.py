@@ -8,6 +8,7 @@ sampler stored them.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -101,6 +102,8 @@ class Runner:
         self._selected: Selected | None = None  # whose pages drafts selected last
         self.graphs: StepGraphs | None = None
         """Recorded steps; None if none are recorded."""
+        self.warm_up_seconds: dict[str, float] = {}
+        """How long each part of `warm_up` took."""
         self.tier = tier
         """The host tier; None if all pages are on the device."""
         self.mover: Mover | None = tier
@@ -155,6 +158,7 @@ class Runner:
         `records`."""
         from cairn.kernels.precompile import collecting, compile_all
 
+        begin = time.perf_counter()
         chunk, sparse = self._limits.chunked_prefill_size, self._choices.sparse
         if self._limits.max_step_seconds is not None:
             warm_up_products(self._model, step_sizes(chunk))
@@ -187,13 +191,20 @@ class Runner:
             if records:
                 self._make_graphs(most_recorded).rehearse(rungs.rows, rungs.seqs)
                 self._rehearse_drafts()
+        moments = [begin, time.perf_counter()]
         compile_all(forms, progress)
+        moments.append(time.perf_counter())
         for step in steps:
             if step.for_real:
                 self._rehearse(step)
+        moments.append(time.perf_counter())
         if records:
             self.record_graphs(most_recorded)
             self._rehearse_drafts()
+        moments.append(time.perf_counter())
+        phases = ("list kernels", f"load or compile {len(forms)} kernels", "run steps")
+        for phase, seconds in zip((*phases, "record graphs"), np.diff(moments), strict=True):
+            self.warm_up_seconds[phase] = float(seconds)
 
     def _rehearse_drafts(self) -> None:
         if self._choices.sparse_drafts:
@@ -450,8 +461,7 @@ class Runner:
         from cairn.kernels.sampling import sample
 
         logits = self._forward(inputs, self.backend.prepare(inputs.batch), logit_rows)
-        tokens = sample(logits, draws.temperatures, draws.seeds)
-        self._newest[draws.places] = tokens
+        tokens = sample(logits, draws.temperatures, draws.seeds, self._newest, draws.places)
         return logits, tokens
 
     def _in_flight(
@@ -538,8 +548,13 @@ class Runner:
         states of all rows instead of logits."""
         self.backend.begin(metadata)
         token_ids, sources, positions, lengths = inputs.sent
-        newest = self._newest[sources.clamp(min=0)]
-        token_ids = torch.where(sources >= 0, newest, token_ids)
+        if self._sampler.fused:
+            from cairn.kernels.newest import known_tokens
+
+            token_ids = known_tokens(token_ids, sources, self._newest)
+        else:
+            newest = self._newest[sources.clamp(min=0)]
+            token_ids = torch.where(sources >= 0, newest, token_ids)
         attend = Attend(self._pool, self.backend, inputs.batch, metadata)
         if headless:
             return self._model.hidden(token_ids, positions, lengths, attend)

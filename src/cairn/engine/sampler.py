@@ -47,6 +47,10 @@ class _Samples(NamedTuple):
         return cls(owner, slots[owner], before + 1, np.where(first, guess[owner], -1))
 
 
+def has_kernels(device: torch.device) -> bool:
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
 class Sampler:
     def __init__(
         self, num_slots: int, vocab_size: int, device: torch.device, per_slot: int = 1
@@ -55,7 +59,8 @@ class Sampler:
         self._vocab = vocab_size
         self._per_slot = per_slot
         self._device = device
-        self._fused = device.type == "cuda" and find_spec("triton") is not None
+        self.fused = has_kernels(device)
+        """Tokens are looked up and sampled by Triton kernels."""
         self._shape = (num_slots, vocab_size)
         self._numbers = np.zeros((num_slots, 5), dtype=np.float32)
         self._top_k = np.full(num_slots, vocab_size, dtype=np.int64)
@@ -183,7 +188,7 @@ class Sampler:
         drafts = self._drafts(advances, newest) if self._penalized[slots].any() else None
         logits = self._adjusted(logits, advances, samples, drafts)
         random, filtered = self._temperatures[slots] > 0, self._filtered[slots]
-        if self._fused:  # one kernel samples greedy and unfiltered rows
+        if self.fused:  # one kernel samples greedy and unfiltered rows
             from cairn.kernels.sampling import sample
 
             seeds = self._sent(_seeds(self._seeds[slots], positions))

@@ -84,10 +84,13 @@ def _pick_kernel(
     best_token,
     sums,
     tokens,
+    newest,
+    into,  # [rows]
     stride,
     VOCAB: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    KEEP: tl.constexpr,  # store tokens in `newest` too, at the places `into`
 ):
     row = tl.program_id(0).to(tl.int64)
     PADDED: tl.constexpr = triton.next_power_of_2(BLOCKS)
@@ -112,12 +115,16 @@ def _pick_kernel(
         places = tl.load(best_token + row * BLOCKS + blocks, mask=mask, other=_NO_TOKEN)
         chosen = tl.min(tl.where(own == most, places, _NO_TOKEN), 0)
     tl.store(tokens + row, chosen.to(tl.int64))
+    if KEEP:
+        tl.store(newest + tl.load(into + row), chosen.to(tl.int64))
 
 
 def sample(
     logits: torch.Tensor,  # [rows, vocab]
     temperatures: torch.Tensor,  # [rows] float32; 0 takes the most likely token
     seeds: torch.Tensor,  # [rows] int64, derived from request and position
+    newest: torch.Tensor | None = None,  # int64, gets the tokens
+    places: torch.Tensor | None = None,  # [rows] where in `newest`
 ) -> torch.Tensor:
     """-> token ids [rows] int64"""
     rows, vocab = logits.shape
@@ -130,5 +137,11 @@ def sample(
     stride = logits.stride(0)
     sizes = {"VOCAB": vocab, "BLOCKS": blocks, "BLOCK": _BLOCK}
     _blocks_kernel[(rows, blocks)](logits, temperatures, *given, stride, **sizes, num_warps=8)
-    _pick_kernel[(rows,)](logits, temperatures, seeds, *given, tokens, stride, **sizes, num_warps=8)
+    keep = (tokens, tokens) if newest is None or places is None else (newest, places)
+    _pick_kernel[(rows,)](
+        *(logits, temperatures, seeds, *given, tokens, *keep, stride),
+        **sizes,
+        KEEP=newest is not None,
+        num_warps=8,
+    )
     return tokens
