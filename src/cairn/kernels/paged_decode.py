@@ -193,6 +193,7 @@ def plan_splits(
         BLOCK=power_of_two(len(splits.arrivals)),
         BLOCK_ITEMS=power_of_two(len(splits.item_seq)),
         COMPARED=32,
+        num_warps=8,  # the whole step waits for this one program
     )
 
 
