@@ -10,12 +10,15 @@ from safetensors.torch import load_file, save_file
 
 from cairn import LLM
 from cairn.errors import ConfigError, LoadError
+from cairn.models import layers, loader
 from cairn.models.config_reader import ConfigReader
 from cairn.models.decoder import CausalLM
-from cairn.models.layers import Linear, named_slots
-from cairn.models.loader import build_model, fill_dummy
+from cairn.models.experts import ExpertWeights
+from cairn.models.layers import Embedding, Linear, named_slots
+from cairn.models.loader import build_model, fill_dummy, quantize
 from cairn.models.presets import PRESETS
-from tests.helpers import TINY_LLAMA, tokens_of, write_model
+from cairn.models.quantize import ROUNDINGS
+from tests.helpers import TINY_EXPERTS, TINY_LLAMA, tokens_of, write_model
 
 CPU = torch.device("cpu")
 
@@ -306,6 +309,40 @@ def test_dummy_weights_have_the_stated_distribution_and_follow_the_seed() -> Non
             assert not torch.equal(parameter, other[name])
             assert abs(parameter.std().item() - 0.02) < 0.001
             assert abs(parameter.mean().item()) < 0.001
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [(TINY_LLAMA, "int4"), (TINY_LLAMA, "int8"), (TINY_LLAMA, "fp8"), (TINY_EXPERTS, "fp8")],
+)
+def test_dummy_weights_are_drawn_as_rounding_would_make_them(
+    given: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for kernels on a GPU: the same forms and bytes as rounded floats have, and as large."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(loader, "use_kernels", lambda *_: True)
+    monkeypatch.setattr(layers, "_column_blocks", lambda _: 0)  # weights lie as on a GPU
+    config = {**given, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 512}
+    config["attention_bias"] = given is TINY_LLAMA
+    models = []
+    for drawn in (False, True):
+        model = build_model(ConfigReader(config, "test"), torch.float32, CPU)
+        fill_dummy(model, 1, ROUNDINGS[name] if drawn else None)
+        if not drawn:
+            quantize(model, ROUNDINGS[name])
+        models.append(dict(model.named_modules()))
+    assert any(module.quantised_bytes for module in models[0].values())
+    for rounded, module in zip(models[0].values(), models[1].values(), strict=True):
+        assert module.quantised_bytes == rounded.quantised_bytes
+        assert getattr(module, "form", None) == getattr(rounded, "form", None)
+        if isinstance(module, Linear | Embedding):
+            assert abs(module.dense().std().item() - 0.02) < 0.001
+        if isinstance(module, ExpertWeights):
+            for stack in module._fp8.values():
+                assert stack.scale is not None
+                assert abs((stack.values.float() * stack.scale).std().item() - 0.02) < 0.001
+        if isinstance(module, Linear) and module.bias is not None:
+            assert (module.bias == 0).all()
 
 
 @pytest.mark.parametrize(

@@ -198,12 +198,16 @@ def load_model(
         check_weights(source.config, weights)
     keep, kernels = quantization.keep, quantization.kernels
     model = build_model(source.config, dtype, device, parallel, config.model_impl, keep, kernels)
+    rounding = ROUNDINGS.get(config.quantization)
+    if weights is None and rounding is not None and device.type == "cuda" and parallel.size == 1:
+        fill_dummy(model, config.seed, rounding)
+        return model, notes
     if weights is None:
         fill_dummy(model, config.seed)
     else:
         fill(model, weights, progress)
-    if config.quantization in ROUNDINGS:
-        notes.append(str(quantize(model, ROUNDINGS[config.quantization])))
+    if rounding is not None:
+        notes.append(str(quantize(model, rounding)))
     return model, notes
 
 

@@ -298,13 +298,8 @@ class ExpertWeights(Module):
 
     def quantize(self, rounding: Rounding) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Round the weights, if their widths allow. Yields each matrix before and after."""
-        if self._hidden % rounding.columns or self._inter % rounding.columns:
+        if not self._rounds_to(rounding):
             return
-        if self._fused and rounding.name != "fp8":
-            raise ConfigError(
-                f"quantization={rounding.name} has no kernel for experts on {self._device.type}; "
-                "use fp8 or none"
-            )
         self._any_float = False
         floats = {"gate_up_proj": self.gate_up, "down_proj": self.down}
         if self._fused:
@@ -320,6 +315,30 @@ class ExpertWeights(Module):
             gate_up, down = (Stack([rounded], self._cpu) for rounded in after)
             pairs.append((gate_up, down))
         self._keep_all(pairs)
+
+    def _rounds_to(self, rounding: Rounding) -> bool:
+        """Whether its widths allow a rounding."""
+        if self._hidden % rounding.columns or self._inter % rounding.columns:
+            return False
+        if self._fused and rounding.name != "fp8":
+            raise ConfigError(
+                f"quantization={rounding.name} has no kernel for experts on {self._device.type}; "
+                "use fp8 or none"
+            )
+        return True
+
+    def draw(self, rounding: Rounding, std: float, generator: torch.Generator) -> bool:
+        """Random weights for kernels, as `quantize` would make them; returns whether the widths
+        allow it."""
+        assert self._fused
+        fits = self._rounds_to(rounding)
+        if fits:
+            for name in ("gate_up", "down"):
+                drawn = rounding.draw(tuple(getattr(self, name).shape), std, generator)
+                assert isinstance(drawn, Narrow)
+                self._fp8[name] = drawn
+                setattr(self, name, getattr(self, name).new_empty(0, device=self._device))
+        return fits
 
     def _quantize_stack(
         self, part: str, stack: torch.Tensor, rounding: Rounding

@@ -43,6 +43,14 @@ def fit_fp8(dense: torch.Tensor) -> Narrow:
     return Narrow((wide / scale).to(torch.float8_e4m3fn), scale, best.span)
 
 
+def draw_fp8(shape: tuple[int, ...], std: float, generator: torch.Generator) -> Narrow:
+    """Random weights in the form that `fit_fp8` returns, for a stack of matrices too."""
+    drawn = torch.empty(shape, dtype=torch.bfloat16, device=generator.device)
+    drawn.normal_(0, E4M3_LARGEST / 8, generator=generator).clamp_(-E4M3_LARGEST, E4M3_LARGEST)
+    scale = torch.full((*shape[:-1], 1), 8 * std / E4M3_LARGEST, device=generator.device)
+    return Narrow(drawn.to(torch.float8_e4m3fn), scale, shape[-1])
+
+
 def fp8_product(x: torch.Tensor, matrix: Narrow) -> torch.Tensor:
     """x [rows, columns] @ matrix.T in float32: what `kernels/fp8.py` computes. More than a few rows
     are rounded to FP8, as the matrix is."""

@@ -64,6 +64,13 @@ class Embedding(Module):
             self._keep(rounding.round(before))
             yield before, self.dense()
 
+    def draw(self, rounding: Rounding, std: float, generator: torch.Generator) -> bool:
+        """Random weights as `quantize` would make them; returns whether the width allows it."""
+        fits = self.weight.shape[1] % rounding.columns == 0
+        if fits:
+            self._keep(rounding.draw(tuple(self.weight.shape), std, generator))
+        return fits
+
     def _keep(self, matrix: Kept) -> None:
         """Replace the weight by a matrix that stays as it is. A GPU keeps codes only."""
         if self._fused and not isinstance(matrix, Codes):
@@ -343,6 +350,14 @@ class Linear(Module):
             before = self.dense()
             self._store([rounding.round(before)])
             yield before, self.dense()
+
+    def draw(self, rounding: Rounding, std: float, generator: torch.Generator) -> bool:
+        """Random weights as `quantize` would make them; returns whether the width allows it."""
+        fits = self.in_features % rounding.columns == 0
+        if fits:
+            shape = self._out_features, self.in_features
+            self._store([rounding.draw(shape, std, generator)])
+        return fits
 
     def _keep_part(self, begin: int, order: torch.Tensor | None, matrix: Kept) -> None:
         """Keep a checkpoint matrix as it is. Once all parts have come, they replace the weight."""

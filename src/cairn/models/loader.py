@@ -172,11 +172,22 @@ def _joint_slots(model: LanguageModel) -> list[tuple[str, TensorSlot, tuple[str,
     return [slot for name, module in model.named_modules() for slot in module.joint_slots(name)]
 
 
-def fill_dummy(model: LanguageModel, seed: int) -> None:
+def fill_dummy(model: LanguageModel, seed: int, rounded: Rounding | None = None) -> None:
     """Random weights: matrices N(0, 0.02), norm weights 1, biases 0. They are drawn as a checkpoint
-    would have them, so that they do not depend on how many ranks share the model."""
+    would have them, so that they do not depend on how many ranks share the model.
+
+    `rounded`: draw matrices as `quantize` would make them, for kernels on one GPU. That takes a
+    fraction of the time, and other numbers come out."""
     some = next(tensor for _, tensor in model.named_tensors())
-    for _, slot in sorted(named_slots(model).items()):
+    drawn: set[str] = set()
+    if rounded is not None:
+        generator = torch.Generator(some.device).manual_seed(seed)
+        for name, module in _to_round(model, rounded):
+            if module.draw(rounded, _DUMMY_STD, generator):
+                drawn.update(own for own, slot in module.slots(name) if len(slot.shape) > 1)
+    for name, slot in sorted(named_slots(model).items()):
+        if name in drawn:
+            continue
         tensor = some.new_zeros(slot.shape)
         if slot.is_norm:
             tensor.fill_(1.0)
@@ -191,17 +202,13 @@ def quantize(model: LanguageModel, rounding: Rounding) -> QuantizationError:
     """Round matrices, one after the other, and measure what that changes."""
     lost = kept = 0.0
     errors: dict[str, float] = {}
-    for name, module in model.named_modules():
-        is_head = name == "lm_head" or isinstance(module, Embedding)
-        if is_head and not rounding.embeddings:
-            continue
-        if isinstance(module, Linear | Embedding | ExpertWeights):
-            difference = size = 0.0
-            for before, after in module.quantize(rounding):
-                difference += (after - before).square().sum().item()
-                size += before.float().square().sum().item()
-            lost, kept = lost + difference, kept + size
-            errors[name] = (difference / size) ** 0.5 if size else 0.0
+    for name, module in _to_round(model, rounding):
+        difference = size = 0.0
+        for before, after in module.quantize(rounding):
+            difference += (after - before).square().sum().item()
+            size += before.float().square().sum().item()
+        lost, kept = lost + difference, kept + size
+        errors[name] = (difference / size) ** 0.5 if size else 0.0
     if not kept:
         raise ConfigError(
             f"quantization={rounding.name} has nothing to round: no matrix is a multiple of "
@@ -209,6 +216,17 @@ def quantize(model: LanguageModel, rounding: Rounding) -> QuantizationError:
         )
     worst = max(errors, key=lambda name: errors[name])
     return QuantizationError(rounding.name, (lost / kept) ** 0.5, errors[worst], worst)
+
+
+def _to_round(
+    model: LanguageModel, rounding: Rounding
+) -> Iterator[tuple[str, Linear | Embedding | ExpertWeights]]:
+    for name, module in model.named_modules():
+        is_head = name == "lm_head" or isinstance(module, Embedding)
+        if is_head and not rounding.embeddings:
+            continue
+        if isinstance(module, Linear | Embedding | ExpertWeights):
+            yield name, module
 
 
 def _listed(names: list[str]) -> str:

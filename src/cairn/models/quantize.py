@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from cairn.models.blocks import BLOCK, Codes, Kept
-from cairn.models.fp8 import fit_fp8
+from cairn.models.fp8 import draw_fp8, fit_fp8
 
 
 def to_int8(dense: torch.Tensor) -> Codes:
@@ -31,10 +32,23 @@ def _rounded(dense: torch.Tensor, largest: int, bits: int) -> Codes:
     return Codes((codes.flatten(1) + offset).to(torch.uint8), scale, offset=offset, bits=bits)
 
 
+def draw_codes(shape: tuple[int, ...], std: float, generator: torch.Generator, bits: int) -> Codes:
+    """Random codes in the form that `to_int4` or `to_int8` returns."""
+    device, offset = generator.device, 2 ** (bits - 1)
+    codes = torch.empty(shape, dtype=torch.uint8, device=device)
+    codes.random_(1, 2 * offset, generator=generator)
+    scale = std * (12 / ((2 * offset - 1) ** 2 - 1)) ** 0.5
+    scales = torch.full((shape[0], shape[1] // BLOCK), scale, dtype=torch.float16, device=device)
+    return Codes(codes, scales, offset=offset, bits=bits)
+
+
 @dataclass(frozen=True, slots=True)
 class Rounding:
     name: str
     round: Callable[[torch.Tensor], Kept]
+    draw: Callable[[tuple[int, ...], float, torch.Generator], Kept]
+    """Random weights [..., outputs, columns] with a standard deviation, as `round` would make
+    them."""
     columns: int
     """Matrices whose width is no multiple of this stay as they are."""
     embeddings: bool
@@ -44,9 +58,9 @@ class Rounding:
 ROUNDINGS: Mapping[str, Rounding] = {
     rounding.name: rounding
     for rounding in (
-        Rounding("int8", to_int8, BLOCK, embeddings=True),
-        Rounding("int4", to_int4, BLOCK, embeddings=False),
-        Rounding("fp8", fit_fp8, 16, embeddings=False),
+        Rounding("int8", to_int8, partial(draw_codes, bits=8), BLOCK, embeddings=True),
+        Rounding("int4", to_int4, partial(draw_codes, bits=4), BLOCK, embeddings=False),
+        Rounding("fp8", fit_fp8, draw_fp8, 16, embeddings=False),
     )
 }
 
