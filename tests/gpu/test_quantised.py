@@ -76,4 +76,7 @@ def test_fp8_experts(rows: int, group: int) -> None:
         tolerance=1e-2,
     )
     real = Sizes(64, 8, 2048, 768)
-    expert_case.check_experts(real, rows, CUDA, torch.bfloat16, fp8_group=group, tolerance=1e-2)
+    for fused in (False, True):
+        expert_case.check_experts(
+            real, rows, CUDA, torch.bfloat16, fused=fused, fp8_group=group, tolerance=1e-2
+        )

@@ -35,6 +35,9 @@ FEW = 4
 """With more rows, pairs are sorted by expert."""
 
 
+_UNROLLED = tl.constexpr(8)  # most steps over the columns that are compiled one by one
+
+
 class ExpertScales(NamedTuple):
     """Scales of FP8 weights, for each output and group of columns; see `models/fp8.py`."""
 
@@ -62,6 +65,42 @@ _FLOAT32 = _Blocks(2**31, 16, 32, 4, 1024)  # no tensor cores
 def row_rungs() -> tuple[int, ...]:
     """Row counts at which `experts` switches to other compiled forms."""
     return 1, FEW + 1, *(step.most_rows + 1 for step in _LADDER)
+
+
+@triton.jit
+def _add_gate_up(
+    gate,
+    up,
+    squares,
+    x,  # a row
+    norm_weight,
+    gates,
+    gate_scales,
+    at,  # columns
+    inside,
+    start,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    GROUP: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    there = inside & (at < IN)[None, :]
+    g = tl.load(gates + at[None, :], mask=there, other=0.0)
+    u = tl.load(gates + OUT * IN + at[None, :], mask=there, other=0.0)
+    value = tl.load(x + at, mask=at < IN, other=0.0).to(tl.float32)
+    if NORM:
+        squares += value * value
+        value *= tl.load(norm_weight + at, mask=at < IN, other=0.0).to(tl.float32)
+    if GROUP > 0:
+        GROUPS: tl.constexpr = (IN + GROUP - 1) // GROUP
+        own = gate_scales + start // GROUP
+        gate += g.to(tl.float32) * value[None, :] * tl.load(own, mask=inside, other=0.0)
+        own += OUT * GROUPS
+        up += u.to(tl.float32) * value[None, :] * tl.load(own, mask=inside, other=0.0)
+    else:
+        gate += g.to(tl.float32) * value[None, :]
+        up += u.to(tl.float32) * value[None, :]
+    return gate, up, squares
 
 
 @direct
@@ -96,29 +135,24 @@ def _few_gate_up_kernel(
     if (expert < 0) | (expert >= EXPERTS):
         return
     gates = weight + (expert.to(tl.int64) * (2 * OUT) + n[:, None]) * IN
-    ups = gates + OUT * IN
     GROUPS: tl.constexpr = (IN + GROUP - 1) // GROUP if GROUP > 0 else 1
     gate_scales = scale + (expert.to(tl.int64) * (2 * OUT) + n[:, None]) * GROUPS
     gate = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
-    for start in tl.static_range(0, IN, BLOCK_K):
-        at = start + k
-        there = inside & (at < IN)[None, :]
-        g = tl.load(gates + at[None, :], mask=there, other=0.0)
-        u = tl.load(ups + at[None, :], mask=there, other=0.0)
-        value = tl.load(x + (pair // TOP) * IN + at, mask=at < IN, other=0.0).to(tl.float32)
-        if NORM:
-            squares += value * value
-            value *= tl.load(norm_weight + at, mask=at < IN, other=0.0).to(tl.float32)
-        if GROUP > 0:
-            own = gate_scales + start // GROUP
-            gate += g.to(tl.float32) * value[None, :] * tl.load(own, mask=inside, other=0.0)
-            own += OUT * GROUPS
-            up += u.to(tl.float32) * value[None, :] * tl.load(own, mask=inside, other=0.0)
-        else:
-            gate += g.to(tl.float32) * value[None, :]
-            up += u.to(tl.float32) * value[None, :]
+    row = x + (pair // TOP) * IN
+    if IN > _UNROLLED * BLOCK_K:  # to compile them all would take a minute
+        for start in range(0, IN, BLOCK_K):
+            gate, up, squares = _add_gate_up(
+                gate, up, squares, row, norm_weight, gates, gate_scales, start + k, inside, start,
+                IN, OUT, GROUP, NORM,
+            )  # fmt: skip
+    else:
+        for start in tl.static_range(0, IN, BLOCK_K):
+            gate, up, squares = _add_gate_up(
+                gate, up, squares, row, norm_weight, gates, gate_scales, start + k, inside, start,
+                IN, OUT, GROUP, NORM,
+            )  # fmt: skip
     own_gate, own_up = tl.sum(gate, 1), tl.sum(up, 1)
     if SCALED and GROUP == 0:
         owns = scale + expert.to(tl.int64) * (2 * OUT) + n
