@@ -6,11 +6,40 @@ import pytest
 import torch
 
 from cairn.bench.products import CODE_FORMS
+from cairn.kernels import few_rows
 from tests.kernels import expert_case, fp8_case, packed_case
 from tests.kernels.expert_case import Sizes
+from tests.kernels.few_rows_case import few_rows_case
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("form", ["fp8", "fp8-64", "fp8-128", *CODE_FORMS])
+@pytest.mark.parametrize(
+    ("rows", "columns", "kind", "outputs"),
+    [(1, 3584, "plain", 3001), (1, 3584, "added", 3001), (1, 11008, "normed", 3001),
+     (1, 3584, "gated", 9008), (1, 4096, "added", 16384), (5, 3584, "normed", 3001),
+     (8, 3584, "gated", 3008), (3, 3584, "added", 3001)],
+)  # fmt: skip
+def test_few_rows_in_cuda(form: str, rows: int, columns: int, kind: str, outputs: int) -> None:
+    if (reason := few_rows.refusal(CUDA)) is not None:
+        pytest.skip(reason)
+    case = few_rows_case(form, rows, columns, CUDA, kind=kind, outputs=outputs)
+    for _ in range(3):  # again and again without a wait between them
+        stream = None if case.stream is None else case.stream.clone()
+        found = few_rows.product(case.x, case.matrix, norm=case.norm, add_to=stream)
+    case.check(found)
+
+
+def test_few_rows_in_float16_and_with_numbers_that_are_not_finite() -> None:
+    if (reason := few_rows.refusal(CUDA)) is not None:
+        pytest.skip(reason)
+    case = few_rows_case("fp8", 3, 1088, CUDA, torch.float16, outputs=100)
+    case.check(few_rows.product(case.x, case.matrix))
+    case.x[1, 5] = torch.nan
+    found = few_rows.product(case.x, case.matrix)
+    assert found[1].isnan().all() and not found[::2].isnan().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

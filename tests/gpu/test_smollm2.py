@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from cairn import LLM
 from cairn.models.pull import pulled_path
@@ -44,3 +45,19 @@ def test_an_fp8_cache_gives_the_same_scores_however_a_prompt_is_cut() -> None:
     for other in found[1:]:
         error = (other - found[0]).square().mean().sqrt() / found[0].std()
         assert error < 0.02, f"error ratio {error:.1e}"
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int4", "int8", "keep"])
+def test_steps_with_quantised_weights_choose_what_prompts_score_best(quantization: str) -> None:
+    """One row at a time in recorded steps, against all rows at once, whose products are others."""
+    if not pulled_path("smollm2").exists():
+        pytest.skip("the model is not here; cairn pull smollm2 fetches it")
+    with LLM(
+        "smollm2", device="cuda", dtype="bfloat16", kv_cache_gib=1, quantization=quantization
+    ) as llm:
+        assert llm.tokenizer is not None
+        prompt = llm.tokenizer.encode(PROMPTS[0])
+        answer = llm.generate(prompt, max_tokens=48, ignore_eos=True).token_ids
+        scores = llm.logprobs([*prompt, *answer]).float().cpu()[len(prompt) - 1 : -1]
+    behind = scores.max(-1).values - scores.gather(1, torch.tensor(answer)[:, None])[:, 0]
+    assert behind.max() < 0.5, f"a chosen token is {behind.max():.2f} behind the best"

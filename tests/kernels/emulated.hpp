@@ -165,34 +165,68 @@ inline float __int_as_float(int bits) {
 }
 inline int take_one(int* left) { return (*left)--; }
 
-inline float wide(u16 x) {
-  if (HALF) {
-    _Float16 half;
-    std::memcpy(&half, &x, 2);
-    return half;
-  }
-  const u32 bits = u32(x) << 16;
-  float result;
-  std::memcpy(&result, &bits, 4);
+inline float __uint_as_float(u32 bits) { return __int_as_float(bits); }
+inline u32 __byte_perm(u32 low, u32 high, u32 selector) {
+  const u64 bytes = u64(high) << 32 | low;
+  u32 result = 0;
+  for (int i = 0; i < 4; ++i)
+    result |= u32(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
   return result;
 }
-inline u16 narrow(float x) {
-  if (HALF) {
-    const _Float16 half = x;
-    u16 result;
-    std::memcpy(&result, &half, 2);
-    return result;
-  }
-  u32 bits;
-  std::memcpy(&bits, &x, 4);
+inline float rsqrtf(float x) { return 1 / sqrtf(x); }
+
+inline float half_to_float(u16 x) {
+  _Float16 half;
+  std::memcpy(&half, &x, 2);
+  return half;
+}
+inline u16 to_half(double x) {
+  const _Float16 half = x;
+  u16 result;
+  std::memcpy(&result, &half, 2);
+  return result;
+}
+inline u16 to_bfloat(float x) {
+  const u32 bits = __float_as_uint(x);
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
-inline u32 pack(float low, float high) { return u32(narrow(high)) << 16 | narrow(low); }
+inline u32 pack_halves(float low, float high) { return u32(to_half(high)) << 16 | to_half(low); }
+inline u32 pack_bfloats(float low, float high) {
+  return u32(to_bfloat(high)) << 16 | to_bfloat(low);
+}
+inline u32 pack(float low, float high) {
+  return HALF ? pack_halves(low, high) : pack_bfloats(low, high);
+}
+inline float wide(u16 x) { return HALF ? half_to_float(x) : __uint_as_float(u32(x) << 16); }
 inline void unpack(u32 both, float& low, float& high) {
   low = wide(both & 0xffff);
   high = wide(both >> 16);
 }
-
+// Exact until it is rounded.
+inline u32 fma_halves(u32 a, u32 b, u32 c) {
+  u32 result = 0;
+  for (int shift = 0; shift < 32; shift += 16) {
+    const double product = double(half_to_float(a >> shift)) * half_to_float(b >> shift);
+    result |= u32(to_half(product + half_to_float(c >> shift))) << shift;
+  }
+  return result;
+}
+inline u32 masked_or(u32 bits, u32 mask, u32 more) { return bits & mask | more; }
+inline u32 multiply_halves(u32 a, u32 b) { return fma_halves(a, b, 0); }
+inline void widen_fp8(u32 four, u32& first, u32& second) {
+  float numbers[4];
+  for (int i = 0; i < 4; ++i) {
+    const u32 byte = four >> 8 * i & 0xff, exponent = byte >> 3 & 15, mantissa = byte & 7;
+    const float most = exponent ? ldexpf(8 + mantissa, int(exponent) - 10) : ldexpf(mantissa, -9);
+    numbers[i] = (byte & 0x7f) == 0x7f ? NAN : byte & 0x80 ? -most : most;
+  }
+  first = pack_halves(numbers[0], numbers[1]);
+  second = pack_halves(numbers[2], numbers[3]);
+}
+inline void load_once(u32 (&result)[4], const void* from) {
+  if (reinterpret_cast<u64>(from) % 16) abort();
+  std::memcpy(result, from, 16);
+}
 inline u8* own_memory(u8* shared) { return shared + BLOCK_BYTES * (current / block_threads); }
 inline u32 shared_address(const void* pointer) {
   return static_cast<const u8*>(pointer) - own_memory(ring);
@@ -221,6 +255,26 @@ inline void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
         float sum = 0;
         for (int k = 0; k < 16; ++k) sum += left[row][k] * right[k][column];
+        static_cast<Brought*>(all[lane])->c[i] += sum;
+      }
+    }
+  });
+}
+
+inline float to_tf32(float x) { return __uint_as_float(__float_as_uint(x) + 0x1000 & ~0x1fffu); }
+inline void multiply_four(float (&c)[4], float a0, float a1, float b) {
+  struct Brought {
+    float* c;
+    float a[2], b;
+  } own{c, {a0, a1}, b};
+  meet_warp(&own, [](auto& all) {
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int i = 0; i < 4; ++i) {
+        float sum = 0;
+        for (int k = 0; k < 4; ++k) {
+          const auto* left = static_cast<Brought*>(all[lane / 4 * 4 + k]);
+          sum += left->a[i / 2] * static_cast<Brought*>(all[(lane % 4 * 2 + i % 2) * 4 + k])->b;
+        }
         static_cast<Brought*>(all[lane])->c[i] += sum;
       }
     }
@@ -308,7 +362,6 @@ struct float2 {
 };
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
-inline float __uint_as_float(u32 bits) { return __int_as_float(bits); }
 static int cluster_arrived, cluster_round;
 static std::vector<int> cluster_waits;  // by fiber: the round that it waits for
 inline u32 cluster_size() { return cluster_blocks; }

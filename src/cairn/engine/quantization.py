@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +53,7 @@ def resolve_quantization(
     keep = choice not in ROUNDINGS
     notes = (f"weights: {named} as in the file",) if keep and named != "F32" else ()
     if device.type == "cuda":
-        return Quantization(keep, notes=notes)
+        return Quantization(keep, notes=(*notes, *_few_rows_note(device)))
     try:
         return Quantization(keep, CpuKernels.load(), notes)
     except CpuKernelsUnavailableError as error:
@@ -60,6 +61,14 @@ def resolve_quantization(
             note = f"weights: {named} in float32, multiplied by torch, because {error}"
             return Quantization(notes=(note,))
         return Quantization(keep, None, (f"products run in torch, slowly: {error}",))
+
+
+def _few_rows_note(device: torch.device) -> Iterator[str]:
+    from cairn.kernels import few_rows
+
+    reason = few_rows.refusal(device)
+    if reason is not None:
+        yield f"weights: Triton multiplies few rows with quantised matrices, more slowly; {reason}"
 
 
 def _refusal(

@@ -62,10 +62,11 @@ class Rungs:
 
 def rungs_of(backend: AttentionBackend, max_seqs: int, max_pages: int) -> Rungs:
     """The rungs of all kernels, including the backend's own."""
-    from cairn.kernels import experts, fp8, gemv, packed, paged_decode, rope_kv
+    from cairn.kernels import experts, few_rows, fp8, gemv, packed, paged_decode, rope_kv
 
     rows = {*gemv.row_rungs(), *rope_kv.row_rungs(), *experts.row_rungs()}
     rows |= {*fp8.row_rungs(), *packed.row_rungs(), *layers.row_rungs()}
+    rows |= {*few_rows.row_rungs()}
     seqs, pages = {*paged_decode.seq_rungs(), max_seqs}, {1, max_pages}
     own = backend.rungs(max_seqs, max_pages) if isinstance(backend, SparseBackend) else None
     if own is not None:

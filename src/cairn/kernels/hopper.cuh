@@ -27,15 +27,22 @@ DEVICE float log2_fast(float x) {
   return result;
 }
 
-// Convert two numbers to the model's type and pack them, the first in the low half.
-DEVICE u32 pack(float low, float high) {
+// Convert two numbers and pack them, the first in the low half.
+DEVICE u32 pack_halves(float low, float high) {
   u32 result;
-#if HALF
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
-#endif
   return result;
+}
+
+DEVICE u32 pack_bfloats(float low, float high) {
+  u32 result;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+
+// The same in the model's type.
+DEVICE u32 pack(float low, float high) {
+  return HALF ? pack_halves(low, high) : pack_bfloats(low, high);
 }
 
 DEVICE void unpack(u32 both, float& low, float& high) {
@@ -299,4 +306,54 @@ DEVICE void shrink_registers() {
 template <int COUNT>
 DEVICE void grow_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// Arithmetic on two float16 at once.
+DEVICE u32 multiply_halves(u32 a, u32 b) {
+  u32 result;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
+DEVICE u32 fma_halves(u32 a, u32 b, u32 c) {
+  u32 result;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  return result;
+}
+
+// bits & mask | more, in one instruction.
+DEVICE u32 masked_or(u32 bits, u32 mask, u32 more) {
+  u32 result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(bits), "r"(mask), "r"(more));
+  return result;
+}
+
+// Four FP8 numbers (e4m3) as float16.
+DEVICE void widen_fp8(u32 four, u32& first, u32& second) {
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; "
+      "cvt.rn.f16x2.e4m3x2 %1, high;}"
+      : "=r"(first), "=r"(second)
+      : "r"(four));
+}
+
+// Load 16 bytes that are read only once.
+DEVICE void load_once(u32 (&result)[4], const void* from) {
+  asm("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(result[0]), "=r"(result[1]), "=r"(result[2]), "=r"(result[3])
+      : "l"(from));
+}
+
+// Round to the numbers that products with tf32 take.
+DEVICE float to_tf32(float x) {
+  u32 result;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(result) : "f"(x));
+  return __uint_as_float(result);
+}
+
+// c += a @ b, where a is 16 x 4 and b is 4 x 8, in tf32.
+DEVICE void multiply_four(float (&c)[4], float a0, float a1, float b) {
+  asm("mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 "
+      "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(__float_as_uint(a0)), "r"(__float_as_uint(a1)), "r"(__float_as_uint(b)));
 }

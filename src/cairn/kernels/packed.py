@@ -53,16 +53,21 @@ class Packed(NamedTuple):
         return self.words.shape[1] * 32 // self.bits
 
     @property
+    def subs(self) -> int:
+        """Inner scales of a block."""
+        sub = self.sub_scale if self.sub_scale is not None else self.sub_minimum
+        return 1 if sub is None else sub.shape[2]
+
+    @property
     def constants(self) -> dict[str, int | bool]:
         """Of its form, for the kernels."""
         blocks = self.columns // BLOCK
-        sub = self.sub_scale if self.sub_scale is not None else self.sub_minimum
         return {
             "IN": self.columns,
             "BITS": self.bits,
             "OFFSET": self.offset,
             "SUPER": blocks // self.scale.shape[1],
-            "SUBS": 1 if sub is None else sub.shape[2],
+            "SUBS": self.subs,
             "MINIMUM": self.minimum is not None,
             "SUB_SCALE": self.sub_scale is not None,
             "SUB_MINIMUM": self.sub_minimum is not None,

@@ -209,6 +209,9 @@ class MLP(FeedForward):
         return self.down_proj.after_silu(self.gate_up_proj(x), add_to=add_to)
 
     def add_normed(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        gated = self.gate_up_proj.gated(x, norm)
+        if gated is not None:
+            return self.down_proj(gated, add_to=x)
         gate_up = self.gate_up_proj(x, norm=norm)
         return self._parallel.sum(self.down_proj.after_silu(gate_up, add_to=x))
 

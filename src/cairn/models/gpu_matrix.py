@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from itertools import groupby
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from cairn.models.blocks import Codes, Kept, stacked
 from cairn.models.fp8 import readable
 from cairn.models.narrow import Narrow
+
+if TYPE_CHECKING:
+    from cairn.kernels import few_rows
 
 Norm = tuple[torch.Tensor, float]
 """Weight and epsilon of an RMS norm."""
@@ -21,15 +25,18 @@ def can_store(weight: Kept) -> bool:
     return isinstance(weight, Codes) or readable(weight)
 
 
-class GpuMatrix(Protocol):
+class GpuMatrix(ABC):
     outputs: int
+    for_few_rows: few_rows.Matrix | None
+    """What the kernel in CUDA C++ reads, if it can."""
 
     @property
+    @abstractmethod
     def form(self) -> Hashable:
         """What decides which compiled kernels it needs."""
-        ...
 
     @property
+    @abstractmethod
     def nbytes(self) -> int: ...
 
     def product(
@@ -42,21 +49,46 @@ class GpuMatrix(Protocol):
     ) -> torch.Tensor:
         """x [rows, columns] -> [rows, outputs]. With `silu`, x is twice as wide, and silu(first
         half) * second half is multiplied."""
-        ...
+        from cairn.kernels import few_rows
+        from cairn.kernels.activation import silu_and_mul
 
+        x = x.contiguous()
+        own = self.for_few_rows
+        if own is None or not few_rows.serves(x, own):
+            return self._by_triton(x, norm, silu, add_to)
+        return few_rows.product(silu_and_mul(x) if silu else x, own, norm=norm, add_to=add_to)
+
+    def gated(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor | None:
+        """silu(first half of the outputs) * second half, in one kernel; None if there is none."""
+        from cairn.kernels import few_rows
+
+        own = None if self.for_few_rows is None else few_rows.gated(self.for_few_rows)
+        if own is None or not few_rows.serves(x, own):
+            return None
+        return few_rows.product(x.contiguous(), own, norm=norm)
+
+    @abstractmethod
+    def _by_triton(
+        self, x: torch.Tensor, norm: Norm | None, silu: bool, add_to: torch.Tensor | None
+    ) -> torch.Tensor: ...
+
+    @abstractmethod
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Rows by number, in float: an embedding lookup."""
-        ...
 
+    @abstractmethod
     def dense(self) -> torch.Tensor: ...
 
 
-class Fp8Matrix:
+class Fp8Matrix(GpuMatrix):
     def __init__(self, given: Narrow) -> None:
+        from cairn.kernels.few_rows import fp8_matrix
+
         assert given.scale is not None
         self.outputs, columns = given.shape
         self._given, self._numbers, self._scale = given, given.values, given.scale.contiguous()
         self._group = 0 if given.span >= columns else given.span
+        self.for_few_rows = fp8_matrix(self._numbers, self._scale, self._group)
 
     @property
     def form(self) -> Hashable:
@@ -66,18 +98,13 @@ class Fp8Matrix:
     def nbytes(self) -> int:
         return self._given.nbytes
 
-    def product(
-        self,
-        x: torch.Tensor,
-        *,
-        norm: Norm | None = None,
-        silu: bool = False,
-        add_to: torch.Tensor | None = None,
+    def _by_triton(
+        self, x: torch.Tensor, norm: Norm | None, silu: bool, add_to: torch.Tensor | None
     ) -> torch.Tensor:
         from cairn.kernels import fp8
 
         given = self._numbers, self._scale, self._group
-        return fp8.product(x.contiguous(), *given, norm=norm, silu=silu, add_to=add_to)
+        return fp8.product(x, *given, norm=norm, silu=silu, add_to=add_to)
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return self._given.with_rows(ids).dense().to(dtype)
@@ -86,9 +113,10 @@ class Fp8Matrix:
         return self._given.dense()
 
 
-class PackedMatrix:
+class PackedMatrix(GpuMatrix):
     def __init__(self, given: Codes) -> None:
-        from cairn.kernels.packed import Packed, pack
+        from cairn.kernels.few_rows import Form, Matrix, shift_of
+        from cairn.kernels.packed import BLOCK, Packed, pack
 
         def laid_out(own: torch.Tensor | None) -> torch.Tensor | None:
             return None if own is None else own.contiguous()
@@ -103,6 +131,21 @@ class PackedMatrix:
             given.offset,
             given.bits,
         )
+        own = self.packed
+        outer = own.scale.shape[1]
+        parts = [part is not None for part in own[2:5]]
+        shift = shift_of(own.columns // BLOCK // outer, outer)
+        # Four blocks of 4 bits are multiplied at once; they may have one scale.
+        whole = own.bits == 4 and not any(parts) and shift is not None and shift >= 2
+        form = Form(False, False, own.bits, own.subs, parts[0], parts[1], parts[2], whole)
+        self.for_few_rows = None
+        # The kernel multiplies scales by 8192, in float16.
+        if shift is not None and _largest(own.scale) * _largest(own.sub_scale) < 7.9:
+            inner = own.minimum, own.sub_scale, own.sub_minimum
+            sizes = self.outputs, own.columns
+            self.for_few_rows = Matrix(
+                form, own.words, own.scale, shift, *sizes, *inner, offset=own.offset
+            )
 
     @property
     def form(self) -> Hashable:
@@ -112,17 +155,12 @@ class PackedMatrix:
     def nbytes(self) -> int:
         return sum(own.nbytes for own in self.packed if isinstance(own, torch.Tensor))
 
-    def product(
-        self,
-        x: torch.Tensor,
-        *,
-        norm: Norm | None = None,
-        silu: bool = False,
-        add_to: torch.Tensor | None = None,
+    def _by_triton(
+        self, x: torch.Tensor, norm: Norm | None, silu: bool, add_to: torch.Tensor | None
     ) -> torch.Tensor:
         from cairn.kernels import packed
 
-        return packed.product(x.contiguous(), self.packed, norm=norm, silu=silu, add_to=add_to)
+        return packed.product(x, self.packed, norm=norm, silu=silu, add_to=add_to)
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         from cairn.kernels import packed
@@ -135,6 +173,10 @@ class PackedMatrix:
         own = self.packed
         codes = unpack(own.words, own.bits)
         return Codes(codes, *own[1:5], own.offset, own.bits).dense()
+
+
+def _largest(scales: torch.Tensor | None) -> float:
+    return 1.0 if scales is None else scales.float().abs().max().item()
 
 
 def gpu_matrix(given: Kept) -> GpuMatrix:
@@ -175,6 +217,10 @@ class GpuStack:
         parts = [matrix.product(x, norm=norm, silu=silu) for matrix in self._matrices]
         result = torch.cat(parts, dim=-1)
         return result if out is None else out.add_(result)
+
+    def gated(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor | None:
+        """As `GpuMatrix.gated`."""
+        return self._matrices[0].gated(x, norm) if len(self._matrices) == 1 else None
 
     def dense(self) -> torch.Tensor:
         return torch.cat([matrix.dense() for matrix in self._matrices])

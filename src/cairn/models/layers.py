@@ -298,6 +298,13 @@ class Linear(Module):
             out = out.transpose(0, 1).reshape(len(x), self._out_features)
         return out if self.bias is None else out.add_(self.bias)
 
+    def gated(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor | None:
+        """silu(gate) * up of the norm of x, where this is the product of gate and up and a kernel
+        does both; else None."""
+        if self.bias is not None or not isinstance(self._stored, GpuStack):
+            return None
+        return self._stored.gated(x, (norm.weight, norm.eps))
+
     def after_silu(
         self, gate_up: torch.Tensor, *, add_to: torch.Tensor | None = None, in_parts: bool = False
     ) -> torch.Tensor:
