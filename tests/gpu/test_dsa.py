@@ -48,8 +48,8 @@ def test_goldens(case: str, chunk: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_recorded_steps_are_the_same_as_others(dtype: str) -> None:
-    """Of several requests at once. Prefixes are not cached: in half precision, the rest of a prompt
-    behind a cached prefix rounds otherwise than the whole prompt."""
+    """Of several requests at once. Prefixes are not cached, so that both times requests share steps
+    in the same way: in half precision, steps of few rows round otherwise than larger ones."""
     golden = load_file(GOLDENS / SHARED / "golden.safetensors")
     prompts = [golden[f"input_ids_{name}"].tolist() for name in ("a", "short", "b")]
     with LLM(GOLDENS / SHARED, **options(dtype=dtype, disable_radix_cache=True)) as llm:
