@@ -45,6 +45,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "int4": ({**TINY_LLAMA, **LARGE}, {"quantization": "int4"}),
     "latents": ({**TINY_LATENT, **LARGE}, {}),
     "index": ({**TINY_LATENT, **LARGE, **INDEX}, {}),
+    "index-8-bits": ({**TINY_LATENT, **LARGE, **INDEX}, {"kv_cache_dtype": "int8"}),
     "hils": ({**TINY_HILS, **LARGE, "full_attn_interleave": 2}, {}),
     "quest": ({**TINY_LLAMA, **LARGE}, {**SPARSE, "hsa_policy": "quest", "hsa_sinks": 1}),
     "spread": ({**TINY_LLAMA, **LARGE}, SPREAD),

@@ -32,7 +32,7 @@ def test_rows_are_stored_as_in_torch(width: int, narrow: torch.dtype) -> None:
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_index_scan(page_size: int, dtype: torch.dtype, narrow: torch.dtype) -> None:
     sizes, tolerance = row_case.Sizes(64, 128, page_size), 1e-5 if dtype == torch.float32 else 1e-3
-    for new, lengths in (([1] * 5, [1, 63, 64, 65, 40_000]), ([5, 130, 1], [64, 2000, 5000])):
+    for new, lengths in (([1] * 5, [1, 63, 64, 65, 9000]), ([5, 130, 1], [64, 2000, 5000])):
         row_case.check_scan(lengths, new, sizes, CUDA, dtype, tolerance=tolerance, narrow=narrow)
 
 
@@ -41,7 +41,7 @@ def test_index_scan(page_size: int, dtype: torch.dtype, narrow: torch.dtype) -> 
 @pytest.mark.parametrize("heads", [128, 20])
 def test_row_attention(heads: int, dtype: torch.dtype, narrow: torch.dtype) -> None:
     sizes = latent_case.Sizes(heads, 512, 64, 64)
-    for counts in ([2048], [1, 2048, 700, 0, 1999], [2048] * 40):
+    for counts in ([2048], [1, 2048, 700, 0, 1999], [2048] * 12):
         row_case.check_attention(
             counts, 2048, sizes, CUDA, dtype, tolerance=TOLERANCE[dtype], narrow=narrow
         )
@@ -54,7 +54,7 @@ def test_latent_attention(
     sizes: tuple[int, int, int, int], dtype: torch.dtype, narrow: torch.dtype
 ) -> None:
     own, options = latent_case.Sizes(*sizes), {"tolerance": TOLERANCE[dtype], "narrow": narrow}
-    for lengths, new in (([1, 64, 65, 5000, 20_000], [1] * 5), ([700, 33, 5], [70, 1, 5])):
+    for lengths, new in (([1, 64, 65, 700, 3000], [1] * 5), ([700, 33, 5], [70, 1, 5])):
         latent_case.check(lengths, new, own, CUDA, dtype, **options)  # type: ignore[arg-type]
 
 

@@ -362,7 +362,9 @@ def chosen_rows(pool: str) -> None:
     compile_kernel(index_scan._scan_plan_kernel, types, constants)
     for rows, page_size in ((1, 64), (4, 64), (4, 16)):
         tma = page_size == 64
-        types["keys"] = f"tensordesc<{pool[1:]}[64,128]>" if tma else pool
+        pairs = pool != BF16 and rows == 1
+        tile = "i16[64,64]" if pairs else f"{pool[1:]}[64,128]"
+        types["keys"] = f"tensordesc<{tile}>" if tma else pool
         constants = {
             "HEADS": 64,
             "WIDTH": 128,

@@ -59,12 +59,14 @@ def test_row_attention(sizes: tuple[int, int, int, int], narrow: torch.dtype) ->
 @pytest.mark.parametrize("described", [False, True])
 def test_index_scan(narrow: torch.dtype, described: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cairn.kernels.index_scan.can_describe", lambda *_: described)
-    for lengths, new, sizes in (
-        ([90, 70, 5, 1], [9, 1, 5, 1], row_case.Sizes(2, 16, 16)),
-        ([70, 130], [1, 1], row_case.Sizes(5, 128, 128)),
+    for lengths, new, sizes, dtype in (
+        ([90, 70, 5, 1], [9, 1, 5, 1], row_case.Sizes(2, 16, 16), torch.float32),
+        ([70, 130], [1, 1], row_case.Sizes(5, 128, 128), torch.float32),
+        ([70, 130], [3, 1], row_case.Sizes(5, 128, 64), torch.float16),
     ):
+        tolerance = 1e-6 if dtype == torch.float32 else 1e-3
         row_case.check_scan(
-            lengths, new, sizes, CPU, torch.float32, tolerance=1e-6, per_item=4, narrow=narrow
+            lengths, new, sizes, CPU, dtype, tolerance=tolerance, per_item=4, narrow=narrow
         )
 
 

@@ -17,6 +17,7 @@ from cairn.kernels.fp8_rows import SPAN as _SPAN
 
 SPAN = tl.constexpr(_SPAN)
 _LEAST = tl.constexpr(LEAST_SCALE)
+_MOST, _MOST_INT8 = MOST[FP8], MOST[torch.int8]
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 
@@ -35,7 +36,7 @@ def is_int8(pool):
 @triton.constexpr_function
 def most_of(pool):
     """The largest number of 8 bits."""
-    return MOST[torch.int8 if is_int8(pool) else FP8]
+    return _MOST_INT8 if is_int8(pool) else _MOST
 
 
 @triton.constexpr_function

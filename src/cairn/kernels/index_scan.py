@@ -25,7 +25,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cairn.kernels.fp8_rows import is_narrow, page_rows
-from cairn.kernels.fp8_tiles import fit_query, has_scales, load_scales, slice_size
+from cairn.kernels.fp8_tiles import (
+    as_tile,
+    fit_query,
+    has_scales,
+    load_scales,
+    reads_pairs,
+    slice_size,
+    unpack_pairs,
+)
 from cairn.kernels.launch import direct
 from cairn.kernels.paged_extend import can_describe
 from cairn.kernels.pdl import pdl_options
@@ -154,13 +162,20 @@ def _load_item(tiles, items, seqs, page_table, item, table_stride):
     return before, behind, listed, count, page_table + seq * table_stride
 
 
+@triton.jit
+def _scales(pool, page, start, offs_n, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """-> scales of the keys of a tile that begins at row `start` and lies in one page"""
+    rows = pool + page.to(tl.int64) * slice_size(pool, PAGE_SIZE, WIDTH)
+    return load_scales(rows, start % PAGE_SIZE + offs_n, offs_n >= 0, PAGE_SIZE, WIDTH)
+
+
 @direct
 @triton.jit(do_not_specialize=["num_items", "table_stride", "score_blocks"])
 def _scan_kernel(
     query,  # [rows of the step, HEADS, WIDTH], contiguous
     weights,  # [rows of the step, HEADS] float32
     pool,  # [pages, PAGE_SIZE, WIDTH], or rows of 8 bits, followed by their scales
-    keys,  # if TMA: descriptor of the pool as [-1, WIDTH], for loads of [TILE, WIDTH]
+    keys,  # if TMA: descriptor of the pool as [-1, WIDTH], or as pairs, for loads of TILE rows
     page_table,  # [seqs, ...]
     rows,
     seqs,
@@ -187,6 +202,10 @@ def _scan_kernel(
     # What is constant within a step is read before the wait, bypassing the L1 cache.
     BLOCK_Q: tl.constexpr = ROWS * BLOCK_H
     SLICE: tl.constexpr = slice_size(pool, PAGE_SIZE, WIDTH)
+    # Rows of 8 bits are read as pairs of columns: 0, 2, 4... with `q`, and 1, 3, 5... with `q_odd`.
+    # Two such products with many queries do not fit into registers.
+    PAIRS: tl.constexpr = reads_pairs(pool, query) and ROWS == 1
+    STEP: tl.constexpr = 2 if PAIRS else 1
     program = tl.program_id(0)
     total = tl.load(tiles + num_items, cache_modifier=".cg")
     share = tl.load(tiles + num_items + 1, cache_modifier=".cg")
@@ -202,7 +221,7 @@ def _scan_kernel(
     if first >= total:
         return
     offs_q = tl.arange(0, BLOCK_Q)
-    offs_w = tl.arange(0, BLOCK_W)
+    offs_w = tl.arange(0, BLOCK_W // STEP)
     offs_n = tl.arange(0, TILE)
     offs_r = tl.arange(0, ROWS)
     head = offs_q % BLOCK_H
@@ -211,12 +230,11 @@ def _scan_kernel(
         there = (offs_q // BLOCK_H < count) & (head < HEADS)
         row = tl.load(rows + listed + offs_q // BLOCK_H, mask=there, other=0).to(tl.int64)
         place = row * HEADS + head
-        q = tl.load(
-            query + place[:, None] * WIDTH + offs_w[None, :],
-            mask=there[:, None] & (offs_w < WIDTH)[None, :],
-            other=0.0,
-        )
-        q = fit_query(q, pool)
+        own = query + place[:, None] * WIDTH + STEP * offs_w[None, :]
+        known = there[:, None] & (offs_w < WIDTH // STEP)[None, :]
+        q = fit_query(tl.load(own, mask=known, other=0.0), pool)
+        if PAIRS:
+            q_odd = fit_query(tl.load(own + 1, mask=known, other=0.0), pool)
         w = tl.load(weights + place, mask=there, other=0.0)
         limit = tl.load(limits + listed + offs_r, mask=offs_r < count, other=0)
         end = tl.load(limits + listed + count - 1)
@@ -225,21 +243,36 @@ def _scan_kernel(
         begin = (first - before) * TILE
         # Look up pages one tile ahead: a load that depends on another load would stall the loop.
         following = tl.load(table + begin // PAGE_SIZE)
+        if TMA and has_scales(pool):
+            ahead = _scales(pool, following, begin, offs_n, PAGE_SIZE, WIDTH)
         for start in range(begin, (until - before) * TILE, TILE):
             n = start + offs_n
             if TMA:
-                page = following.to(tl.int64)
                 page_row = following * (SLICE // WIDTH) + start % PAGE_SIZE
                 following = tl.load(table + tl.minimum((start + TILE) // PAGE_SIZE, last_page))
                 k = keys.load([page_row, 0])
+                if has_scales(pool):
+                    scale = ahead
+                    ahead = _scales(pool, following, start + TILE, offs_n, PAGE_SIZE, WIDTH)
             else:
                 page = tl.load(table + n // PAGE_SIZE, mask=n < end, other=0).to(tl.int64)
+                slot = page * (SLICE // STEP) + n % PAGE_SIZE * (WIDTH // STEP)
                 k = tl.load(
-                    pool + (page * SLICE + n % PAGE_SIZE * WIDTH)[:, None] + offs_w[None, :],
-                    mask=(n < end)[:, None] & (offs_w < WIDTH)[None, :],
+                    as_tile(pool, PAIRS) + slot[:, None] + offs_w[None, :],
+                    mask=(n < end)[:, None] & (offs_w < WIDTH // STEP)[None, :],
                     other=0.0,
                 )
-            products = tl.dot(k.to(q.dtype), q.T, input_precision="ieee")  # [TILE, BLOCK_Q]
+                if has_scales(pool):
+                    scale = load_scales(
+                        pool + page * SLICE, n % PAGE_SIZE, n < end, PAGE_SIZE, WIDTH
+                    )
+            # [TILE, BLOCK_Q]
+            if PAIRS:
+                even, odd = unpack_pairs(k, pool)
+                products = tl.dot(even, q.T)
+                products = tl.dot(odd, q_odd.T, products)
+            else:
+                products = tl.dot(k.to(q.dtype), q.T, input_precision="ieee")
             products = tl.maximum(products, 0.0) * w[None, :]
             # Keys behind the last row may be anything, and nothing is stored for them.
             if ROWS == 1:
@@ -248,8 +281,7 @@ def _scan_kernel(
                 score = tl.sum(tl.reshape(products, (TILE, ROWS, BLOCK_H)), 2)
             if has_scales(pool):
                 # Scales are positive, so that they can be multiplied to the sum of relus.
-                own = load_scales(pool + page * SLICE, n % PAGE_SIZE, n < end, PAGE_SIZE, WIDTH)
-                score = score * own[:, None]
+                score = score * scale[:, None]
             tl.store(out + n[:, None], score, mask=n[:, None] < limit[None, :])
         first = until
         item = tl.minimum(item + 1, num_items - 1)
@@ -278,14 +310,16 @@ def index_scan(
     )
     keys: Any = pool
     if tma:
-        keys = TensorDescriptor.from_tensor(pool.view(-1, width), [tile, width])
+        pairs = is_narrow(pool.dtype) and query.dtype.itemsize == 2 and listed.per_item == 1
+        flat = pool.view(torch.int16 if pairs else pool.dtype).flatten(0, 1)
+        keys = TensorDescriptor.from_tensor(flat, [tile, flat.shape[1]])
     assert scores.shape[1] % 128 == 0
     _scan_kernel[(_programs(pool.device),)](
         query, weights, pool, keys, page_table, listed.rows, listed.seqs, listed.limits,
         listed.items, listed.tiles, scores, listed.num_items, page_table.stride(0),
         scores.shape[1] // 128,
         HEADS=heads, WIDTH=width, PAGE_SIZE=page_size, ROWS=listed.per_item, BLOCK_I=_ITEMS,
-        BLOCK_H=_padded(heads), BLOCK_W=max(16, power_of_two(width)), TILE=tile, TMA=tma,
+        BLOCK_H=_padded(heads), BLOCK_W=max(32, power_of_two(width)), TILE=tile, TMA=tma,
         num_warps=4, num_stages=_stages(listed.per_item, query.dtype),
         **pdl_options(pool),
     )  # fmt: skip
