@@ -20,6 +20,10 @@ def test_an_index_beside_its_dense_twin(capsys: pytest.CaptureFixture[str]) -> N
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["sequences"] for row in record["results"]] == [1, 2]
     assert all(row["dsa_ms"] > 0 and row["dense_ms"] > 0 for row in record["results"])
+    narrow = ["bench", "dsa", "--device", "cpu", *sizes, "--kv-cache-dtype", "int8"]
+    assert main(narrow) == 0
+    assert main([*narrow, "--parts", "layer,step"]) == 2
+    assert "has for the parts layer and prefill; leave step out" in capsys.readouterr().err
     assert main(["bench", "dsa", "--model", "qwen3-0.6b"]) == 2
     assert "bench dsa has dsv32-slice, dsv32-slice-long, glm5-slice" in capsys.readouterr().err
 
@@ -40,13 +44,15 @@ def test_the_last_chunk_of_a_prompt_may_be_shorter(monkeypatch: pytest.MonkeyPat
     made = []
 
     class Layer(dsa.Layer):
-        def __init__(self, preset: Any, device: Any, length: int, seqs: int, new: int) -> None:
+        def __init__(
+            self, preset: Any, device: Any, length: int, seqs: int, new: int, *more: Any
+        ) -> None:
             made.append((length, new))
-            super().__init__(preset, device, length, seqs, new)
+            super().__init__(preset, device, length, seqs, new, *more)
 
     monkeypatch.setattr(dsa, "Layer", Layer)
     monkeypatch.setattr(dsa, "_CHUNK", 40)
-    rows = list(dsa._prefills(TINY_DSA, torch.device("cpu"), [100, 150]))
+    rows = list(dsa._prefills(TINY_DSA, torch.device("cpu"), [100, 150], None))
     assert [row["prompt"] for row in rows] == [100, 150]
     assert rows[0]["dsa_ms"] < rows[1]["dsa_ms"]
     assert made == [(40, 40), (80, 40), (100, 20), (140, 40), (150, 10)]

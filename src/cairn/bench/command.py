@@ -69,6 +69,12 @@ _DSA = (
     flag(
         "topk", None, "layer, prefill: rows that a query reads; by default the preset's.", type=int
     ),
+    flag(
+        "kv-cache-dtype",
+        "auto",
+        "layer, prefill: type of latent rows and index keys.",
+        choices=("auto", "fp8", "int8"),
+    ),
 )
 _MOE = (
     flag("model", "moe-toy", "A preset with experts.", metavar="NAME"),

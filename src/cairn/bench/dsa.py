@@ -20,7 +20,7 @@ from cairn.attention.batch import AttentionBatch, IndexQuery
 from cairn.attention.dsa_backend import DSABackend
 from cairn.attention.flash_mla_rows import FlashRows
 from cairn.attention.latent import LatentHeads
-from cairn.bench.attention import read_bandwidth, time_cuda
+from cairn.bench.attention import fill, read_bandwidth, time_cuda
 from cairn.bench.dsa_tier import tier_steps
 from cairn.bench.engines import measured, need_cuda
 from cairn.bench.report import show_rows, tell
@@ -28,10 +28,11 @@ from cairn.cli_flags import check_at_least
 from cairn.engine.inputs import StepInputs
 from cairn.engine.resolve import resolve_device
 from cairn.errors import ConfigError
+from cairn.kernels.fp8_rows import CACHE_TYPES
 from cairn.kernels.packing import table_width
 from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
-from cairn.memory.layout import LATENT, CacheLayout
+from cairn.memory.layout import INDEX, LATENT, CacheLayout
 from cairn.models.presets import PRESETS
 from cairn.sparsity.config import SparseConfig
 from cairn.sparsity.policy import Policy
@@ -62,17 +63,23 @@ def _run(arguments: argparse.Namespace) -> Rows:
         preset["index_topk"] = arguments.topk
     if "tier" in arguments.parts:
         need_cuda("dsa --parts tier", arguments.device)
+    cache = CACHE_TYPES.get(arguments.kv_cache_dtype)
+    if cache is not None and (others := {"step", "tier"}.intersection(arguments.parts)):
+        raise ConfigError(
+            f"--kv-cache-dtype is {arguments.kv_cache_dtype!r}, which bench dsa has for the parts "
+            f"layer and prefill; leave {' and '.join(sorted(others))} out"
+        )
     sizes = [(length, seqs) for length in arguments.lengths for seqs in arguments.batches]
     bandwidth = read_bandwidth(device) if device.type == "cuda" else 0.0
     for length, seqs in sizes if "layer" in arguments.parts else ():
-        layer = Layer(preset, device, length, seqs, new)
+        layer = Layer(preset, device, length, seqs, new, cache)
         row: dict[str, Any] = {"length": length, "sequences": seqs, "new_rows": new}
         yield {**row, **layer.whole()}
         if device.type == "cuda" and new == 1:
             yield {**row, **layer.parts(bandwidth)}
         del layer
     if "prefill" in arguments.parts:
-        yield from _prefills(preset, device, sorted(arguments.lengths))
+        yield from _prefills(preset, device, sorted(arguments.lengths), cache)
     if "step" in arguments.parts:
         yield from _steps(arguments.model, sizes, device)
     for length, seqs in sizes if "tier" in arguments.parts else ():
@@ -102,19 +109,27 @@ class Layer:
     """One layer whose sequences have `new` new rows each, and its dense twin."""
 
     def __init__(
-        self, preset: Mapping[str, Any], device: torch.device, length: int, seqs: int, new: int
+        self,
+        preset: Mapping[str, Any],
+        device: torch.device,
+        length: int,
+        seqs: int,
+        new: int,
+        cache: torch.dtype | None = None,
     ) -> None:
+        """`cache` is the type of the cache, if it is not that of queries."""
         self._sizes = own = _Sizes.of(preset)
         self._device, self._length, self._rows = device, length, seqs * new
         self._repeat = _REPEAT[device.type == "cuda"] if new == 1 else 1
         self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         width = own.latent + own.rope
-        layout = CacheLayout.of_latents(width, own.index_width).of_type(self._dtype)
+        self._layout = layout = CacheLayout.of_latents(width, own.index_width).of_type(
+            cache or self._dtype
+        )
         groups = group_layers([None], [layout])
         per_seq = -(-length // _PAGE)
         self._pool = KVPool(groups, [seqs * per_seq], _PAGE, device)
-        for tensor in self._pool.tensors():
-            tensor.normal_()
+        fill(self._pool, layout)
         batch = _batch(device, seqs, new, length)
         shape = AttentionShape(
             *(own.heads, 1, width, (own.nope + own.rope) ** -0.5, _PAGE),
@@ -207,9 +222,12 @@ class Layer:
             calls["FlashMLA sparse"] = lambda i: flash.attend(absorbed, pool, slots[i], scale)
         seconds = {name: _per_set(call) for name, call in calls.items()}
         row: dict[str, Any] = {f"{name}_us": round(s * 1e6, 1) for name, s in seconds.items()}
-        item, width = self._dtype.itemsize, own.latent + own.rope
-        scanned = self._rows * self._length * own.index_width * item / bandwidth
-        read = self._rows * own.topk * width * item / bandwidth
+        width = own.latent + own.rope
+        key_bytes, row_bytes = (
+            self._layout.part(name).page_bytes(_PAGE) / _PAGE for name in (INDEX, LATENT)
+        )
+        scanned = self._rows * self._length * key_bytes / bandwidth
+        read = self._rows * own.topk * row_bytes / bandwidth
         products = 2.0 * self._rows * own.topk * own.heads * (width + own.latent) / _PRODUCTS
         floor = scanned + max(read, products)
         row |= {"scan floor_us": round(scanned * 1e6, 1), "floor_us": round(floor * 1e6, 1)}
@@ -237,7 +255,12 @@ def _inputs(device: torch.device, seqs: int, new: int, length: int, groups: int 
     return StepInputs.made_up(_PAGE, *sizes, [table] * groups).send(device, True)
 
 
-def _prefills(preset: Mapping[str, Any], device: torch.device, lengths: Sequence[int]) -> Rows:
+def _prefills(
+    preset: Mapping[str, Any],
+    device: torch.device,
+    lengths: Sequence[int],
+    cache: torch.dtype | None,
+) -> Rows:
     """Attention of one layer for whole prompts, chunk by chunk; longer ones go on where the one
     before ended."""
     totals: dict[str, float] = {}
@@ -245,7 +268,8 @@ def _prefills(preset: Mapping[str, Any], device: torch.device, lengths: Sequence
     for length in lengths:
         while end < length:
             begin, end = end, min(end + _CHUNK, length)
-            for name, own in Layer(preset, device, end, 1, end - begin).seconds().items():
+            layer = Layer(preset, device, end, 1, end - begin, cache)
+            for name, own in layer.seconds().items():
                 totals[name] = totals.get(name, 0.0) + own
         row: dict[str, Any] = {"prompt": length, "chunk": min(_CHUNK, length)}
         row |= {f"{name}_ms": round(own * 1e3, 3) for name, own in totals.items()}
