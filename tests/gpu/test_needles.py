@@ -11,7 +11,10 @@ from cairn.cli.main import main
 
 pytestmark = pytest.mark.gpu
 # (tokens, samples): each sample asks for five facts
-LENGTHS = [(65536, 10), pytest.param(524288, 2, marks=pytest.mark.slow)]
+LENGTHS = [
+    (65536, 2),
+    *(pytest.param(*own, marks=pytest.mark.slow) for own in [(65536, 10), (524288, 2)]),
+]
 
 
 @pytest.mark.parametrize(("length", "samples"), LENGTHS)
@@ -26,4 +29,4 @@ def test_cairn_nano_finds_as_many_facts(length: int, samples: int, tmp_path: Pat
         found[cache] = sum(bool(line.get("right")) for line in lines)
     print(f"found {found} of {5 * samples} facts in {length} tokens")
     assert found["auto"] >= 4 * samples
-    assert min(found.values()) >= found["auto"] - samples // 10
+    assert min(found.values()) >= found["auto"] - 1

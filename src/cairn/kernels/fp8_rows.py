@@ -8,8 +8,9 @@ copies them too. Latent rows are copied one by one, so each has its scales at it
 multiple of 16 are not used.
 
 A scale is the smallest one with which its numbers fit into 8 bits, so it depends on that row alone;
-or it is that of the checkpoint. The largest number of a row then is exact, which matters for keys:
-they have few columns that are much larger than all others.
+or it is that of the checkpoint. For e4m3 it is the smallest power of two: widened numbers are then
+exact in bfloat16, and a tiny change of a row's largest number does not round all others anew. For
+int8 it has any size, because numbers without an exponent need all their bits.
 """
 
 from __future__ import annotations
@@ -49,11 +50,19 @@ def quantize(
     """Rows [..., dim] of 8 bits, and their scales [...] float32. Scales are those in `given`, which
     can be broadcast to [...], where it is not 0; larger numbers than fit are cut off."""
     wide, most = rows.float(), MOST[dtype]
-    scales = (wide.abs().amax(-1) / most).clamp(min=LEAST_SCALE)
+    scales = _smallest_scales(wide, dtype)
     if given is not None:
         scales = torch.where(given > 0, given, scales)
     wide = (wide / scales[..., None]).clamp(-most, most)
     return (wide if dtype == FP8 else wide.round()).to(dtype), scales
+
+
+def _smallest_scales(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Of float32 rows [..., dim], [...]."""
+    scales = (rows.abs().amax(-1) / MOST[dtype]).clamp(min=LEAST_SCALE)
+    if dtype == FP8:  # a mantissa that is not zero carries
+        scales = ((scales.view(torch.int32) + 0x7FFFFF) >> 23 << 23).view(torch.float32)
+    return scales
 
 
 def rows_and_scales(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,9 +93,8 @@ def pack_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     width = rows.shape[-1]
     spans = -(-width // SPAN)
     wide = torch.nn.functional.pad(rows, (0, spans * SPAN - width)).unflatten(-1, (spans, SPAN))
-    smallest = (wide.float().abs().amax(-1) / MOST[dtype]).clamp(min=LEAST_SCALE)
     # Rounded up to bfloat16, the upper half of float32.
-    scales = (smallest.view(torch.int32) + 0xFFFF) >> 16
+    scales = (_smallest_scales(wide.float(), dtype).view(torch.int32) + 0xFFFF) >> 16
     numbers, _ = quantize(wide, (scales << 16).view(torch.float32), dtype)
     packed = rows.new_zeros(*rows.shape[:-1], packed_width(width), dtype=torch.uint8)
     packed[..., :width] = numbers.view(torch.uint8).flatten(-2)[..., :width]

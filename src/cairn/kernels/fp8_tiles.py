@@ -192,7 +192,11 @@ def inverse_of(scale):
 def scale_of(most, pool):
     """-> scales of rows whose largest absolute value is `most`, as `fp8_rows.quantize` has them"""
     LARGEST: tl.constexpr = most_of(pool)
-    return tl.maximum(tl.div_rn(most, LARGEST), _LEAST)
+    scale = tl.maximum(tl.div_rn(most, LARGEST), _LEAST)
+    if not is_int8(pool):  # a power of two: a mantissa that is not zero carries
+        bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & -8388608
+        scale = bits.to(tl.float32, bitcast=True)
+    return scale
 
 
 @triton.jit
