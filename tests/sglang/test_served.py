@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, NEEDS_SGLANG]
 
 VOCAB = 61
 PAGE = 16
-SPARSE = {"topk": 3, "window": 40, "sinks": 1}
+SPARSE = {"topk": 3, "window": 40, "sinks": 1, "dense_below": 0, "prefill": "sparse"}
 
 
 def cairn(folder: Path, policy: str) -> LLM:
