@@ -34,7 +34,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "quest": (TINY_LLAMA, SPARSE),
     "mean": (TINY_LLAMA, {**SPARSE, "hsa_policy": "mean", "hsa_dense_below": 50}),
     "many": (TINY_LLAMA, {**SPARSE, "hsa_topk": 6}),  # nearly every page is read
-    "spread": (TINY_LLAMA, {**SPARSE, "hsa_policy": "spread", "page_size": 8, "hsa_topk": 12}),
+    "spread": (TINY_LLAMA, {**SPARSE, "hsa_policy": "spread", "page_size": 8, "hsa_topk": 6}),
     "mixed": (TINY_LLAMA, {**SPARSE, "hsa_layers": "1"}),  # layer 0 is dense and stays resident
     "windows": (TINY_OLMO3, SPARSE),
     "hils": (TINY_HILS, {}),
