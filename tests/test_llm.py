@@ -197,6 +197,9 @@ def test_each_result_comes_before_the_rest_is_done(llm: LLM) -> None:
     each.close()  # the rest is aborted
     assert not llm.engine.has_work
     llm.engine.scheduler.check()
+    assert list(llm.generate_each([])) == []
+    with pytest.raises(RequestError, match="use generate"):
+        llm.generate_each("hello")
 
 
 @pytest.mark.parametrize("call", [1, 4])

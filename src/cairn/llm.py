@@ -167,9 +167,14 @@ class LLM:
         trace: bool = False,
         **sampling: Any,
     ) -> Generator[Generation, None, None]:
-        """Like `generate`, but gives each result as soon as it and those before it are there.
-        Closing it early aborts the rest."""
-        running = self._run(self._prepare(prompts, sampling_params, sampling, cache_salt, trace))
+        """Like `generate` of several prompts, but gives each result as soon as it and those before
+        it are there. Closing it early aborts the rest."""
+        if len(prompts) and _is_one(prompts):
+            raise RequestError("prompts is one prompt; give a list, or use generate")
+        return self._each(self._prepare(prompts, sampling_params, sampling, cache_salt, trace))
+
+    def _each(self, prepared: list[list[Request]]) -> Generator[Generation, None, None]:
+        running = self._run(prepared)
         try:
             while True:
                 with self.lock:

@@ -60,7 +60,7 @@ OF_MODULES = {
     "sparse attention": "index_scan top_rows choose_rows row_attention attend_rows sparse_select "
     "sparse_extend union_attention",
     "attention": "latent latent_decode latent_prompt paged_decode paged_extend",
-    "matrix products": "gemv fp8 packed",
+    "matrix products": "gemv fp8 packed few_rows",
     "experts": "experts route",
     "sampling": "sampling",
     "host memory": "swap_in swap_rows",

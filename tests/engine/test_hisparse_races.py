@@ -275,7 +275,7 @@ def test_e_the_newest_token_of_a_slot_is_written_for_its_last_owner(
         first = device.add(tokens_of(40, seed=6), most=60)
         while first.num_output < 5:
             device.engine.step()
-        second = device.add(tokens_of(30, seed=7))
+        second = device.add(tokens_of(30, seed=8))
         device.engine.abort(first.id)
         device.drain()
         assert device.is_right(second)

@@ -27,6 +27,5 @@ def test_cairn_nano_finds_as_many_facts(length: int, samples: int, tmp_path: Pat
         assert main(["eval", "needle", *asked, *more, "--answers", str(answers)]) == 0
         lines = [json.loads(line) for line in answers.read_text().splitlines()]
         found[cache] = sum(bool(line.get("right")) for line in lines)
-    print(f"found {found} of {5 * samples} facts in {length} tokens")
     assert found["auto"] >= 4 * samples
     assert min(found.values()) >= found["auto"] - 1

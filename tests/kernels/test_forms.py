@@ -79,7 +79,10 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "torch": ({**TINY_LLAMA, **LARGE}, {"attention_backend": "torch", "page_size": PAGE}),
     "experts": ({**TINY_EXPERTS, **LARGE}, {"attention_backend": "triton", "page_size": PAGE}),
-    "latents": ({**TINY_LATENT, **LARGE}, {"attention_backend": "triton", "page_size": PAGE}),
+    "latents": (  # queries are a part of a wider product here, and not with an index
+        {**TINY_LATENT, **LARGE, "q_lora_rank": None},
+        {"attention_backend": "triton", "page_size": PAGE},
+    ),
     "index": ({**TINY_LATENT, **LARGE, **INDEX}, {"page_size": PAGE}),
     "fp8-index": (
         {**TINY_LATENT, **LARGE, **INDEX},

@@ -37,7 +37,7 @@ _KINDS = {
     ),
     "matrix products": (
         *("nvjet", "gemm", "gemv", "cutlass", "splitk", "cublas"),
-        *("_one_row_kernel", "_few_rows_kernel", "_many_rows_kernel"),
+        *("_one_row_kernel", "few_rows", "_many_rows_kernel", "_streamed_kernel", "_narrow_kernel"),
         *("_round_kernel", "_widen_kernel"),
     ),
     "sampling": ("_blocks_kernel", "_pick_kernel", "argmax", "softmax", "sort"),

@@ -198,6 +198,7 @@ class LatentAttention(Attention):
                 index = self.indexer(*given, store if fused else None)
         query, row = query.reshape(len(x), self._heads, dims.query), None
         if fused:
+            query = query.contiguous()  # without `q_b_proj` it is a part of the product above
             norm = self.kv_a_layernorm
             stored = Normed(latent, norm.weight, norm.eps, key)
             attend.rotate_and_store(layer, LATENT, dims.nope, cos_sin, query, stored)

@@ -185,6 +185,8 @@ def fill_dummy(model: LanguageModel, seed: int, rounded: Rounding | None = None)
         for name, module in _to_round(model, rounded):
             if module.draw(rounded, _DUMMY_STD, generator):
                 drawn.update(own for own, slot in module.slots(name) if len(slot.shape) > 1)
+        if not drawn:
+            raise _nothing_to_round(rounded)
     for name, slot in sorted(named_slots(model).items()):
         if name in drawn:
             continue
@@ -196,6 +198,13 @@ def fill_dummy(model: LanguageModel, seed: int, rounded: Rounding | None = None)
             tensor.normal_(0.0, _DUMMY_STD, generator=generator)
             seed += 1
         _fill_slot(slot, tensor)
+
+
+def _nothing_to_round(rounding: Rounding) -> ConfigError:
+    return ConfigError(
+        f"quantization={rounding.name} has nothing to round: no matrix is a multiple of "
+        f"{rounding.columns} wide"
+    )
 
 
 def quantize(model: LanguageModel, rounding: Rounding) -> QuantizationError:
@@ -210,10 +219,7 @@ def quantize(model: LanguageModel, rounding: Rounding) -> QuantizationError:
         lost, kept = lost + difference, kept + size
         errors[name] = (difference / size) ** 0.5 if size else 0.0
     if not kept:
-        raise ConfigError(
-            f"quantization={rounding.name} has nothing to round: no matrix is a multiple of "
-            f"{rounding.columns} wide"
-        )
+        raise _nothing_to_round(rounding)
     worst = max(errors, key=lambda name: errors[name])
     return QuantizationError(rounding.name, (lost / kept) ** 0.5, errors[worst], worst)
 

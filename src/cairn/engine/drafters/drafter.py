@@ -16,7 +16,8 @@ class Drafter:
     """Guesses the next tokens of a request. Wrong guesses cost time and change no output."""
 
     tokens: ClassVar[int] = FIRST_DRAFTS
-    """Tokens to draft at most, unless the user says otherwise."""
+    """Tokens to draft at most, unless the user says otherwise. `draft` is asked for more than
+    FIRST_DRAFTS only while all drafts of a request come true."""
     by_model: ClassVar[bool] = False
     """The model itself drafts, and reads the past sparsely for it. `draft` is not called."""
 
