@@ -141,8 +141,8 @@ def poison_free_memory(
 ) -> None:
     """NaN in every slot nobody owns, now and whenever a page is freed; in landmarks too, and in
     host memory. `when` says when freed memory may be written to."""
-    pool, cache = engine.runner._pool, engine.scheduler.cache
-    landmarks = getattr(engine.runner.backend, "_landmarks", None)
+    pool, cache = engine.runner.stepper.pool, engine.scheduler.cache
+    landmarks = getattr(engine.runner.stepper.backend, "_landmarks", None)
     by_page_id: list[torch.Tensor] = []  # of sparse layers
     sparse_group = -1
     if landmarks is not None:

@@ -193,7 +193,7 @@ def test_window_layers_hold_a_window_of_memory(tmp_path: Path) -> None:
         assert full.total >= 8060 // PAGE
         # A window of 64 rows straddles five pages of 16.
         assert most <= 5
-        pool = llm.engine.runner._pool
+        pool = llm.engine.runner.stepper.pool
         assert window.total < full.total / 10
         full_bytes = sum(pool.part(layer).nbytes for layer in (1,))
         window_bytes = sum(pool.part(layer).nbytes for layer in (0, 2))

@@ -163,7 +163,7 @@ def test_scales_of_the_checkpoint_are_used(tmp_path: Path) -> None:
     with LLM(folder, **options) as llm:  # the type of the weights needs no scales
         exactly = llm.logprobs(ids)
     with LLM(folder, kv_cache_dtype="fp8", **options) as llm:
-        pool = llm.engine.runner._pool
+        pool = llm.engine.runner.stepper.pool
         given = float(torch.tensor(0.011))
         assert pool.scales == {0: (given, 0.25), 1: (2.0**-12, 0.0)}
         found = llm.logprobs(ids)

@@ -224,7 +224,7 @@ def test_decoding_beyond_window_and_page_equals_prefill(long_model: Path, length
 def test_landmarks_are_computed_once_per_page_and_shared(long_model: Path) -> None:
     shared = tokens_of(63 * 5)
     with load(long_model, chunked_prefill_size=512) as llm:
-        landmarks = llm.engine.runner.backend._landmarks  # type: ignore[attr-defined]
+        landmarks = llm.engine.runner.stepper.backend._landmarks  # type: ignore[attr-defined]
         llm.generate([*shared, 7], max_tokens=1, ignore_eos=True)
         assert landmarks.num_sealed == 5
         prompts = [[*shared, i] for i in range(8, 14)]
@@ -249,12 +249,12 @@ def test_generated_text_is_found_again(long_model: Path) -> None:
 def test_a_failed_step_takes_its_landmarks_back(long_model: Path) -> None:
     with load(long_model, chunked_prefill_size=4096) as llm:
         runner = llm.engine.runner
-        landmarks = runner.backend._landmarks  # type: ignore[attr-defined]
-        model, runner._model = runner._model, _Failing(runner._model.spec)  # type: ignore[assignment]
+        landmarks = runner.stepper.backend._landmarks  # type: ignore[attr-defined]
+        model, runner.stepper.model = runner.stepper.model, _Failing(runner.stepper.model.spec)  # type: ignore[assignment]
         with pytest.raises(ZeroDivisionError):
             llm.generate(tokens_of(200), max_tokens=1)
         assert int((landmarks.sealed > 0).sum()) == 0
-        runner._model = model
+        runner.stepper.model = model
         assert len(llm.generate(tokens_of(200), max_tokens=3, ignore_eos=True).token_ids) == 3
 
 

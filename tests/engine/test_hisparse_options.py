@@ -230,7 +230,7 @@ def test_a_tier_of_rows_says_what_it_holds() -> None:
         assert re.search(
             r"\d+ resident and 66 hot rows on the device, beside .* of index keys", notes
         )
-        pool = llm.engine.runner._pool
+        pool = llm.engine.runner.stepper.pool
         ids, frames = (allocator.num_pages for allocator in llm.engine.scheduler.cache.allocators)
         assert len(pool.part(0, INDEX)) == ids + 1
         assert len(pool.part(0, LATENT)) == frames + 1 + 5  # 66 rows in pages of 16

@@ -264,7 +264,7 @@ def test_e_the_newest_token_of_a_slot_is_written_for_its_last_owner(
             for advance in plan.advances:
                 known = advance.token_ids[:]
                 if known[-1] != UNKNOWN:
-                    real._newest[advance.slot] = known[-1]
+                    real.stepper.newest[advance.slot] = known[-1]
                     known[-1] = UNKNOWN
                 advances.append(advance._replace(token_ids=known))
             return launch(replace(plan, advances=tuple(advances)))

@@ -107,7 +107,7 @@ class Rows(DSABackend):
 
 
 def rows_read(llm: LLM) -> set[tuple[int, int, tuple[int, ...]]]:
-    backend = llm.engine.runner.backend
+    backend = llm.engine.runner.stepper.backend
     assert isinstance(backend, Rows)
     return backend.read
 
@@ -245,7 +245,7 @@ def test_a_step_that_fails_while_it_reads_the_stage(folder: Path) -> None:
     """The layer in the stage is freed at once, and the next step fills it as if nothing was."""
     with tiered(folder, frames=8, max_running_requests=1, chunked_prefill_size=64) as llm:
         engine = llm.engine
-        stage, backend = tier_of(engine).stage, engine.runner.backend
+        stage, backend = tier_of(engine).stage, engine.runner.stepper.backend
         assert stage is not None and isinstance(backend, DSABackend)
         request = submit(engine, tokens_of(200), 20)
         attend, staged = backend.attend, list[int]()
@@ -303,7 +303,7 @@ def test_requests_on_one_prefix_share_hot_rows(folder: Path) -> None:
 def test_index_keys_of_recycled_pages_are_never_read(folder: Path) -> None:
     """Ids go from request to request, and what is free is NaN."""
     with tiered(folder, frames=8, pages=16, max_running_requests=1) as llm:
-        pool, group = llm.engine.runner._pool, tier_of(llm.engine).page_group
+        pool, group = llm.engine.runner.stepper.pool, tier_of(llm.engine).page_group
         keys = [pool.part(layer, INDEX) for layer in (0, 2)]
         assert all(len(tensor) == 17 for tensor in keys)
         assert all(any(own is tensor for own in pool._by_group[group]) for tensor in keys)

@@ -95,7 +95,7 @@ def engine_of(model: MixedModel, **options: Any) -> Engine:
     choices = resolve(EngineConfig(**given), model.spec, torch.float64, CPU)
     memory = plan_memory(choices)
     runner, _ = build_runner(choices, memory, model, Alone())
-    for tensor in runner._pool.tensors():
+    for tensor in runner.stepper.pool.tensors():
         tensor.fill_(float("nan"))
     cache = PagedCache(choices.geometry, choices.groups, memory.num_pages)
     return Engine(

@@ -250,7 +250,7 @@ def test_the_model_drafts_on_before_the_next_step_is_planned(
     for key, job in zip(keys, jobs, strict=True):
         assert job.output_ids == plain[key][1].token_ids and job.drafted_tokens > 10
     # All else was drafted ahead, except after pauses.
-    assert runner._ahead == {} and 1 <= len(within) < (llm.engine.stats.steps - before) / 3
+    assert runner.drafts._ahead == {} and 1 <= len(within) < (llm.engine.stats.steps - before) / 3
 
 
 def test_a_cpu_drafts_within_steps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def test_graphs_and_overlap_change_nothing(backend: str, name: str) -> None:
             max_running_requests=8,
             **switches,
         ) as llm:
-            assert (llm.engine.runner.graphs is not None) == (
+            assert (llm.engine.runner.stepper.graphs is not None) == (
                 backend != "torch" and "disable_cuda_graph" not in switches
             )
             answers.append([r.token_ids for r in llm.generate(prompts, params)])
@@ -105,7 +105,7 @@ def test_memory_fraction_sizes_the_pool() -> None:
     free, total = torch.cuda.mem_get_info()
     share = 1 - (free - 2**28) / total  # leaves about a quarter of a gigabyte
     with LLM(case, device="cuda", mem_fraction_static=share) as llm:
-        nbytes = sum(tensor.nbytes for tensor in llm.engine.runner._pool.tensors())
+        nbytes = sum(tensor.nbytes for tensor in llm.engine.runner.stepper.pool.tensors())
         assert 2**26 < nbytes < 1.1 * 2**28
 
 

@@ -29,17 +29,17 @@ def test_goldens(case: str, chunk: int) -> None:
     names = ("a", "short", "b")  # the continuation of `short` crosses k
     prompts = {name: golden[f"input_ids_{name}"].tolist() for name in names}
     with load(GOLDENS / case, **options(chunked_prefill_size=chunk)) as llm:
-        runner: Any = llm.engine.runner
-        assert isinstance(runner.backend, DSABackend) and runner.backend._kernels is not None
-        assert {(kind.kind, kind.mixed) for kind, _ in runner.graphs._graphs} >= {
+        stepper: Any = llm.engine.runner.stepper
+        assert isinstance(stepper.backend, DSABackend) and stepper.backend._kernels is not None
+        assert {(kind.kind, kind.mixed) for kind, _ in stepper.graphs._graphs} >= {
             ("sparse", False),
             ("dense", False),
         }
         expected = golden["logits_a"].log_softmax(-1)
         torch.testing.assert_close(llm.logprobs(prompts["a"]), expected, rtol=0, atol=5e-4)
         check_selections(llm, case)
-        for graphs in (runner.graphs, None):
-            runner.graphs = graphs
+        for graphs in (stepper.graphs, None):
+            stepper.graphs = graphs
             for name, prompt in prompts.items():
                 read_by(llm).clear()
                 result = llm.generate(prompt, max_tokens=32, ignore_eos=True)
@@ -53,10 +53,10 @@ def test_recorded_steps_are_the_same_as_others(dtype: str) -> None:
     golden = load_file(GOLDENS / SHARED / "golden.safetensors")
     prompts = [golden[f"input_ids_{name}"].tolist() for name in ("a", "short", "b")]
     with LLM(GOLDENS / SHARED, **options(dtype=dtype, disable_radix_cache=True)) as llm:
-        runner: Any = llm.engine.runner
+        stepper: Any = llm.engine.runner.stepper
         answers = []
-        for graphs in (runner.graphs, None):
-            runner.graphs = graphs
+        for graphs in (stepper.graphs, None):
+            stepper.graphs = graphs
             results = llm.generate(prompts, max_tokens=32, ignore_eos=True)
             answers.append([result.token_ids for result in results])
     assert answers[0] == answers[1]

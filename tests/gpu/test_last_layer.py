@@ -35,19 +35,19 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
 @torch.inference_mode()
 def test_logits_are_those_of_all_rows(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two chunks of a prompt: nobody reads the first one's outputs, and one row of the second."""
-    runner = llm.engine.runner
-    page = runner._geometry.page_size
+    runner, stepper = llm.engine.runner, llm.engine.runner.stepper
+    page = runner._choices.geometry.page_size
     found = []
     for cut in (1, 10**9):
         monkeypatch.setattr(decoder, "_CUT_ROWS", cut)
         table = np.arange(1, 17)[None] + (0 if cut == 1 else 16)
         for new, total, sampled in ((8 * page, 8 * page, 0), (300, 8 * page + 300, 1)):
-            host = StepInputs.made_up(page, [new], [total], [table] * len(runner._tables))
-            inputs = host.send(runner._device, runner._reads_generations)
-            with runner._launching(inputs.batch, None):
-                metadata = runner.backend.prepare(inputs.batch)
-                wanted = to_device(host.sampled_rows[:sampled], runner._device)
-                logits = runner._forward(inputs, metadata, wanted)
+            host = StepInputs.made_up(page, [new], [total], [table] * len(runner.tables.pages))
+            inputs = host.send(stepper.device, stepper.reads_generations)
+            with stepper.launching(inputs.batch, None):
+                metadata = stepper.backend.prepare(inputs.batch)
+                wanted = to_device(host.sampled_rows[:sampled], stepper.device)
+                logits = stepper.forward(inputs, metadata, wanted)
             assert len(logits) == sampled
         found.append(logits.float())
     torch.testing.assert_close(found[0], found[1], atol=0.05, rtol=0.05)

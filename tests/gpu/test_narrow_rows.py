@@ -78,7 +78,7 @@ def test_an_indexed_model_by_kernels_and_in_torch(name: str, tier: bool, tmp_pat
     scores, answers = [], []
     for device, own in (("cpu", {}), ("cuda", more)):
         with LLM(folder, device=device, **options, **own) as llm:
-            backend = llm.engine.runner.backend
+            backend = llm.engine.runner.stepper.backend
             assert isinstance(backend, DSABackend)
             assert (backend._kernels is not None) == (device == "cuda")
             scores.append(llm.logprobs(prompts[0]).cpu())

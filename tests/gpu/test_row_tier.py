@@ -65,7 +65,7 @@ def test_goldens_select_the_same_rows(case: str, page_size: int) -> None:
     options = {**OPTIONS, "disable_cuda_graph": True, "page_size": page_size}
     off = load_recording(GOLDENS / case, kv_cache_gib=0.1, **options)
     with golden_tier(case, **options) as on, off:
-        backend: Any = on.engine.runner.backend
+        backend: Any = on.engine.runner.stepper.backend
         backend.ready = True
         topk = backend._parts.config.topk
         assert tier_of(on.engine).row_swap is not None
@@ -91,7 +91,7 @@ def test_recorded_steps_say_what_goldens_say(case: str) -> None:
     for frames, kind in ((16, "sparse"), (200, "resident")):
         options = {**OPTIONS, "max_running_requests": 3, "overlap": True}
         with tiered(GOLDENS / case, frames=frames, hot=24, pages=200, **options) as llm:
-            graphs = llm.engine.runner.graphs
+            graphs = llm.engine.runner.stepper.graphs
             assert graphs is not None
             assert {own.kind for own, _ in graphs._graphs} == {"sparse", "resident"}
             used = watch_graphs(llm)
@@ -106,13 +106,13 @@ def test_recorded_steps_say_what_goldens_say(case: str) -> None:
 
 def watch_graphs(llm: LLM) -> set[str]:
     """Kinds of graphs that are replayed from now on."""
-    used, run = set[str](), llm.engine.runner._replay
+    used, run = set[str](), llm.engine.runner.stepper.replay
 
     def noted(host: Any, form: Any, *given: Any, **options: Any) -> Any:
         used.add(form.graph.kind)
         return run(host, form, *given, **options)
 
-    llm.engine.runner._replay = noted  # type: ignore[method-assign]
+    llm.engine.runner.stepper.replay = noted  # type: ignore[method-assign]
     return used
 
 

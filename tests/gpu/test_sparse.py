@@ -166,7 +166,7 @@ def test_golden_greedy_tokens_through_graphs(case: str) -> None:
     golden = load_file(GOLDENS / case / "golden.safetensors")
     with LLM(GOLDENS / case, dtype="float32", device="cuda", kv_cache_gib=0.1) as llm:
         poison_free_memory(llm.engine)
-        backend = llm.engine.runner.backend
+        backend = llm.engine.runner.stepper.backend
         assert isinstance(backend, HSABackend)
         if backend.kernels is None:
             assert any("plain torch" in note for note in llm.engine.notes)
@@ -232,9 +232,11 @@ def test_everything_on_together_changes_nothing(name: str, tmp_path: Path) -> No
             **switches,
         ) as llm:
             poison_free_memory(llm.engine)
-            backend = llm.engine.runner.backend
+            backend = llm.engine.runner.stepper.backend
             assert isinstance(backend, HSABackend) and backend.kernels is not None
-            assert (llm.engine.runner.graphs is not None) == ("disable_cuda_graph" not in switches)
+            assert (llm.engine.runner.stepper.graphs is not None) == (
+                "disable_cuda_graph" not in switches
+            )
             answers.append([r.token_ids for r in llm.generate(prompts, params)])
             again = [r.token_ids for r in llm.generate(prompts, params)]
             assert again == answers[-1]
@@ -256,7 +258,7 @@ def test_recorded_prompts_equal_launched_ones(
     options: dict[str, Any] = {"kv_cache_gib": 0.5, "max_running_requests": 8}
     with LLM(folder, dtype=dtype, device="cuda", disable_radix_cache=True, **options) as llm:
         poison_free_memory(llm.engine)
-        graphs = llm.engine.runner.graphs
+        graphs = llm.engine.runner.stepper.graphs
         assert graphs is not None
         run, logits = graphs.run, []
 

@@ -69,7 +69,7 @@ def test_tier_changes_no_token(model: str, graph: bool, folders: dict[str, Path]
     for frames in (28, 200):
         sizes = {"frames": more * frames, "pages": more * 200, "hot": more * 48}
         with tiered(folders[model], overlap=True, **{**options, **sizes}) as llm:
-            assert (llm.engine.runner.graphs is not None) == graph
+            assert (llm.engine.runner.stepper.graphs is not None) == graph
             assert answers(llm) == expected
             report = llm.engine.tier()
             assert report is not None and report.totals.resident > 0
@@ -93,10 +93,10 @@ def test_dense_prompts_through_the_stage(
     with load(folder, kv_cache_gib=0.1, **options) as llm:
         expected = answers(llm)
     with tiered(folder, frames=28, hot=48, overlap=True, **options) as llm:
-        tier, backend = tier_of(llm.engine), llm.engine.runner.backend
+        tier, backend = tier_of(llm.engine), llm.engine.runner.stepper.backend
         stage = tier.stage
         assert stage is not None and isinstance(backend, HSABackend)
-        assert backend._tiered is not None and llm.engine.runner.graphs is not None
+        assert backend._tiered is not None and llm.engine.runner.stepper.graphs is not None
         # On whichever stream the work is put.
         slow: Any = stage if late == "copies" else backend._tiered._in_stage
         name = "_copy_in" if late == "copies" else "forward"
@@ -173,7 +173,7 @@ def test_a_frame_is_held_until_its_copy_is_done() -> None:
 
 def delay(llm: LLM, place: str) -> None:
     tier = tier_of(llm.engine)
-    pool, cache = llm.engine.runner._pool, llm.engine.scheduler.cache
+    pool, cache = llm.engine.runner.stepper.pool, llm.engine.scheduler.cache
     mover = tier._mover
     assert isinstance(mover, StreamMover)
     copy, launch = mover._copy, llm.engine.runner.launch

@@ -83,7 +83,7 @@ def test_a_whole_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         with LLM(folder, **options) as llm:
             poison_free_memory(llm.engine)
             result = llm.generate(prompt, max_tokens=2, ignore_eos=True)
-            backend = llm.engine.runner.backend
+            backend = llm.engine.runner.stepper.backend
             assert isinstance(backend, DSABackend) and (backend._kernels is not None) == kernels
         answers.append(result.token_ids)
     assert answers[0] == answers[1]

@@ -117,7 +117,7 @@ def test_a_whole_engine(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             monkeypatch.setattr(layers, "_column_blocks", lambda _: 0)  # weights lie as on a GPU
         backend = "triton" if in_kernels else "torch"
         with LLM(folder, attention_backend=backend, **options) as llm:
-            modules = [module for _, module in llm.engine.runner._model.named_modules()]
+            modules = [module for _, module in llm.engine.runner.stepper.model.named_modules()]
             sort = ExpertWeights if kind == "experts" else layers.Linear
             forms = [module.form for module in modules if isinstance(module, sort)]
             assert any(forms) == in_kernels

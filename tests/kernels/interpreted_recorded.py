@@ -55,14 +55,14 @@ def test_a_whole_engine_on_recorded_steps(tmp_path: Path, monkeypatch: pytest.Mo
             runner = llm.engine.runner
             if records:
                 rerun_steps(monkeypatch)
-                runner.record_graphs(64)
+                runner.stepper.record_graphs(64)
             poison_free_memory(llm.engine)
             results = llm.generate(prompts, max_tokens=6, ignore_eos=True)
             answers.append([result.token_ids for result in results])
             llm.engine.scheduler.check()
             if records:
-                assert runner.graphs is not None
-                for (graph, _), step in runner.graphs._graphs.items():
+                assert runner.stepper.graphs is not None
+                for (graph, _), step in runner.stepper.graphs._graphs.items():
                     rerun: Any = step.graph
                     if rerun.replays:
                         used.add((graph.mixed, graph.kind))
@@ -98,15 +98,15 @@ def test_prompts_that_select_pages_in_recorded_steps(
             runner = llm.engine.runner
             if records:
                 rerun_steps(monkeypatch)
-                runner.record_graphs(50)
+                runner.stepper.record_graphs(50)
             poison_free_memory(llm.engine)
             results = llm.generate(prompts[:2], max_tokens=4, ignore_eos=True)
             results += llm.generate(prompts[2:], max_tokens=2, ignore_eos=True)
             answers.append([result.token_ids for result in results])
             llm.engine.scheduler.check()
             if records:
-                assert runner.graphs is not None
-                steps: Any = runner.graphs._graphs.items()
+                assert runner.stepper.graphs is not None
+                steps: Any = runner.stepper.graphs._graphs.items()
                 replayed = {key: step.graph.replays for key, step in steps if step.graph.replays}
     assert answers[0] == answers[1]
     mixed = Graph("sparse", mixed=True)
@@ -139,12 +139,12 @@ def test_drafts_are_checked_in_recorded_steps(
         speculation, runner = llm.engine.scheduler.speculation, llm.engine.runner
         assert speculation is not None
         speculation.pace, speculation.drafter = Always(), Liar(truth, 1, honest=0.8)
-        runner.record_graphs(32)
+        runner.stepper.record_graphs(32)
         poison_free_memory(llm.engine)
         assert [result.token_ids for result in llm.generate(prompts, asked)] == expected
-        assert runner.graphs is not None and llm.engine.scheduler.stats.accepted > 4
+        assert runner.stepper.graphs is not None and llm.engine.scheduler.stats.accepted > 4
         replayed: Any = {
-            key: step.graph for key, step in runner.graphs._graphs.items() if key[0].few
+            key: step.graph for key, step in runner.stepper.graphs._graphs.items() if key[0].few
         }
         assert sum(step.replays for step in replayed.values()) > 2
 
@@ -184,8 +184,8 @@ def test_drafts_read_the_pages_that_the_first_one_selected(
         speculation.drafts_ahead = True
         drafted: list[Drafting] = []
         behind: list[bool] = []
-        draft, draft_behind = runner._draft, runner._draft_behind
-        backend = cast(Any, runner.backend)
+        draft, draft_behind = runner.drafts._draft, runner.drafts._draft_behind
+        backend = cast(Any, runner.stepper.backend)
 
         def watched_behind(plan: StepPlan, tokens: torch.Tensor) -> bool:
             behind.append(draft_behind(plan, tokens))
@@ -195,24 +195,24 @@ def test_drafts_read_the_pages_that_the_first_one_selected(
             draft(drafting)
             drafted.append(drafting)
             if len(drafted) == 1:  # once more, as if the shorter text were dense
-                assert runner._selected is not None
+                assert runner.drafts._selected is not None
                 config = replace(backend._config, dense_below=int(drafting.starts.min()) + 1)
                 with monkeypatch.context() as patch:
                     patch.setattr(backend, "_config", config)
                     draft(drafting)
-                assert runner._selected is None
+                assert runner.drafts._selected is None
 
-        monkeypatch.setattr(runner, "_draft", watched)
-        monkeypatch.setattr(runner, "_draft_behind", watched_behind)
+        monkeypatch.setattr(runner.drafts, "_draft", watched)
+        monkeypatch.setattr(runner.drafts, "_draft_behind", watched_behind)
         poison_free_memory(llm.engine)
-        runner.record_graphs(32)
+        runner.stepper.record_graphs(32)
         results = llm.generate(prompts, asked)
         assert [own.token_ids for own in results] == [own.token_ids for own in plain]
         stats = llm.engine.scheduler.stats
         assert stats.accepted == stats.drafted >= 6
         assert len(drafted) == 1 and behind and all(behind)
-        assert runner.graphs is not None
-        steps: Any = runner.graphs._graphs.items()
+        assert runner.stepper.graphs is not None
+        steps: Any = runner.stepper.graphs._graphs.items()
         replays = {"kept": 0, "sparse": 0, "both": 0}
         for (graph, _), recorded in steps:
             if graph.kind in replays:
@@ -247,15 +247,15 @@ def test_drafts_behind_a_check_follow_what_came_true(
         speculation.pace = Always()
         speculation.drafts_ahead = True
         behind: list[bool] = []
-        draft_behind = runner._draft_behind
+        draft_behind = runner.drafts._draft_behind
 
         def watched(plan: StepPlan, tokens: torch.Tensor) -> bool:
             behind.append(draft_behind(plan, tokens))
             return behind[-1]
 
-        monkeypatch.setattr(runner, "_draft_behind", watched)
+        monkeypatch.setattr(runner.drafts, "_draft_behind", watched)
         poison_free_memory(llm.engine)
-        runner.record_graphs(32)
+        runner.stepper.record_graphs(32)
         results = llm.generate(prompts, asked)
         assert [own.token_ids for own in results] == [own.token_ids for own in plain]
         stats = llm.engine.scheduler.stats

@@ -72,7 +72,7 @@ def test_a_whole_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     use_kernels(monkeypatch)
     rerun_steps(monkeypatch)
     with tiered(folder, frames=4, hot=2, pages=20, **options) as llm:
-        engine, backend = llm.engine, llm.engine.runner.backend
+        engine, backend = llm.engine, llm.engine.runner.stepper.backend
         assert isinstance(backend, DSABackend) and tier_of(engine).row_swap is not None
         step = engine.step
 
@@ -89,10 +89,10 @@ def test_a_whole_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
                 assert [x.pages for x in own.layers] == [x.pages for x in same.layers]
         stats = tier_of(engine).stats
         assert stats.misses > 0 and stats.hits > 0 and stats.resident > 0 and stats.bytes_in > 0
-        engine.runner.record_graphs(0)
+        engine.runner.stepper.record_graphs(0)
         again = llm.generate(prompts, max_tokens=3, ignore_eos=True)
         assert [own.token_ids for own in again] == [own.token_ids for own in expected]
-        steps: Any = engine.runner.graphs
+        steps: Any = engine.runner.stepper.graphs
         used = {key for (key, _), own in steps._graphs.items() if own.graph.replays}
         assert used == {Graph("sparse", mixed=False)}
         engine.step = step  # type: ignore[method-assign]

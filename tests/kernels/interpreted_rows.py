@@ -98,8 +98,8 @@ def test_a_whole_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         with LLM(folder, **options) as llm:
             poison_free_memory(llm.engine)
             results = llm.generate(prompts, max_tokens=2, ignore_eos=True, trace=True)
-            assert isinstance(llm.engine.runner.backend, DSABackend)
-            assert (llm.engine.runner.backend._kernels is not None) == kernels
+            assert isinstance(llm.engine.runner.stepper.backend, DSABackend)
+            assert (llm.engine.runner.stepper.backend._kernels is not None) == kernels
         answers.append([result.token_ids for result in results])
         read = [result.trace.tokens for result in results if result.trace is not None]
         traces.append([[[own.pages for own in t.layers] for t in tokens] for tokens in read])
@@ -122,13 +122,13 @@ def test_a_whole_engine_on_recorded_steps(tmp_path: Path, monkeypatch: pytest.Mo
         with LLM(folder, **options) as llm:
             runner = llm.engine.runner
             if records:
-                runner.record_graphs(16)
+                runner.stepper.record_graphs(16)
             poison_free_memory(llm.engine)
             results = llm.generate(prompts, max_tokens=6, ignore_eos=True)
             answers.append([result.token_ids for result in results])
             if records:
-                assert runner.graphs is not None
-                steps: Any = runner.graphs._graphs
+                assert runner.stepper.graphs is not None
+                steps: Any = runner.stepper.graphs._graphs
                 used = {key for (key, _), step in steps.items() if step.graph.replays}
     assert answers[0] == answers[1]
     assert used == {Graph("dense", True), Graph("dense", False), Graph("sparse", False)}

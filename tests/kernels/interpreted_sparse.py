@@ -161,7 +161,7 @@ def test_a_whole_engine_on_sparse_kernels(tmp_path: Path, monkeypatch: pytest.Mo
             assert watched is None or watched.reuse
             texts += llm.generate(prompts[:1], max_tokens=2, ignore_eos=True)
             answers.append([text.token_ids for text in texts])
-            backend = llm.engine.runner.backend
+            backend = llm.engine.runner.stepper.backend
             assert isinstance(backend, HSABackend)
             assert (backend.launches > 0) == (refused is None)
             llm.engine.scheduler.check()

@@ -165,7 +165,7 @@ def check(found: Forms, known: Forms) -> None:
 
 
 def most_pages(runner: Runner) -> int:
-    return int(runner._tables.shape[2]) - PAGE
+    return int(runner.tables.pages.shape[2]) - PAGE
 
 
 def page_size(runner: Runner) -> int:
@@ -174,7 +174,7 @@ def page_size(runner: Runner) -> int:
 
 def rehearsed(runner: Runner) -> Forms:
     """Forms of all steps of the warm-up."""
-    backend = runner.backend
+    backend = runner.stepper.backend
     seqs, pages, size = SEQS, most_pages(runner), page_size(runner)
     if isinstance(backend, TorchBackend):
         seqs, pages = 2, OPTIONS["chunked_prefill_size"] // size
@@ -188,7 +188,7 @@ def rehearsed(runner: Runner) -> Forms:
     )
     with collecting() as collected:
         for step in steps:
-            runner._rehearse(step)
+            step.run(runner.stepper, runner._choices, tiered=runner.tier is not None)
     return by_constants(collected)
 
 

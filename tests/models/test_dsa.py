@@ -64,13 +64,13 @@ def load(folder: Path, **options: Any) -> LLM:
     options = {"dtype": "float32", "device": "cpu", "page_size": 16, **options}
     llm = LLM(folder, attention_backend="tests.models.test_dsa:Recording", **options)
     poison_free_memory(llm.engine)
-    backend: Any = llm.engine.runner.backend
+    backend: Any = llm.engine.runner.stepper.backend
     backend.ready = True
     return llm
 
 
 def read_by(llm: LLM) -> dict[tuple[int, int], list[int]]:
-    backend = llm.engine.runner.backend
+    backend = llm.engine.runner.stepper.backend
     assert isinstance(backend, Recording)
     return backend.read
 
@@ -264,10 +264,10 @@ def test_the_dense_twin_reads_every_row(tmp_path: Path) -> None:
     with LLM(tmp_path, device="cpu", dtype="float32") as llm:
         expected = llm.logprobs(ids)
     with LLM(GOLDENS / case, device="cpu", dtype="float32", disable_dsa=True) as llm:
-        assert llm.engine.runner.backend.name == "torch"
+        assert llm.engine.runner.stepper.backend.name == "torch"
         torch.testing.assert_close(llm.logprobs(ids), expected, rtol=0, atol=2e-5)
     with LLM(GOLDENS / case, device="cpu", dtype="float32") as llm:
-        assert llm.engine.runner.backend.name == "dsa"
+        assert llm.engine.runner.stepper.backend.name == "dsa"
         assert (llm.logprobs(ids) - expected).abs().max() > 1
 
 

@@ -261,7 +261,9 @@ def test_fp8_blocks_stay_so_or_are_dequantised_exactly(tmp_path: Path) -> None:
     with load(folder) as llm:
         assert "weights: FP8 as in the file" in llm.engine.notes
         found = llm.logprobs(tokens_of(50))
-        matrices = [m for _, m in llm.engine.runner._model.named_modules() if isinstance(m, Linear)]
+        matrices = [
+            m for _, m in llm.engine.runner.stepper.model.named_modules() if isinstance(m, Linear)
+        ]
         assert any(m.weight.numel() == 0 for m in matrices)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
@@ -303,7 +305,7 @@ def test_int8_experts_stay_close(tmp_path: Path) -> None:
     with load(GOLDENS / V3, quantization="int8") as llm:
         assert "int8 weights" in " ".join(llm.engine.notes)
         rounded = llm.logprobs(tokens_of(50))
-        names = {name for name, _ in llm.engine.runner._model.named_tensors()}
+        names = {name for name, _ in llm.engine.runner.stepper.model.named_tensors()}
         assert "model.layers.1.mlp.gate.weight" in names
     # Rounding may send a row to another expert; on average little changes.
     assert (rounded - exact).abs().median() < 0.1

@@ -341,7 +341,9 @@ def test_matrices_of_16_bits_stay_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with LLM(path, device="cpu") as llm:
         assert "weights: BF16, F16 as in the file" in llm.engine.notes
         found = llm.logprobs(ids)
-        matrices = [m for _, m in llm.engine.runner._model.named_modules() if isinstance(m, Linear)]
+        matrices = [
+            m for _, m in llm.engine.runner.stepper.model.named_modules() if isinstance(m, Linear)
+        ]
         assert matrices and all(m.weight.numel() == 0 for m in matrices)
     assert not torch.equal(found, expected)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)

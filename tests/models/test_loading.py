@@ -84,7 +84,7 @@ def test_weights_of_16_bits_stay_so(folder: Path) -> None:
 def test_fused_weights_are_the_checkpoints_rows(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     with load(folder) as llm:
-        model = llm.engine.runner._model
+        model = llm.engine.runner.stepper.model
         assert isinstance(model, CausalLM)
         linear = dict(model.named_modules())["model.layers.1.self_attn.qkv_proj"]
         assert isinstance(linear, Linear)

@@ -55,7 +55,9 @@ def expected(llm: LLM, prompt: list[int], count: int) -> list[int]:
     for _ in range(count):
         places = torch.arange(len(tokens))
         with torch.inference_mode():
-            logits = llm.engine.runner._model(torch.tensor(tokens), places, places, whole, None)
+            logits = llm.engine.runner.stepper.model(
+                torch.tensor(tokens), places, places, whole, None
+            )
         tokens.append(int(logits[-1].argmax()))
     return tokens[-count:]
 

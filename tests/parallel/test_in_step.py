@@ -163,7 +163,7 @@ def test_a_rank_that_differs_is_found(tmp_path: Path) -> None:
     with load(write_model(tmp_path, TINY_LLAMA), 2) as llm:
         llm.generate([5, 6, 7], max_tokens=2)
         in_step(llm.engine)
-        lead(llm.engine)._tables[0, 0, 0] += 1
+        lead(llm.engine).tables.pages[0, 0, 0] += 1
         with pytest.raises(RankError, match="rank 1 has other tables"):
             llm.engine.step()
 

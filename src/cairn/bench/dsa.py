@@ -315,13 +315,13 @@ def _step_seconds(
         **options,
     ) as llm:
         runner, times = llm.engine.runner, []
-        for tensor in runner._pool.tensors():
+        for tensor in runner.stepper.pool.tensors():
             assert len(tensor) > pages - most, "the cache holds the largest step"
             tensor.normal_()
         for length, seqs in sizes:
-            inputs = _inputs(runner._device, seqs, 1, length, len(runner._tables))
-            metadata = runner.backend.prepare(inputs.batch)
-            call = partial(runner._forward, inputs, metadata, None)
+            inputs = _inputs(runner.stepper.device, seqs, 1, length, len(runner.tables.pages))
+            metadata = runner.stepper.backend.prepare(inputs.batch)
+            call = partial(runner.stepper.forward, inputs, metadata, None)
             times += _medians([call], device, _REPEAT[cuda])
     return times
 

@@ -153,16 +153,16 @@ def _step(
     runner, seqs = llm.engine.runner, len(tables[0])
     lens = np.ones(seqs, dtype=np.int64), np.full(seqs, length)
     inputs = StepInputs.made_up(_PAGE, *lens, tables, resident=resident).send(
-        runner._device, runner._reads_generations
+        runner.stepper.device, runner.stepper.reads_generations
     )
-    metadata = runner.backend.prepare(inputs.batch)
-    return lambda: runner._forward(inputs, metadata, None)
+    metadata = runner.stepper.backend.prepare(inputs.batch)
+    return lambda: runner.stepper.forward(inputs, metadata, None)
 
 
 def _untiered(llm: LLM, seqs: int, length: int) -> float:
-    groups = len(llm.engine.runner._tables)
+    groups = len(llm.engine.runner.tables.pages)
     step = _step(llm, [_table(seqs, length)] * groups, length)
-    return _seconds(step, llm.engine.runner._device)
+    return _seconds(step, llm.engine.runner.stepper.device)
 
 
 def _resident(llm: LLM, seqs: int, length: int) -> float:
@@ -171,7 +171,7 @@ def _resident(llm: LLM, seqs: int, length: int) -> float:
     assert tier is not None
     _place(llm, {int(page): int(page) for page in table[table > 0]})
     step = _step(llm, [table, table], length, resident=True)
-    return _seconds(step, llm.engine.runner._device)
+    return _seconds(step, llm.engine.runner.stepper.device)
 
 
 def _scripted(
@@ -179,12 +179,12 @@ def _scripted(
 ) -> dict[str, Any]:
     """A step whose sequences have only their last page in a frame."""
     runner = llm.engine.runner
-    tier, backend = runner.tier, runner.backend
+    tier, backend = runner.tier, runner.stepper.backend
     assert tier is not None and tier.row_swap is not None
     assert isinstance(backend, DSABackend) and backend._kernels is not None
     swap = as_subclass(ScriptedRows, tier.row_swap)
     swap.copies = copies
-    device, sparse = runner._device, backend._parts.config
+    device, sparse = runner.stepper.device, backend._parts.config
     generator = torch.Generator(device).manual_seed(0)
     swap.at = torch.zeros(1, dtype=torch.int64, device=device)
     swap.script = {

@@ -152,7 +152,7 @@ def _cold(llm: LLM, prompts: Sequence[Sequence[int]]) -> float:
 
 def _watched(llm: LLM) -> WatchedSparse | None:
     """Replace the engine's sparse kernels by `WatchedSparse`; None if it has no such kernels."""
-    backend = llm.engine.runner.backend
+    backend = llm.engine.runner.stepper.backend
     if not isinstance(backend, HSABackend) or backend.kernels is None:
         return None
     backend.kernels = watched = as_subclass(WatchedSparse, backend.kernels)

@@ -38,7 +38,7 @@ def _run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             quantization=quantization,
         ) as llm:
             started = time.perf_counter() - begin
-            nbytes = sum(llm.engine.runner._model.bytes_by_module().values())
+            nbytes = sum(llm.engine.runner.stepper.model.bytes_by_module().values())
             running = Running(llm, context, max_tokens=2 * len(batches) * counted)
             for batch in batches:
                 running.grow_to(batch)

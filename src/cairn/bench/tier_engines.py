@@ -105,14 +105,14 @@ def engine(
 def drift(llm: LLM, change: float) -> None:
     """Let decode rows select synthetic pages, if kernels select the pages."""
     runner = llm.engine.runner
-    backend = runner.backend
+    backend = runner.stepper.backend
     if isinstance(backend, HSABackend) and backend.kernels is not None:
         from cairn.bench.drift import DriftingSparse
 
         backend.kernels = drifting = as_subclass(DriftingSparse, backend.kernels)
         drifting.drift_by(change)
-        if runner.graphs is not None:
-            runner.record_graphs(most_rows=0)
+        if runner.stepper.graphs is not None:
+            runner.stepper.record_graphs(most_rows=0)
 
 
 def drop_copies(cache: PagedCache) -> None:
@@ -134,7 +134,7 @@ class _NotCopying(DeviceSwap):
 def stop_copying(llm: LLM) -> bool:
     """Let decode steps run without copying missing pages, to measure the cost of the copies.
     Returns False if no kernels copy."""
-    runner, backend = llm.engine.runner, llm.engine.runner.backend
+    runner, backend = llm.engine.runner, llm.engine.runner.stepper.backend
     if runner.tier is None or runner.tier.swap is None:
         return False
     assert isinstance(backend, HSABackend) and backend.kernels is not None
@@ -142,8 +142,8 @@ def stop_copying(llm: LLM) -> bool:
 
     backend.kernels._swap = runner.tier.swap = swap = as_subclass(_NotCopying, runner.tier.swap)
     swap.nothing = Misses.empty(swap._host.layout.heads, 1, swap.frame_of.device)
-    if runner.graphs is not None:
-        runner.record_graphs(most_rows=0)
+    if runner.stepper.graphs is not None:
+        runner.stepper.record_graphs(most_rows=0)
     return True
 
 

@@ -23,14 +23,14 @@ def scored_rows(plan: StepPlan, host: StepInputs) -> dict[int, np.ndarray]:
     return wanted
 
 
-def pooled_rows(plan: StepPlan, host: StepInputs) -> dict[int, np.ndarray]:
-    """Rows whose hidden states are needed for embeddings, by sequence."""
+def pooled_rows(plan: StepPlan, host: StepInputs) -> dict[str, np.ndarray]:
+    """Rows whose hidden states are needed for embeddings, by request."""
     wanted = {}
     for s, advance in enumerate(plan.advances):
         if advance.prompt_scores == "mean":
-            wanted[s] = np.flatnonzero(host.is_token & (host.seq == s))
+            wanted[advance.request_id] = np.flatnonzero(host.is_token & (host.seq == s))
         elif advance.prompt_scores == "last" and advance.stop == advance.prompt_len:
-            wanted[s] = np.flatnonzero(host.is_token & (host.seq == s))[-1:]
+            wanted[advance.request_id] = np.flatnonzero(host.is_token & (host.seq == s))[-1:]
     return wanted
 
 

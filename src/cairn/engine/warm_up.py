@@ -9,17 +9,112 @@ Then some of the steps run for real, which sets up libraries.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
-from cairn.attention.backend import AttentionBackend, SparseBackend
+from cairn.attention.backend import AttentionBackend, Graph, SparseBackend
+from cairn.attention.batch import to_device
+from cairn.attention.widened import overflowing_seqs
+from cairn.engine.drafting import Unseen
 from cairn.engine.inputs import StepInputs
+from cairn.engine.memory_plan import MemoryPlan
+from cairn.engine.resolve import EngineChoices
+from cairn.engine.step_time import step_sizes
+from cairn.engine.stepper import Stepper
 from cairn.kernels.packing import table_width
+from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.models import layers
+from cairn.models.loader import Progress
 
 _CHUNK = 40  # rows of a chunk in steps where only the past matters
+_MOST_RECORDED_TOKENS = 8192
+"""Tokens of the largest mixed step that is recorded. With more the device takes longer than the
+host needs to launch the kernels, so a graph saves nothing."""
+
+
+@torch.inference_mode()
+def warm_up(
+    stepper: Stepper,
+    choices: EngineChoices,
+    memory: MemoryPlan,
+    tier: HiSparseCoordinator | None,
+    *,
+    records: bool,
+    progress: Progress | None = None,
+) -> dict[str, float]:
+    """Compile all kernels that a step may launch, set up libraries, and record graphs if `records`.
+    Returns how many seconds each part took."""
+    from cairn.kernels.precompile import collecting, compile_all
+
+    def rehearse_drafts() -> None:
+        if choices.sparse_drafts:
+            Unseen.rehearse(stepper.newest, len(choices.groups), geometry.page_size)
+
+    begin = time.perf_counter()
+    geometry, sparse, backend = choices.geometry, choices.sparse, stepper.backend
+    chunk, max_seqs = memory.limits.chunked_prefill_size, memory.limits.max_running_requests
+    max_pages, tiered = memory.max_pages, tier is not None
+    if memory.limits.max_step_seconds is not None:
+        layers.warm_up_products(stepper.model, step_sizes(chunk))
+    dense_below = 0 if sparse is None else sparse.dense_below
+    own = None if stepper.sparse is None else stepper.sparse.rungs(max_seqs, max_pages)
+    if own is None and not backend.graphs:
+        # Attention does not use Cairn's own kernels. What other libraries launch depends only on
+        # the number of rows, so a few sequences and pages are enough.
+        max_seqs, max_pages = 2, min(max_pages, geometry.pages(chunk))
+        dense_below = 0
+    rungs = rungs_of(backend, max_seqs, max_pages)
+    longest = max_pages * geometry.page_size
+    steps = list(
+        rehearsals(
+            rungs,
+            page_size=geometry.page_size,
+            max_pages=max_pages,
+            chunk=chunk,
+            dense_below=dense_below,
+            overflowing=overflowing_seqs(choices.dense, choices.shape, longest),
+        )
+    )
+    most_recorded = min(geometry.rows(_MOST_RECORDED_TOKENS), chunk)
+    with collecting() as forms, _excerpt(stepper, choices, tiered=tiered):
+        for step in steps:
+            step.run(stepper, choices, tiered=tiered)
+        if tier is not None:
+            tier.rehearse()
+        if records:
+            stepper.make_graphs(most_recorded).rehearse(rungs.rows, rungs.seqs)
+            rehearse_drafts()
+    moments = [begin, time.perf_counter()]
+    compile_all(forms, progress)
+    moments.append(time.perf_counter())
+    for step in steps:
+        if step.for_real:
+            step.run(stepper, choices, tiered=tiered)
+    moments.append(time.perf_counter())
+    if records:
+        stepper.record_graphs(most_recorded)
+        rehearse_drafts()
+    moments.append(time.perf_counter())
+    parts = ("list kernels", f"load or compile {len(forms)} kernels", "run steps", "record graphs")
+    return dict(zip(parts, np.diff(moments).tolist(), strict=True))
+
+
+@contextmanager
+def _excerpt(stepper: Stepper, choices: EngineChoices, *, tiered: bool) -> Iterator[None]:
+    """Inside, the model runs only one layer of those that use the same kernels."""
+    whole, group_of = stepper.model, stepper.pool.group_of
+    sparse_layers = () if choices.sparse is None else choices.sparse.layers
+    if not tiered:  # a tier prefetches pages layer by layer, so all layers must run
+        stepper.model = whole.excerpt(lambda layer: (group_of[layer], layer in sparse_layers))
+    try:
+        yield
+    finally:
+        stepper.model = whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +143,27 @@ class Rehearsal:
             resident=resident,
             generation=0,  # that of the null page, so that it can be selected
         )
+
+    def run(self, stepper: Stepper, choices: EngineChoices, *, tiered: bool) -> None:
+        """Run the step; with a host tier once more, as if all pages were on the device."""
+        from cairn.kernels.sampling import sample
+
+        device, backend, sparse = stepper.device, stepper.backend, stepper.sparse
+        groups, page_size = len(choices.groups), choices.geometry.page_size
+        for resident in (False, True) if tiered else (False,):
+            host = self.inputs(groups, page_size, resident=resident)
+            inputs = host.send(device, stepper.reads_generations)
+            wanted = to_device(host.sampled_rows, device)
+            logits = stepper.forward(inputs, backend.prepare(inputs.batch), wanted)
+            temperatures = torch.zeros(len(wanted), device=device)
+            seeds = torch.zeros(len(wanted), dtype=torch.int64, device=device)
+            # The forms that `sample` gets: logits as computed, contiguous after rows were picked,
+            # float32 after penalties.
+            for some in (logits, logits.contiguous(), logits.float()):
+                sample(some, temperatures, seeds)
+            graph = Graph("dense", mixed=False)
+            if sparse is not None and graph in sparse.graphs:
+                sparse.replayed(inputs.batch, graph)
 
 
 @dataclass(frozen=True, slots=True)

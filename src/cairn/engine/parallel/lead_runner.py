@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class LeadRunner(Runner):
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
-        self.ranks = cast("Ranks", self._parallel)
+        self.ranks = cast("Ranks", self.stepper.parallel)
         if self.tier is not None:
             self.mover = LeadMover(self.tier, self)
 
