@@ -1,4 +1,4 @@
-"""Decides what every step computes.
+"""Decides which requests every step computes.
 
 There is one rule: each request computes its known tokens that are not computed yet. A request with
 one such token is decoding, one with many is prefilling, and both share a step. Running requests go
@@ -16,7 +16,6 @@ them is computed again.
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,22 +23,13 @@ from itertools import islice
 from types import MappingProxyType
 
 from cairn.engine.limits import Limits, fits, outstanding_pages
-from cairn.engine.plan import (
-    ONLY_PROMPT,
-    UNKNOWN,
-    Admission,
-    Advance,
-    Allowed,
-    StepPlan,
-    right_drafts,
-)
+from cairn.engine.plan import ONLY_PROMPT, Admission, Advance, StepPlan, right_drafts
 from cairn.engine.request import FinishReason, Request, State
 from cairn.engine.speculation import Speculation
 from cairn.engine.step import Step
-from cairn.engine.step_time import StepTimeModel, round_rows
+from cairn.engine.step_time import StepTimeModel
 from cairn.errors import PageError, QueueFullError
 from cairn.memory.cache import PagedCache, SequencePages
-from cairn.memory.copies import CopyEdits
 from cairn.memory.radix import PrefixMatch
 
 _MAX_ADMISSIONS = 64
@@ -54,16 +44,7 @@ class SchedulerStats:
     accepted: int = 0  # and came true
 
 
-_PENDING = array("q", [UNKNOWN])
-_NONE = array("q")
 NO_GUESSES: Mapping[str, Sequence[int]] = MappingProxyType({})
-
-
-def _allowed(request: Request) -> Allowed:
-    assert request.allowed_tokens is not None
-    allowed = request.allowed_tokens()
-    assert allowed is not None  # `can_advance` has made sure
-    return allowed
 
 
 def _in_vain(request: Request, advance: Advance) -> bool:
@@ -95,11 +76,6 @@ class Scheduler:
         self._free_slots = list(range(limits.max_running_requests - 1, -1, -1))
 
     # -- adding and ending requests -----------------------------------------------------------
-
-    @property
-    def _dense(self) -> bool:
-        """The model drafts, by reading less than everything; all else reads everything."""
-        return self.speculation is not None and self.speculation.drafter.by_model
 
     @property
     def num_waiting(self) -> int:
@@ -148,7 +124,7 @@ class Scheduler:
         Requests are planned strictly oldest first. A request that is retracted to make room is
         therefore not in the plan yet.
         """
-        step = Step()
+        step = Step(self.cache, self.limits, self.step_time, self.speculation, self._running)
         self.cache.poll()
         ready = [request for request in self._running.values() if request.can_advance]
         remaining = [request.remaining for request in ready]
@@ -168,22 +144,7 @@ class Scheduler:
                 self._plan_prefill(step, request)
         if not step.retracted:
             self._admit(step)
-        # What is planned beside a check is in vain where drafts come true. If the model drafts,
-        # such a step holds up all requests for long.
-        enough = 0 if self._dense else len(step.advances) // 2
-        awaited = step.hopeful > enough
-        return StepPlan(
-            tuple(step.advances),
-            tuple(step.admissions),
-            tuple(step.edits),
-            tuple(step.retracted),
-            self.cache.take_edits() if step.advances else CopyEdits(),
-            step.rows,
-            step.pairs,
-            step.drafted,
-            awaited=awaited,
-            ahead=self.speculation.ahead if awaited and self.speculation else 0,
-        )
+        return step.plan()
 
     def undo(self, plan: StepPlan, *, launched: bool = False) -> None:
         """Retract the requests of a plan that failed. They resume from the prefix cache.
@@ -207,63 +168,16 @@ class Scheduler:
     def _plan_decode(self, step: Step, request: Request) -> None:
         assert request.pages is not None
         start, held = request.computed, len(request.pages.tables[0])
-        if start < self._per_page * held or (self._make_room(step, request, start + 1)):
-            if self.speculation is None:
-                self._advance(step, request, 1, prefill=False)
-            else:
-                self._plan_drafts(step, request, self.speculation)
-
-    def _plan_drafts(self, step: Step, request: Request, speculation: Speculation) -> None:
-        """Advance a decoding request by its newest token and the drafts after it."""
-        count = speculation.count(request, self._most_drafts(step, request, speculation))
-        drafts = _PENDING * count
-        if request.allowed_tokens is not None:
-            drafts = array("q", _allowed(request).drafts[:count])
-        elif count and not speculation.drafter.by_model:
-            drafts = array("q", speculation.propose(request, count))
-        self._advance(step, request, 1, prefill=False, drafts=drafts)
-        step.hopeful += bool(drafts) and speculation.expects(request)
-
-    def _most_drafts(self, step: Step, request: Request, speculation: Speculation) -> int:
-        """Number of drafts that there is room for, without making room by retraction."""
-        after = request.num_tokens  # tokens without drafts
-        most = min(speculation.most, request.end_len - after - 1, step.budget - step.reserved)
-        assert request.pages is not None
-        if after + most > self.cache.geometry.tokens(request.pages.num_pages):
-            most = min(most, self.cache.reachable_tokens(request.pages) - after)
-        return max(0, most)
+        if start < self._per_page * held or self._make_room(step, request, start + 1):
+            step.decode(request)
 
     def _plan_prefill(self, step: Step, request: Request) -> bool:
         """Advance by a chunk; False if there is no budget or no page for it."""
-        tokens = self._chunk(step, request)
+        tokens = step.chunk(request)
         if tokens <= 0 or not self._make_room(step, request, request.computed + 1):
             return False
-        assert request.pages is not None
-        most = self.cache.reachable_tokens(request.pages) - request.computed
-        self._advance(step, request, min(tokens, most), prefill=True)
+        step.prefill(request, tokens)
         return True
-
-    def _chunk(self, step: Step, request: Request) -> int:
-        """Number of tokens of a prefilling request that the row budget and time limit allow."""
-        rows = step.budget
-        if rows <= 0:
-            return 0
-        geometry = self.cache.geometry
-        context = geometry.rows(request.computed)
-        limit = self.limits.max_step_seconds
-        if limit is not None:
-            fit = self.step_time.rows_within(limit, step.rows, step.pairs, context, rows)
-            # At least one page per step, so that prefill does not starve.
-            least = 0 if step.prefill_rows else min(rows, geometry.page_size)
-            # Round to few distinct step sizes, since libraries set up for each new size.
-            rows = max(round_rows(step.rows + fit) - step.rows, least)
-            if rows <= 0:
-                return 0
-        # A token that completes a page may take more than one row.
-        tokens = max(1, geometry.tokens_in(context + rows) - request.computed)
-        if self.limits.cuts_at_prompt and request.computed < request.prompt_len:
-            tokens = min(tokens, request.prompt_len - request.computed)
-        return min(request.remaining, tokens)
 
     def _make_room(self, step: Step, request: Request, tokens: int) -> bool:
         """Retract younger requests until `request` can grow to `tokens` tokens; False if `request`
@@ -349,81 +263,6 @@ class Scheduler:
             prompt_ids=tuple(request.token_ids[: request.prompt_len]) if counted else (),
             output_ids=tuple(request.output_ids) if counted else (),
         )
-
-    def _advance(
-        self,
-        step: Step,
-        request: Request,
-        tokens: int,
-        *,
-        prefill: bool,
-        drafts: array[int] = _NONE,
-    ) -> None:
-        """Add an advance by `tokens` tokens, and by the drafts that follow them."""
-        pages, scores, pending = request.pages, request.prompt_scores, request.pending
-        start, drafted = request.computed, len(drafts)
-        stop = start + tokens + drafted
-        assert pages is not None
-        held = len(pages.tables[0])
-        if stop > held * self._per_page:
-            held += self.cache.grow(pages, stop)
-        if held > request.planned_pages or pages.live_from != request.planned_live:
-            step.collect_edits(request, pages)
-        if prefill or self.limits.max_step_seconds is not None:
-            context = self.cache.geometry.rows(start)
-            step.spend(self.cache.geometry.rows(stop) - context, context, prefill=prefill)
-        token_ids = _PENDING if pending else request.token_ids[start : stop - drafted]
-        reaches_newest = stop - drafted == len(request.token_ids) + pending
-        samples = int(reaches_newest and scores not in ONLY_PROMPT)
-        guesses = room = 0
-        if drafted:
-            token_ids = token_ids + drafts
-            samples += drafted
-            guesses = drafted if drafts[0] == UNKNOWN else 0
-            step.drafted += drafted
-            rows = self.cache.geometry.rows(stop) - self.cache.geometry.rows(stop - drafted)
-            step.budget = max(step.budget - rows, step.reserved)
-        speculation = self.speculation
-        if samples and speculation and speculation.ahead and speculation.wants(request):
-            room = self._hold_ahead(step, request, pages, stop + 1 + speculation.ahead)
-        next_ids: tuple[int, ...] = ()
-        if scores == "top":
-            next_ids = tuple(request.token_ids[start + 1 : min(stop + 1, request.prompt_len)])
-        allowed: tuple[bytes, ...] = ()
-        if samples and request.allowed_tokens is not None:
-            allowed = _allowed(request).masks[:samples]
-        step.advances.append(
-            # By position, which is faster: every running request passes here in every step.
-            Advance(
-                request.id,
-                request.slot,
-                start,
-                stop,
-                token_ids,
-                request.prompt_len,
-                samples,
-                scores,
-                next_ids,
-                request.traced,
-                request.dense or self._dense,
-                allowed,
-                request.retractions,
-                guesses,
-                request.reached if request.reached > start else 0,
-                0,
-                room,
-            )
-        )
-
-    def _hold_ahead(self, step: Step, request: Request, pages: SequencePages, wanted: int) -> int:
-        """Allocate pages for this many tokens, the last of them drafts that the model may make
-        after the step, while there are enough for all. Returns how far drafts may go."""
-        wanted = min(wanted, request.end_len)
-        new = self.cache.new_pages(pages, wanted)
-        if new and self.cache.min_available() >= new + len(self._running):
-            self.cache.grow(pages, wanted)
-            step.collect_edits(request, pages)
-        return min(self.cache.geometry.tokens(pages.num_pages), request.end_len - 1)
 
     # -- committing ---------------------------------------------------------------------------
 
