@@ -26,14 +26,11 @@ from cairn.engine.plan import Admission, Advance
 from cairn.engine.resolve import EngineChoices
 from cairn.engine.sampler import Sampler
 from cairn.engine.step_result import StepResult
+from cairn.kernels.interface import FEW_ROWS
 from cairn.memory.kv_pool import KVPool
 from cairn.models.interface import LanguageModel
 from cairn.models.parallel import Parallel
 from cairn.sparsity.selection import Selection
-
-_MOST_ROWS_APART = 8
-"""Rows of the largest step with drafts in which every row is a sequence. Products of so few rows
-have kernels of their own, and reading a past twice costs little where one sequence runs."""
 
 NO_ROWS: Mapping[str, np.ndarray] = {}
 
@@ -265,8 +262,9 @@ def _forms(host: StepInputs, *, drafted: bool) -> Iterator[tuple[StepInputs, boo
         yield host, True
     else:
         yield host, False  # rows of a sequence read its past together
-        # Drafts as sequences of their own each read the past again.
-        apart = host.batch.num_rows <= _MOST_ROWS_APART
+        # Drafts as sequences of their own each read the past again. That costs little where one
+        # sequence runs, and products of few rows have kernels of their own.
+        apart = host.batch.num_rows <= FEW_ROWS
         for mixed in (not apart, apart):
             yield (host if mixed else host.as_sequences()), mixed
 

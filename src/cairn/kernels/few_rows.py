@@ -21,6 +21,7 @@ from cairn.kernels.cuda_source import (
     compile_source,
     device_refusal,
 )
+from cairn.kernels.interface import FEW_ROWS
 from cairn.kernels.precompile import is_collecting
 from cairn.kernels.processors import processors
 from cairn.kernels.sizes import blocks_of
@@ -29,13 +30,12 @@ _FOLDER = Path(__file__).parent
 _ROWS = "2Q2if4x"  # struct Rows in the source
 _ROW_ARGUMENTS = struct.Struct(f"{_ROWS}3Q")  # struct RowArguments
 _ARGUMENTS = struct.Struct(f"{_ROWS}9Q6i")  # struct Arguments
-MOST_ROWS = 8
 _TILE = 16  # rows of the matrix
 
 
 def row_rungs() -> tuple[int, ...]:
     """Row counts at which products switch to another compiled form."""
-    return 1, 2, MOST_ROWS + 1
+    return 1, 2, FEW_ROWS + 1
 
 
 class Form(NamedTuple):
@@ -157,7 +157,7 @@ def serves(x: torch.Tensor, matrix: Matrix) -> bool:
     chunks, rest = divmod(matrix.columns, form.chunk)
     plan = plan_of(form, 1, 2**31, chunks, x.device)
     fits = _shared(form, 1, plan, chunks) <= MOST_SHARED // plan.blocks - 1024
-    shape = 0 < len(x) <= MOST_ROWS and rest == 0 and chunks >= plan.warps and fits
+    shape = 0 < len(x) <= FEW_ROWS and rest == 0 and chunks >= plan.warps and fits
     halves = x.dtype in (torch.bfloat16, torch.float16) and x.data_ptr() % 16 == 0
     return shape and halves and refusal(x.device) is None
 
@@ -214,7 +214,7 @@ def call_of(
 ) -> Call:
     form, count, device = matrix.form, len(x), x.device
     chunks = matrix.columns // form.chunk
-    rows = 1 if count == 1 else MOST_ROWS
+    rows = 1 if count == 1 else FEW_ROWS
     outputs = matrix.outputs // 2 if form.gated else matrix.outputs
     tiles = outputs // 8 if form.gated else blocks_of(outputs, _TILE)
     plan = plan or plan_of(form, rows, tiles, chunks, device)

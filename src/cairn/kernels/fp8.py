@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cairn.kernels.activation import silu_and_mul
-from cairn.kernels.interface import E4M3_LARGEST, FEW_FP8_ROWS
+from cairn.kernels.interface import E4M3_LARGEST, FEW_ROWS
 from cairn.kernels.launch import direct
 from cairn.kernels.norm import rms_norm
 from cairn.kernels.pdl import is_hopper, pdl_options
@@ -30,7 +30,7 @@ _LARGEST = tl.constexpr(E4M3_LARGEST)
 
 def row_rungs() -> tuple[int, ...]:
     """Row counts at which products switch to another compiled form."""
-    return 1, 2, FEW_FP8_ROWS + 1, _SMALL_TILE_ROWS + 1
+    return 1, 2, FEW_ROWS + 1, _SMALL_TILE_ROWS + 1
 
 
 @direct
@@ -253,7 +253,7 @@ def product(
     rows = x.shape[0]
     if silu and rows > 1:
         x, silu = silu_and_mul(x), False
-    if rows > FEW_FP8_ROWS:
+    if rows > FEW_ROWS:
         if norm is not None:
             x = rms_norm(x, *norm)
         result = _many_rows(x, weight, scale, group)
@@ -279,7 +279,7 @@ def product(
     parts = 4 if width <= 2048 else 8
     _few_rows_kernel[(blocks_of(out_features, 16),)](
         *given, rows, out_features, **what,
-        BLOCK_M=FEW_FP8_ROWS, BLOCK_N=16, PARTS=parts,
+        BLOCK_M=FEW_ROWS, BLOCK_N=16, PARTS=parts,
         BLOCK_K=_columns(group), num_warps=parts, num_stages=1, **pdl_options(x),
     )  # fmt: skip
     return out

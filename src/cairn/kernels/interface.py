@@ -18,10 +18,12 @@ MOST_SCORES = 2**21 - 128
 """Most scores of a row among which the best are chosen."""
 
 FEW_ROWS = 8
-"""Products of at most this many rows use our own kernel; at 16 rows, cuBLAS is faster."""
+"""Products of at most this many rows use our own kernels, in which a tensor core multiplies tiles
+of 8 rows. With 16 rows cuBLAS is faster. Products of more rows with an FP8 matrix round the rows to
+FP8."""
 
 STREAMED_ROWS = 16
-"""The same for matrices that are large enough, see `streams`."""
+"""The same for matrices in bfloat16 that are large enough, see `streams`."""
 
 
 def streams(outputs: int, columns: int) -> bool:
@@ -33,8 +35,6 @@ def streams(outputs: int, columns: int) -> bool:
 NARROW_ROWS = 16
 """Products of at most this many rows with a matrix of few outputs in float32 use our own kernel."""
 
-FEW_FP8_ROWS = 8
-"""Products of more rows with an FP8 matrix round the rows to FP8."""
 FEW_CODE_ROWS = 32
 """Products of more rows with a matrix of codes widen the matrix in memory."""
 

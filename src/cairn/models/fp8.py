@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from cairn.kernels.interface import E4M3_LARGEST, FEW_FP8_ROWS
+from cairn.kernels.interface import E4M3_LARGEST, FEW_ROWS
 from cairn.models.narrow import Narrow
 
 _FITTED = 8  # scales that are tried for an output
@@ -55,7 +55,7 @@ def fp8_product(x: torch.Tensor, matrix: Narrow) -> torch.Tensor:
     """x [rows, columns] @ matrix.T in float32: what `kernels/fp8.py` computes. More than a few rows
     are rounded to FP8, as the matrix is."""
     wide = x.float()
-    if len(x) > FEW_FP8_ROWS:
+    if len(x) > FEW_ROWS:
         wide = to_fp8(x, matrix.span).dense()
     return wide @ matrix.dense().t()
 
