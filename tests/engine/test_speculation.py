@@ -416,6 +416,15 @@ def test_drafts_stop_where_they_make_the_engine_slower() -> None:
     assert drive(pace, 20_000, kept=4, slower=1.2) > 18_000  # times change
 
 
+def test_drafts_of_the_model_stop_early_where_they_are_far_too_slow() -> None:
+    assert drive(Pace(hasty=True), 250, kept=11, slower=6.3) == 4  # 0.59 of the speed without
+    pace = Pace(hasty=True)
+    assert 30 < drive(pace, 250, kept=1, slower=1.3) < 40  # 0.94: many steps must show it
+    tried = drive(pace, 20_000, kept=1, slower=1.3)
+    assert tried < 300  # pauses get longer
+    assert drive(Pace(hasty=True), 1000, kept=3, slower=1.3) > 980
+
+
 def test_more_is_drafted_while_all_drafts_come_true() -> None:
     speculation = Speculation(NgramDrafter(), 15, 61)
     own = Request("a", array("q", [1, 2, 3, 4] * 4), SamplingParams(max_tokens=99), 0, 999)

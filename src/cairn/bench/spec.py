@@ -6,7 +6,7 @@ import argparse
 import time
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ _BEGINNING = 40  # tokens of the quotation that the prompt has
 _WRONG_PROMPT, _WRONG_TOKENS = 128, 512  # tokens of a prompt and its answer
 _FORCED = 32  # tokens of the answer with wrong drafts
 _LOOP = 8  # a text that repeats so many tokens has fallen into a loop
+_LONGER = 8  # times as many tokens where the engine decides whether to draft
 
 
 def command(arguments: argparse.Namespace) -> int:
@@ -115,7 +116,7 @@ def _in_turn(
 
 def _prose(arguments: argparse.Namespace, options: dict[str, Any]) -> list[dict[str, Any]]:
     """Continue long prose greedily, in several batches, without drafts and with several numbers of
-    them."""
+    them: first drafts are forced, then the engine decides."""
     rows = []
     most = max(arguments.batches)
     sparse = {"speculative": "sparse", "speculative_tokens": max(arguments.tokens)}
@@ -127,23 +128,37 @@ def _prose(arguments: argparse.Namespace, options: dict[str, Any]) -> list[dict[
         assert speculation is not None
         watched = llm.engine.scheduler.speculation = as_subclass(_Watched, speculation)
         for batch in arguments.batches:
-            given = llm, prompts[:batch], arguments.output_len
-            plain, expected = _continue(*given, drafts=False)
+            given, tokens = (llm, prompts[:batch]), arguments.output_len
+            plain = _continue(*given, tokens, drafts=False)
+            long_plain = _continue(*given, _LONGER * tokens, drafts=False)
             for watched.most in arguments.tokens:
-                watched.pace, watched.checks = Pace(), []
-                speed, requests = _continue(*given, drafts=True)
-                row = _row("prose", "sparse", llm, requests, plain, speed)
-                pairs = zip(requests, expected, strict=True)
+                watched.pace, watched.checks = _Forced(), []
+                forced = _continue(*given, tokens, drafts=True)
+                acceptance = watched.acceptance()
+                watched.pace = Pace(hasty=True)
+                decided = _continue(*given, _LONGER * tokens, drafts=True)
+                row = _row("prose", "sparse", llm, forced.requests, plain.rate, forced.rate)
+                pairs = zip(forced.requests, plain.requests, strict=True)
                 same = sum(_equal(own.output_ids, other.output_ids) for own, other in pairs)
                 rows.append(
                     {
                         **row,
-                        **watched.acceptance(),
-                        "loops": sum(loops(own.output_ids) for own in requests),
+                        **acceptance,
+                        "loops": sum(loops(own.output_ids) for own in forced.requests),
                         "same text": f"{same}/{batch}",
+                        "longer": _LONGER * tokens,
+                        "decided tok/s": round(decided.whole_rate, 1),
+                        "decided ratio": round(decided.whole_rate / long_plain.whole_rate, 3),
                     }
                 )
     return rows
+
+
+class _Forced(Pace):
+    """Drafts, whether it pays or not."""
+
+    def drafts(self, requests: int) -> bool:
+        return True
 
 
 class _Watched(Speculation):
@@ -183,11 +198,26 @@ def _windows(llm: LLM, arguments: argparse.Namespace, count: int) -> list[list[i
     return [tokens[i * apart : i * apart + length] for i in range(count)]
 
 
-def _continue(
-    llm: LLM, prompts: list[list[int]], tokens: int, *, drafts: bool
-) -> tuple[float, list[Request]]:
-    """Tokens per second while requests get this many more tokens on average, as if all went on like
-    those that do not repeat themselves yet. The requests are ended."""
+class _Run(NamedTuple):
+    requests: list[Request]
+    made: np.ndarray  # [steps + 1, requests] tokens after each step
+    times: np.ndarray  # [steps + 1]
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second as if all requests went on like those that do not repeat themselves
+        yet."""
+        return len(self.requests) * _rate(self.made, self.times, self.requests)
+
+    @property
+    def whole_rate(self) -> float:
+        """Tokens per second of all requests, to the end."""
+        made, times = self.made, self.times
+        return float((made[-1] - made[0]).sum() / (times[-1] - times[0]))
+
+
+def _continue(llm: LLM, prompts: list[list[int]], tokens: int, *, drafts: bool) -> _Run:
+    """Let requests get this many more tokens on average; then they are ended."""
     room = llm.engine.max_tokens - len(prompts[0])
     params = SamplingParams(max_tokens=room, ignore_eos=True, speculation=drafts)
     requests = _start(llm, prompts, params)
@@ -201,7 +231,7 @@ def _continue(
     llm.frontend.abort_all()
     while llm.engine.has_work:
         llm.frontend.step()
-    return len(requests) * _rate(np.array(made), np.array(times), requests), requests
+    return _Run(requests, np.array(made), np.array(times))
 
 
 def _rate(made: np.ndarray, times: np.ndarray, requests: list[Request]) -> float:

@@ -40,7 +40,7 @@ class Speculation:
         self.drafts_ahead = ahead
         self._vocab = vocab_size
         self._least = least
-        self.pace = Pace()
+        self.pace = Pace(hasty=drafter.by_model)
         self._pays = True
 
     @property
@@ -113,8 +113,12 @@ class Speculation:
 
 _WITH, _WITHOUT = 32, 6
 """Steps that are timed together, with drafts and without."""
-_WORSE = 0.98
-"""Drafts stop if they bring less than this share of the tokens per second without them."""
+_FIRST_WITH = 4
+"""Steps with drafts that are timed first, if the model drafts. Such steps take about equally long,
+and drafts of all requests are about equally good, so a few show whether drafts are far too slow."""
+_WORSE, _MUCH_WORSE = 0.98, 0.85
+"""Drafts stop if they bring less than this share of the tokens per second without them, as found by
+many steps and by few."""
 _BETWEEN = 1024
 """Steps with drafts before steps without are timed again."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 256, 8192
@@ -127,7 +131,9 @@ class Pace:
     Only steps that decode count. Batches are told apart by size, in powers of two.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, hasty: bool = False) -> None:
+        """`hasty`: drafts may stop after the first few steps."""
+        self._hasty = hasty
         self._trials: dict[int, _Trial] = {}
 
     def drafts(self, requests: int) -> bool:
@@ -144,7 +150,7 @@ class Pace:
             self._of(len(plan.advances)).observe(tokens, seconds, drafts=plan.drafted > 0)
 
     def _of(self, requests: int) -> _Trial:
-        return self._trials.setdefault(requests.bit_length(), _Trial())
+        return self._trials.setdefault(requests.bit_length(), _Trial(self._hasty))
 
 
 class _Speed:
@@ -173,8 +179,10 @@ class _Trial:
     """Drafts while steps with drafts bring more tokens per second than steps without. From time to
     time it tries the other way again."""
 
-    def __init__(self) -> None:
+    def __init__(self, hasty: bool) -> None:
         self.phase: Literal["drafts", "timing", "pause"] = "drafts"
+        self._hasty = hasty
+        self._few = hasty  # few steps with drafts were timed so far
         self._with, self._without = _Speed(), _Speed()
         self._drafting = 0  # steps with drafts since steps without were timed
         self._pause = self._left = 0  # steps of the last pause, and those that are left
@@ -186,11 +194,11 @@ class _Trial:
         if self.phase == "pause":
             self._left -= 1
             if self._left <= 0:
-                self.phase, self._with = "drafts", _Speed()
+                self.phase, self._with, self._few = "drafts", _Speed(), self._hasty
         if drafts:
             self._drafting += 1
             self._with.add(tokens, seconds)
-            if self._with.steps >= _WITH:
+            if self._with.steps >= (_FIRST_WITH if self._few else _WITH):
                 self._with.take()
                 self._decide()
         else:
@@ -210,11 +218,12 @@ class _Trial:
         return ", ".join((self.phase, *found))
 
     def _decide(self) -> None:
-        on, off = self._with.value, self._without.value
+        on, off, few = self._with.value, self._without.value, self._few
         if off is None or self._drafting >= _BETWEEN:
             self.phase = "timing"
-        elif on is None or on >= _WORSE * off:
-            self.phase, self._pause = "drafts", 0
+        elif on is None or on >= (_MUCH_WORSE if few else _WORSE) * off:
+            self.phase, self._few = "drafts", False
+            self._pause = self._pause if few else 0
         else:
             self.phase = "pause"
             self._pause = self._left = min(max(2 * self._pause, _SHORTEST_PAUSE), _LONGEST_PAUSE)
