@@ -232,7 +232,7 @@ CASES: dict[str, Case] = {
     "fp8-mean": Case([1, 20], [704, 400], policy="mean", page_size=64, topk=2, cache=FP8),
     "fp8-spread": Case([1, 40, 1], [48, 140, 300], policy="spread", page_size=8, cache=FP8),
     "fp8-spread-half": Case(
-        *DECODE, policy="spread", page_size=8, topk=11, cache=FP8, dtype=torch.float16
+        *DECODE, policy="spread", dim=32, page_size=8, topk=11, cache=FP8, dtype=torch.float16
     ),
     "int8": Case([1, 40, 1], [48, 140, 300], cache=torch.int8),
 }

@@ -199,9 +199,11 @@ class KernelSparse:
         by_lse = config.fusion == "lse"
         if policy.reach and not by_lse:
             return f"{type(policy).__name__} has deviations, which they add with hsa_fusion=lse"
+        # Queries of 16 bits read rows of 8 bits as two products of half the columns.
+        halves = is_narrow(shape.cache_dtype) and shape.dtype.itemsize == 2
         for what, value, least, most in (
             ("page_size", shape.page_size, 8 if by_lse else 16, 128),
-            ("head_dim", shape.head_dim, 16, 128),
+            ("head_dim", shape.head_dim, 32 if halves else 16, 128),
             ("landmark_width", policy.landmark_width, 16, 256),
         ):
             if not (least <= value <= most and value & (value - 1) == 0):
