@@ -45,6 +45,11 @@ class HSAMetadata:
     selections: dict[int, dict[int, Selection]] = field(default_factory=dict)
     """Filled as layers run: row of the step -> layer -> the selection of that row."""
 
+    @property
+    def selects(self) -> bool:
+        """Whether some rows read selected pages."""
+        return bool(self.tiles) or (self.kernels is not None and self.kernels.has_rows)
+
 
 class HSABackend(SparseBackend):
     """Selects pages in sparse layers, and passes all other layers to a dense backend.
@@ -301,16 +306,24 @@ class HSABackend(SparseBackend):
     ) -> torch.Tensor | None:
         if layer not in self._sparse_layers:
             return self._dense.forward_rows(layer, query, rows, metadata.dense)
+        if self._has_tier:  # it moves pages layer by layer
+            return None
         kernels = metadata.kernels
-        # A tier moves pages layer by layer, and kernels for single rows also make landmarks.
-        if len(rows) or self._has_tier or (kernels is not None and kernels.decode is not None):
+        found: torch.Tensor | None = query[:0]
+        if len(rows):
+            found = None
+            if metadata.dense_rows is not None and not metadata.selects:
+                found = self._dense.forward_rows(layer, query, rows, metadata.dense_rows)
+        elif kernels is not None and kernels.decode is not None:
+            return None  # kernels for single rows also make landmarks
+        if found is None:
             return None
         self._observe(layer, query, metadata)
         if kernels is not None and self.kernels is not None:
             self.kernels.save(layer, query, scoring, kernels)
         if metadata.completed is not None:
             self._save_landmarks(layer, metadata.completed, scoring)
-        return query[:0]
+        return found
 
     def _observe(self, layer: int, query: torch.Tensor, metadata: HSAMetadata) -> None:
         """Keep the query, for policies that ask for it."""

@@ -82,6 +82,10 @@ class KernelMetadata:
     """Pages whose landmarks every layer saves before it selects pages."""
     kept: KeptPages | None = None
 
+    @property
+    def has_rows(self) -> bool:
+        return not (self.decode is None and self.chunks is None and self.kept is None)
+
 
 class KernelSparse:
     def __init__(
