@@ -79,7 +79,8 @@ class KernelMetadata:
     decode: DecodeRows | None
     chunks: ChunkRows | None
     completed: CompletedPages | None = None
-    """Pages whose landmarks every layer saves before it selects pages."""
+    """Pages whose landmarks every layer saves before it selects pages. If no row of the step does,
+    the last layer saves them for all layers, where keys are all that landmarks need."""
     kept: KeptPages | None = None
 
     @property
@@ -375,12 +376,14 @@ class KernelSparse:
     ) -> torch.Tensor | None:
         """Write the output of sparse rows to `out`. Returns the pages that chunk rows selected, as
         places in the sequence [rows, kv_heads, k]; other rows are unset."""
+        self.save(layer, query, scoring, metadata)
+        if not metadata.has_rows:
+            return None
         mapped = query if scoring is None else scoring.query
         if self._shape.split_query is None:
             mapped = self._policy.map_query(mapped)
         own = LayerRows(layer, query, mapped, query if scoring is None else scoring.prior, out)
         selected = None
-        self.save(layer, query, scoring, metadata)
         if metadata.chunks is not None:
             selected = self._chunks(own, metadata.chunks)
         if metadata.decode is not None:
@@ -516,16 +519,19 @@ class KernelSparse:
 
     def save_all_layers(self, pages: np.ndarray, kv_pages: np.ndarray) -> None:
         """Save the landmarks of pages [n] in all layers, for policies that need only keys."""
-        device, layers = self._every_row.device, self._config.layers
-        ids, places = (to_device(own.astype(np.int64), device) for own in (pages, kv_pages))
+        device = self._every_row.device
+        self._save_all(*(to_device(own.astype(np.int64), device) for own in (pages, kv_pages)))
+
+    def _save_all(self, pages: torch.Tensor, kv_pages: torch.Tensor) -> None:
+        layers = self._config.layers
         if self._pooling is None:
             for layer in layers:
-                self._save_by_policy(layer, ids, places, None)
+                self._save_by_policy(layer, pages, kv_pages, None)
             return
         from cairn.kernels.landmark import pool_landmarks
 
         pool_landmarks(
-            *(ids, places, self._pool.part(layers[0]), *self._landmarks.of_layer(layers[0])),
+            *(pages, kv_pages, self._pool.part(layers[0]), *self._landmarks.of_layer(layers[0])),
             pooling=self._pooling,
             scale=self._shape.scale,
             shifts=self._layer_shifts,
@@ -546,6 +552,10 @@ class KernelSparse:
     ) -> None:
         """Save the landmarks of pages that the step completes, except for those of single rows."""
         if metadata.completed is None:
+            return
+        if self._config.reads_densely and self._swap is None and not metadata.has_rows:
+            if layer == self._config.layers[-1]:
+                self._save_all(*metadata.completed[:2])
             return
         from cairn.kernels.landmark import pool_landmarks
 
