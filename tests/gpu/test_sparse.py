@@ -96,13 +96,12 @@ spread-decode spread-16 spread-no-groups own-spread fp8-spread fp8-spread-half""
     [(name, 128) for name in SOME]
     + [(name, 0) for name in ("chunks", "quest", "mean-by-sum", "spread-chunks")],
 )
-def test_kernels_equal_the_reference_in_float32(
-    name: str, few: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_equal_the_reference(name: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cairn.kernels.sparse_select._FEW", few)
     found, expected = (run(CASES[name], CUDA, kernels=kernels) for kernels in (True, False))
-    torch.testing.assert_close(found.out, expected.out, rtol=0, atol=1e-4)
-    torch.testing.assert_close(found.vectors, expected.vectors, rtol=0, atol=1e-4, equal_nan=True)
+    error = 1e-4 if CASES[name].dtype == torch.float32 else 3e-3
+    torch.testing.assert_close(found.out, expected.out, rtol=0, atol=error)
+    torch.testing.assert_close(found.vectors, expected.vectors, rtol=0, atol=error, equal_nan=True)
     assert torch.equal(found.sealed, expected.sealed)
     for row, selection in expected.selections.items():
         k = selection.page_index.shape[-1]

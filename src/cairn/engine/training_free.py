@@ -43,8 +43,9 @@ of the batch."""
 def _defaults(config: EngineConfig, device: str) -> tuple[str, _Defaults]:
     """The policy, and its pages unless options say otherwise.
 
-    The kernels of `spread` have not passed all their tests on a GPU yet. With pages in host memory,
-    landmarks stay on the device: those of `spread` would take an eighth of all KV bytes there.
+    On CUDA short texts are dense anyway, and the small pages of `spread` make dense rows slower
+    (docs/sparse-attention.md). With pages in host memory, landmarks stay on the device: those of
+    `spread` would take an eighth of all KV bytes there.
     """
     name = config.hsa_policy
     if name is None:
