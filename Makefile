@@ -7,8 +7,8 @@ CLIENTS := .venv-clients
 MODEL ?= smollm2
 PORT ?= 8000
 PARALLEL := $(BIN)/python -m pytest -n auto --dist worksteal
-# Sparse attention beyond the first thousand tokens, so that the page map has something to show.
-FLAGS_smollm2 := --attention-backend hsa --chunked-prefill-size 256 --demo --request-log off
+# Sparse attention beyond the first thousand tokens on every device, so that the page map has something to show.
+FLAGS_smollm2 := --attention-backend hsa --hsa-policy spread --hsa-dense-below 1024 --chunked-prefill-size 256 --demo --request-log off
 
 .PHONY: help run chat test test-all test-sglang test-clients lint clean
 
