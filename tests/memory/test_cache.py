@@ -14,6 +14,7 @@ from cairn.memory.cache import PagedCache, SequencePages
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.groups import group_layers
 from cairn.memory.pages import NULL_PAGE
+from cairn.memory.radix import as_key
 from tests.helpers import watch_frees
 
 
@@ -275,7 +276,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def longest_usable(self, salt: Hashable, tokens: list[int]) -> int:
         """By definition: the most pages that are cached and whose last window is cached."""
-        present: dict[tuple[int, ...], list[int]] = {}
+        present: dict[bytes, list[int]] = {}
         for node in self.cache.tree.nodes():
             key, up = node.key, node.parent
             assert up is not None
@@ -286,7 +287,7 @@ class CacheMachine(RuleBasedStateMachine):
         size = self.cache.geometry.page_size
         best = 0
         for count in range(1, (len(tokens) - 1) // self.step + 1):
-            path = [present.get(tuple(tokens[: i * self.step])) for i in range(1, count + 1)]
+            path = [present.get(as_key(tokens[: i * self.step])) for i in range(1, count + 1)]
             if all(path) and all(
                 pages is not None and pages[g] != NULL_PAGE
                 for g in self.usable_groups()

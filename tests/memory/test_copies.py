@@ -17,6 +17,7 @@ from cairn.memory.copies import CopyEdits, PageCopies, PageState, Transfer
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.groups import LayerGroup
 from cairn.memory.hot_cache import HotCache
+from cairn.memory.radix import as_key
 from tests.helpers import watch_frees
 from tests.memory.test_cache import CacheMachine
 from tests.memory.test_cache import Sequence as Running
@@ -98,7 +99,7 @@ def test_who_ends_before_its_copies_stays_behind_until_they_are_done() -> None:
     cache.close(pages, tokens, 9)
     cache.check()
     assert cache.match(None, tokens).num_pages == 0
-    assert cache.arriving() == {(pages.node, (0, 1, 2, 3))}
+    assert cache.arriving() == {(pages.node, as_key(tokens[:4]))}
     assert cache.reclaim()  # waits for one
     assert cache.match(None, tokens).num_pages == 1
     mover.end()

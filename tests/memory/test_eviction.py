@@ -12,7 +12,7 @@ class QueueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.priorities = dict.fromkeys(range(6), 0)
-        self.nodes = [Node((item,), None, []) for item in range(6)]
+        self.nodes = [Node(bytes([item]), None, []) for item in range(6)]
         self.queue = EvictionQueue(lambda node: (self.priorities[node.key[0]],))
         self.model: dict[int, tuple[int, int]] = {}
         self.pushes = 0
@@ -47,7 +47,7 @@ TestQueueMachine = QueueMachine.TestCase
 
 
 def test_dead_entries_do_not_pile_up() -> None:
-    queue, node = EvictionQueue(lambda node: (0,)), Node((), None, [])
+    queue, node = EvictionQueue(lambda node: (0,)), Node(b"", None, [])
     for _ in range(1000):
         queue.push(node)
     assert len(queue) == 1

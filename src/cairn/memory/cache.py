@@ -24,7 +24,7 @@ from cairn.memory.copies import CopyEdits, PageCopies, PageState, Transfer
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.groups import LayerGroup, max_tokens
 from cairn.memory.pages import NULL_PAGE, PageAllocator
-from cairn.memory.radix import EvictionPolicy, Node, PageTokens, PrefixMatch, RadixTree
+from cairn.memory.radix import EvictionPolicy, Node, PageTokens, PrefixMatch, RadixTree, as_key
 
 PageKey = tuple[Node, PageTokens]
 """A position in the tree: the page with these tokens after this node."""
@@ -329,7 +329,7 @@ class PagedCache:
             known = min(computed, len(token_ids))
             self._publish(pages, token_ids, known)
             if pages.published < self.geometry.complete_pages(known):
-                self._leaving[pages] = tuple(token_ids[:known])
+                self._leaving[pages] = token_ids[:known]
                 return
         self._close(pages)
 
@@ -382,7 +382,7 @@ class PagedCache:
 
     def _page_tokens(self, tokens: Sequence[int], index: int) -> PageTokens:
         step = self.geometry.tokens_per_page
-        return tuple(tokens[index * step : (index + 1) * step])
+        return as_key(tokens[index * step : (index + 1) * step])
 
     def _is_durable(self, pages: SequencePages, index: int) -> bool:
         """Whether the page may be published: there is no host tier, or the host has its bytes."""
