@@ -38,7 +38,7 @@ from cairn.kernels.launch import direct
 from cairn.kernels.pdl import pdl_options
 from cairn.kernels.processors import processors
 from cairn.kernels.sizes import power_of_two
-from cairn.kernels.softmax import LOG2E, softmax_result, softmax_weights
+from cairn.kernels.softmax import LOG2E, softmax_result, softmax_shares
 
 MERGE = tl.constexpr(8)  # splits that are merged at once
 _LEAST_PAGES = 4  # fewest pages of 64 rows per split: less is not worth the merge
@@ -339,7 +339,7 @@ def _decode_kernel(
         odd_q = fit_query((odd_q * (scale * LOG2E)).to(odd_q.dtype), pool)
 
     most = tl.full((BLOCK_G,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_G,), tl.float32)
+    totals = tl.zeros((BLOCK_G, BLOCK_N), tl.float32)
     acc = tl.zeros((BLOCK_G, BLOCK_D // EACH), tl.float32)
     odd_acc = acc
     SLICE: tl.constexpr = slice_size(pool, PAGE_SIZE, DIM)
@@ -389,7 +389,9 @@ def _decode_kernel(
             scores = tl.where(n[None, :] <= sees[:, None], scores, float("-inf"))
             if WINDOW > 0:
                 scores = tl.where(n[None, :] > sees[:, None] - WINDOW, scores, float("-inf"))
-        weights, fade, most, total = softmax_weights(scores, most, total, False, value_scale)
+        weights, counted, fade, most = softmax_shares(scores, most, False, value_scale)
+        # Added up over keys at the end: a sum across warps in every turn would hold them up.
+        totals = totals * fade[:, None] + counted
         weights = weights.to(q.dtype)
         acc = tl.dot(weights, v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
         if PAIRS:
@@ -397,7 +399,7 @@ def _decode_kernel(
     if PAIRS:
         acc = tl.interleave(acc, odd_acc)
 
-    result, lse = softmax_result(most, total, acc)
+    result, lse = softmax_result(most, tl.sum(totals, 1), acc)
     mask = in_group[:, None] & in_dim[None, :]
     if splits == 1:
         place = (row + own_row) * HEADS + head

@@ -12,13 +12,12 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def softmax_weights(scores, most, total, SOME_SEEN: tl.constexpr, value_scale=None):
-    """Add the scores of a block of keys; return their weights [rows, keys], the factor [rows] by
-    which older weights shrink, and the updated most and total.
+def softmax_shares(scores, most, SOME_SEEN: tl.constexpr, value_scale=None):
+    """Add the scores of a block of keys; return their weights [rows, keys], what these add to the
+    sum of weights [rows, keys], the factor [rows] by which older ones shrink, and the new most.
 
-    scores [rows, keys] are in base 2 and -inf where a row does not see a key. most and total [rows]
-    cover the keys so far: maximum and sum of weights. SOME_SEEN: every row has seen at least one
-    key, this block included.
+    scores [rows, keys] are in base 2 and -inf where a row does not see a key. most [rows] is the
+    maximum of the keys so far. SOME_SEEN: every row has seen at least one key, this block included.
 
     If values have scales [keys], the weights are for values without them: they include the scales,
     and so does `most`. They are at most 1 whatever the scales are.
@@ -31,11 +30,18 @@ def softmax_weights(scores, most, total, SOME_SEEN: tl.constexpr, value_scale=No
         safe = tl.where(new_most == float("-inf"), 0.0, new_most)
     shares = tl.exp2(scores - safe[:, None])
     fade = tl.exp2(most - safe)
-    if value_scale is None:
-        total = total * fade + tl.sum(shares, 1)
-    else:
-        total = total * fade + tl.sum(shares * inverse_of(value_scale)[None, :], 1)
-    return shares, fade, new_most, total
+    counted = shares
+    if value_scale is not None:
+        counted = shares * inverse_of(value_scale)[None, :]
+    return shares, counted, fade, new_most
+
+
+@triton.jit
+def softmax_weights(scores, most, total, SOME_SEEN: tl.constexpr, value_scale=None):
+    """`softmax_shares` with the sum of weights [rows], total; return the weights, the factor, and
+    the updated most and total."""
+    shares, counted, fade, most = softmax_shares(scores, most, SOME_SEEN, value_scale)
+    return shares, fade, most, total * fade + tl.sum(counted, 1)
 
 
 @triton.jit
