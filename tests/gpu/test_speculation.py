@@ -6,11 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from cairn import LLM, SamplingParams
+from cairn.memory.landmarks import LandmarkPool
 from tests.engine.test_speculation import Always, Liar
 from tests.helpers import TINY_HILS, TINY_LLAMA, TINY_OLMO3, tokens_of, write_model
+from tests.memory.test_landmarks import shape
 
 pytestmark = pytest.mark.gpu
 
@@ -66,3 +70,16 @@ def test_drafts_change_no_token(kind: str, graphs: bool, tmp_path: Path) -> None
         llm.engine.scheduler.check()
         if graphs:
             assert llm.engine.compilations.serving == 0
+
+
+def test_pages_of_failed_drafts_are_forgotten_without_waiting_for_the_device() -> None:
+    """The host forgets them while the device drafts on."""
+    pool = LandmarkPool(shape(), 8, torch.device("cuda"))
+    pages = np.array([1, 3])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pool.seal(pages, np.array([5, 5], dtype=np.int32))
+        pool.invalidate(pages[:1])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert pool.sealed.tolist() == [-1, 0, 0, 5, 0, 0, 0, 0, 0]

@@ -108,7 +108,8 @@ class LandmarkPool:
         index = np.asarray(pages, dtype=np.int64)
         index = index[index != NULL_PAGE]
         self._host_sealed[index] = 0
-        self.sealed[self._sent(index)] = 0
+        # For `sealed[...] = 0` torch would copy the 0 to the device and wait for all work there.
+        self.sealed.index_fill_(0, self._sent(index), 0)
 
     def _sent(self, array: np.ndarray) -> torch.Tensor:
         """A copy on the device, sent without synchronizing. CUDA buffers up to 64 KiB."""
