@@ -120,18 +120,19 @@ class Sampler:
             or self._min_tokens[slot] > 0
             or params.logprobs is not None
         )
+        # To assign a number to indexed elements, torch would copy it to the device and wait for all
+        # work there.
         if params.has_penalties:
-            self._in_prompt[slot] = False
-            self._in_prompt[slot, self._ids(admission.prompt_ids)] = True
-            counts = torch.bincount(self._ids(admission.output_ids), minlength=self._vocab)
-            self._counts[slot] = counts.int()
+            self._in_prompt[slot].zero_().index_fill_(0, self._ids(admission.prompt_ids), True)
+            made = self._ids(admission.output_ids)
+            self._counts[slot].zero_().index_add_(0, made, torch.ones_like(made, dtype=torch.int32))
         if params.bias:
             ids, values = zip(*params.bias, strict=True)
             self._bias[slot] = 0
             self._bias[slot, self._ids(ids)] = self._sent(np.array(values, dtype=np.float32))
         if self._min_tokens[slot]:
-            self._ends[slot] = False
-            self._ends[slot, self._ids(sorted(admission.stop_token_ids))] = True
+            ends = self._ids(sorted(admission.stop_token_ids))
+            self._ends[slot].zero_().index_fill_(0, ends, True)
 
     def _ids(self, ids: Sequence[int]) -> torch.Tensor:
         return self._sent(np.array(ids, dtype=np.int64))
