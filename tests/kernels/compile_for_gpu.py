@@ -96,7 +96,8 @@ def main() -> None:
         for rows, pool in ((1, BF16), (5, BF16), (1, FP8), (5, FP8), (1, I8)):
             decode = {**shape, "ROWS": rows, "BLOCK_N": block_n}
             own = {**types, "pool": pool}
-            compile_kernel(paged_decode._decode_kernel, own, decode, num_stages=5)
+            warps = 2 if pool == FP8 and rows == 1 else 4
+            compile_kernel(paged_decode._decode_kernel, own, decode, num_stages=5, num_warps=warps)
         blocks = {"cu_query": I32, "block_seq": I32, "block_begin": I32}
         blocks["dense_until"] = I32
         for tma in {False, page_size % 64 == 0}:

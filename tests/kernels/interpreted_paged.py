@@ -89,7 +89,7 @@ def test_paged_attention(
     out, lse = torch.full_like(query, NAN), torch.full(query.shape[:2], NAN)
     cu_query = torch.tensor([0, *np.cumsum(new)], dtype=torch.int32)
     if (few := max(new)) <= 5:
-        splits = DecodeSplits.empty(len(lengths), heads, kv_heads, dim, CPU, few)
+        splits = DecodeSplits.empty(len(lengths), heads, kv_heads, dim, CPU, pool.dtype, few)
         paging = {"kv_heads": kv_heads, "page_size": page_size, "window": window}
         plan_splits(splits, kv_lens, rows_per_seq=few, **paging)
         options |= {"rows_per_seq": few}
@@ -108,10 +108,11 @@ def test_paged_attention(
     [[1], [5000], [64] * 9, [1, 100, 9000, 0, 64, 3000], [90 * i % 777 for i in range(70)]],
 )
 @pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("cache", [torch.float16, FP8])
 def test_splits_cover_every_sequence_once_long_ones_first(
-    lengths: list[int], window: int | None
+    lengths: list[int], window: int | None, cache: torch.dtype
 ) -> None:
-    splits = DecodeSplits.empty(len(lengths), 2, 2, 16, CPU)
+    splits = DecodeSplits.empty(len(lengths), 2, 2, 16, CPU, cache)
     splits.item_seq.fill_(77)
     kv_lens = torch.tensor(lengths, dtype=torch.int32)
     plan_splits(splits, kv_lens, kv_heads=2, page_size=16, window=window)
@@ -128,9 +129,25 @@ def test_splits_cover_every_sequence_once_long_ones_first(
     total = int(splits.item_count.sum())
     assert sorted(sizes) == list(range(total))
     assert all(sizes[i] >= sizes[i + 1] for i in range(total - 1))
-    programs = len(lengths) + paged_decode_module.target_items(2, len(lengths), CPU)
+    target = paged_decode_module.target_items(2, len(lengths), CPU, cache == FP8)
+    programs = len(lengths) + target
     assert total <= programs <= len(splits.item_seq)
     assert (splits.item_seq[total:programs] == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "count"),
+    [([32768] * 32, 4), ([32768] * 20, 6), ([32768] * 63, 2), ([131072], 64), ([1024] * 200, 1)],
+)
+def test_splits_of_8_bits_fill_the_device_twice(
+    lengths: list[int], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """66 run at the same time: 5 splits of 32 sequences would leave most of a third turn idle."""
+    monkeypatch.setattr(paged_decode_module, "processors", lambda _: 132)
+    splits = DecodeSplits.empty(len(lengths), 16, 8, 16, CPU, FP8)
+    kv_lens = torch.tensor(lengths, dtype=torch.int32)
+    plan_splits(splits, kv_lens, kv_heads=8, page_size=64, window=None)
+    assert splits.item_count.tolist() == [count] * len(lengths)
 
 
 @pytest.mark.parametrize("ratio", [1, 2, 4])

@@ -95,6 +95,7 @@ class _HeadKernels:
                 shape.num_kv_heads,
                 shape.head_dim,
                 shape.device,
+                shape.cache_dtype,
                 self._most_rows,
             )
             for _ in shape.groups

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cairn.kernels.fp8_rows import is_narrow, page_rows
+from cairn.kernels.fp8_rows import FP8, is_narrow, page_rows
 from cairn.kernels.fp8_tiles import (
     as_tile,
     fit_query,
@@ -53,6 +53,7 @@ class DecodeSplits:
     partial_lse: torch.Tensor  # [items, most rows of a sequence, heads] float32
     arrivals: torch.Tensor  # [max_seqs, kv_heads] int32, finished groups of a sequence
     group_arrivals: torch.Tensor  # [items, kv_heads] int32, splits done, at a group's first item
+    narrow: bool  # rows of the cache have 8 bits
 
     @classmethod
     def empty(
@@ -62,9 +63,11 @@ class DecodeSplits:
         kv_heads: int,
         head_dim: int,
         device: torch.device,
+        cache_dtype: torch.dtype,
         rows_per_seq: int = 1,
     ) -> DecodeSplits:
-        most = max(target_items(kv_heads, seqs, device) for seqs in (1, 2, max_seqs))
+        narrow = is_narrow(cache_dtype)
+        most = max(target_items(kv_heads, seqs, device, narrow) for seqs in (1, 2, max_seqs))
         items = max_seqs + most
         return cls(
             torch.full((items,), -1, dtype=torch.int32, device=device),
@@ -74,12 +77,21 @@ class DecodeSplits:
             torch.empty(items, rows_per_seq, heads, dtype=torch.float32, device=device),
             torch.zeros(max_seqs, kv_heads, dtype=torch.int32, device=device),
             torch.zeros(items, kv_heads, dtype=torch.int32, device=device),
+            narrow,
         )
 
 
-def target_items(kv_heads: int, seqs: int, device: torch.device) -> int:
-    """Number of splits, beyond one per sequence, with which all kv heads fill the device."""
-    return max(1, processors(device) * _depth(seqs).programs // kv_heads)
+def target_items(kv_heads: int, seqs: int, device: torch.device, narrow: bool) -> int:
+    """Number of splits, beyond one per sequence, with which all kv heads fill the device.
+
+    With rows of 8 bits (`narrow`) only four programs run on a multiprocessor at the same time, so a
+    few programs more take another turn. The number is then a multiple of the sequences: if these
+    have the same length, their splits together fill the device twice, and no more.
+    """
+    target = max(1, processors(device) * _depth(seqs, narrow).programs // kv_heads)
+    if narrow and 1 < seqs < min(_MANY, target):
+        target -= target % seqs
+    return target
 
 
 class _Depth(NamedTuple):
@@ -87,12 +99,14 @@ class _Depth(NamedTuple):
     stages: int  # tiles in flight
 
 
-def _depth(seqs: int) -> _Depth:
+def _depth(seqs: int, narrow: bool) -> _Depth:
     """Launch parameters for a number of sequences, measured on an H200.
 
     A single sequence waits for the merge of its splits, so fewer splits are better. Of many short
     sequences, hardly any is split.
     """
+    if narrow:
+        return _Depth(8 if 1 < seqs < _MANY else 4, 6)  # tiles of half the bytes
     if seqs == 1:
         return _Depth(2, 5)
     return _Depth(8, 4) if seqs < _MANY else _Depth(4, 5)
@@ -176,7 +190,7 @@ def plan_splits(
     between the two; in a step, the embedding lookup does.
     """
     seqs = len(kv_lens)
-    target = target_items(kv_heads, seqs, kv_lens.device)
+    target = target_items(kv_heads, seqs, kv_lens.device, splits.narrow)
     items = seqs + target
     _plan_kernel[(1,)](
         kv_lens,
@@ -475,17 +489,19 @@ def paged_decode(
     heads, dim = query.shape[1:]
     kv_heads, page_size = pool.shape[1] // 2, page_rows(pool)
     seqs = len(kv_lens)
-    items = seqs + target_items(kv_heads, seqs, query.device)
+    items = seqs + target_items(kv_heads, seqs, query.device, splits.narrow)
     block_n = min(64, max(16, power_of_two(page_size)))
     if page_size % block_n:
         block_n = 64
-    stages, registers = 2, {}
+    stages, warps, registers = 2, 4, {}
     if query.dtype.itemsize == 2 and dim <= 128:
-        stages = _depth(seqs).stages
-        if is_narrow(pool.dtype):
-            # Tiles of half the bytes: two of them in flight in each of four programs.
-            stages = 6
-            registers = {"maxnreg": 128} if heads // kv_heads * rows_per_seq <= 16 else {}
+        stages = _depth(seqs, splits.narrow).stages
+        if splits.narrow and heads // kv_heads * rows_per_seq <= 16:
+            registers = {"maxnreg": 128}  # so that four programs run at the same time
+            # Two warps wait less for each other. Only this form was compared and measured.
+            form = pool.dtype, heads // kv_heads, dim, block_n, rows_per_seq, window
+            if form == (FP8, 2, 128, 64, 1, None) and 1 < seqs < _MANY:
+                warps, registers = 2, {}
     _decode_kernel[(kv_heads, items)](
         query,
         pool,
@@ -514,7 +530,7 @@ def paged_decode(
         WITH_LSE=lse is not None,
         ROWS=rows_per_seq,
         BLOCK_N=block_n,
-        num_warps=4,
+        num_warps=warps,
         num_stages=stages,
         **registers,
         **pdl_options(query),

@@ -165,7 +165,8 @@ class KernelSparse:
             self._kept = torch.zeros(size, dtype=torch.int32, device=shape.device)
             self._kept_from = torch.zeros_like(self._every_row)  # [seqs] page of the window then
             heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
-            self._splits = DecodeSplits.empty(shape.max_seqs, *heads, shape.device)
+            own = shape.device, shape.cache_dtype
+            self._splits = DecodeSplits.empty(shape.max_seqs, *heads, *own)
 
     def _load_unions(self, shape: AttentionShape) -> str | None:
         """Compile or load the CUDA C++ kernel; returns why it is not available, else None."""
