@@ -24,27 +24,33 @@ def test_greedy_text_in_float32_equals_the_cpu() -> None:
     assert answers[0] == answers[1]
 
 
-def test_an_fp8_cache_gives_the_same_scores_however_a_prompt_is_cut() -> None:
-    """By backends that widen pages, in recorded and other steps, and by plain torch."""
+def test_cuts_of_a_prompt_change_scores_less_than_an_fp8_cache_does() -> None:
+    """By backends that widen pages, in recorded and other steps, and by plain torch. Products of
+    other shapes change numbers by a rounding of bfloat16. Where that changes a number of 8 bits,
+    the change grows from layer to layer, at most to that of another draw of all roundings."""
     if not pulled_path("smollm2").exists():
         pytest.skip("the model is not here; cairn pull smollm2 fetches it")
     prompt = " ".join(PROMPTS * 20)
-    options = {"device": "cuda", "dtype": "bfloat16", "kv_cache_gib": 1, "kv_cache_dtype": "fp8"}
+    options = {"device": "cuda", "dtype": "bfloat16", "kv_cache_gib": 1}
     found = []
     for more in (
+        {"kv_cache_dtype": "auto"},
         {},
         {"chunked_prefill_size": 300},
         {"disable_cuda_graph": True, "chunked_prefill_size": 100},
         {"attention_backend": "triton"},
         {"attention_backend": "torch"},
     ):
-        with LLM("smollm2", quantization="none", **options, **more) as llm:
+        own = {**options, "kv_cache_dtype": "fp8", **more}
+        with LLM("smollm2", quantization="none", **own) as llm:
             assert llm.tokenizer is not None
             ids = llm.tokenizer.encode(prompt)[:1000]
             found.append(llm.logprobs(ids).float().cpu())
-    for other in found[1:]:
-        error = (other - found[0]).square().mean().sqrt() / found[0].std()
-        assert error < 0.02, f"error ratio {error:.1e}"
+    rounding, *cuts = (
+        ((other - found[1]).square().mean().sqrt() / found[1].std()).item()
+        for other in (found[0], *found[2:])
+    )
+    assert rounding < 0.2 and max(cuts) < rounding, f"rounding {rounding:.3f}, cuts {cuts}"
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int4", "int8", "keep"])

@@ -9,8 +9,8 @@ multiple of 16 are not used.
 
 A scale is the smallest one with which its numbers fit into 8 bits, so it depends on that row alone;
 or it is that of the checkpoint. For e4m3 it is the smallest power of two: widened numbers are then
-exact in bfloat16, and a tiny change of a row's largest number does not round all others anew. For
-int8 it has any size, because numbers without an exponent need all their bits.
+exact in bfloat16. For int8 it has any size, because numbers without an exponent need all their
+bits.
 """
 
 from __future__ import annotations
