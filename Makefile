@@ -6,7 +6,8 @@ SGLANG := .venv-sglang
 CLIENTS := .venv-clients
 MODEL ?= smollm2
 PORT ?= 8000
-PARALLEL := $(BIN)/python -m pytest -n auto --dist worksteal
+# Tests start hundreds of processes: without bytecode each of them would compile the project's modules again.
+PARALLEL := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal
 # Sparse attention beyond the first thousand tokens on every device, so that the page map has something to show.
 FLAGS_smollm2 := --attention-backend hsa --hsa-policy spread --hsa-dense-below 1024 --chunked-prefill-size 256 --demo --request-log off
 

@@ -89,7 +89,7 @@ def test_chunked_prefill_equals_whole(folder: Path) -> None:
     found = {}
     for chunk in CHUNKS:
         with load(folder, chunked_prefill_size=chunk, disable_radix_cache=True) as llm:
-            found[chunk] = llm.logprobs(tokens_of(150))
+            found[chunk] = llm.logprobs(tokens_of(110))
     whole = found.pop(4096)
     assert torch.isfinite(whole).all()
     torch.testing.assert_close(found, dict.fromkeys(found, whole), rtol=0, atol=1e-6)
@@ -102,7 +102,7 @@ def test_output_does_not_depend_on_company(folder: Path, data: st.DataObject) ->
     lengths = st.sampled_from([1, 2, PAGE - 1, PAGE, PAGE + 1, 40, 70])
     family = st.integers(0, 1)
     requests = data.draw(
-        st.lists(st.tuples(lengths, family, st.integers(1, 30)), min_size=1, max_size=6)
+        st.lists(st.tuples(lengths, family, st.integers(1, 20)), min_size=1, max_size=6)
     )
     sampled = data.draw(st.booleans())
     prompts = [tokens_of(70, seed=seed)[:length] for length, seed, _ in requests]
@@ -134,8 +134,8 @@ def test_output_does_not_depend_on_company(folder: Path, data: st.DataObject) ->
 
 def test_retracted_requests_resume_where_they_were(folder: Path) -> None:
     prompts = [tokens_of(20 + i, seed=i) for i in range(4)]
-    params = SamplingParams(max_tokens=60, ignore_eos=True)
-    with load(folder, kv_cache_gib=kv_gib(folder, 13), max_running_requests=4) as llm:
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    with load(folder, kv_cache_gib=kv_gib(folder, 10), max_running_requests=4) as llm:
         results = llm.generate(prompts, params)
         assert llm.engine.scheduler.stats.retractions > 0
         llm.engine.scheduler.check()
@@ -145,7 +145,7 @@ def test_retracted_requests_resume_where_they_were(folder: Path) -> None:
 
 def test_an_answer_is_the_same_beside_a_prompt_that_is_being_read(folder: Path) -> None:
     prompts = [tokens_of(150), tokens_of(200, seed=3)]
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
     with load(folder, chunked_prefill_size=20) as llm:
         for prompt, result in zip(prompts, llm.generate(prompts, params), strict=True):
             assert result.token_ids == reference(folder, tuple(prompt), params)

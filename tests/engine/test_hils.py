@@ -80,13 +80,13 @@ def test_golden_greedy_text_then_teacher_forced(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_golden_selection(case: str) -> None:
-    """The pages of the first HiLS layer, for every row of prompt a."""
+    """The pages of the first HiLS layer, for rows of prompt a at many places of a page."""
     tensors, config = golden(case)
     inside = load_file(GOLDENS / case / "layer_intermediates.safetensors")
     layer, size = int(inside["layer_idx"]), config["chunk_size"]
     prompt = tensors["input_ids_a"].tolist()
     with load(GOLDENS / case) as llm:
-        for tokens in range(1, len(prompt) + 1, 3):
+        for tokens in range(1, len(prompt) + 1, 4):
             result = llm.generate(prompt[:tokens], max_tokens=1, ignore_eos=True, trace=True)
             assert result.trace is not None
             read = next(r for r in result.trace.tokens[0].layers if r.layer == layer)

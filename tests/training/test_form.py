@@ -53,10 +53,10 @@ def test_training_form_equals_engine(
 ) -> None:
     model = random_model(architecture)
     folder = export_model(model, tokenizer, tmp_path / "model", torch.float32)
-    ids = random_ids(4096)
+    ids = random_ids(2048)
     expected = scores_of(model, ids)
     with LLM(folder, device="cpu", dtype="float32", kv_cache_gib=0.1) as llm:
-        for length in (1, 2, 62, 63, 64, 65, 127, 128, 190, 500, 1000, 4096):
+        for length in (1, 2, 62, 63, 64, 65, 127, 128, 190, 500, 2048):
             # A token's scores do not depend on what follows.
             scores = llm.logprobs(ids[:length])
             torch.testing.assert_close(scores, expected[:length], rtol=0, atol=1e-4)
