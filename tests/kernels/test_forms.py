@@ -216,7 +216,8 @@ def test_lengths_need_no_other_forms(name: str, tmp_path: Path) -> None:
         assert most_pages(runner) > 9000
         known = rehearsed(runner)
         long = (most_pages(runner) * (page_size(runner) - 1) - 10, 5)
-        found = forms_of(runner, [*some_batches(runner, 40), [long] * SEQS])
+        count = 10 if name == "torch" else 40  # torch's attention is computed
+        found = forms_of(runner, [*some_batches(runner, count), [long] * SEQS])
     assert OWN_KERNELS.get(name, "rope_kv:_rope_kv_kernel") in {
         name.removeprefix("cairn.kernels.") for name, _ in found
     }
