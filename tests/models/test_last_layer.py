@@ -11,6 +11,7 @@ import torch
 from cairn import LLM
 from cairn.attention.attend import Attend
 from cairn.attention.sgl_kernel_backend import SglKernelBackend, _Metadata
+from cairn.attention.torch_backend import TorchBackend
 from cairn.models import decoder
 from tests.helpers import TINY_HILS, TINY_LLAMA, TINY_OLMO3, tokens_of, write_model
 
@@ -48,6 +49,35 @@ def test_tokens_are_those_of_whole_layers(
         answers.append([result.token_ids for result in results])
     assert answers[0] == answers[1]
     assert left_out == [config["num_hidden_layers"] - 1] * 4  # two chunks of each prompt
+
+
+def test_a_dense_backend_computes_sampled_rows_for_hsa(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all rows of a step are dense; the landmarks of its pages are saved all the same."""
+    write_model(tmp_path, TINY_LLAMA)
+    prompts = [tokens_of(150, 0), tokens_of(40, 1)]
+    asked: list[int] = []  # rows
+
+    def some(
+        self: TorchBackend, layer: int, query: torch.Tensor, rows: torch.Tensor, *rest: Any
+    ) -> torch.Tensor:
+        asked.append(len(rows))
+        return self.forward(layer, query, *rest)[rows] if len(rows) else query[:0]
+
+    monkeypatch.setattr(TorchBackend, "forward_rows", some)
+    answers = []
+    for least in (8, 10**9):
+        monkeypatch.setattr(decoder, "_CUT_ROWS", least)
+        with LLM(
+            tmp_path,
+            **{"device": "cpu", "chunked_prefill_size": 64, "threads": 1, "page_size": 16},
+            **{"attention_backend": "hsa", "hsa_topk": 1, "hsa_window": 16, "hsa_dense_below": 0},
+        ) as llm:
+            results = llm.generate(prompts, max_tokens=24, ignore_eos=True)
+        answers.append([result.token_ids for result in results])
+    assert answers[0] == answers[1]
+    assert asked == [2]  # both prompts end in one step
 
 
 def test_rows_are_sequences_of_their_own_to_flash_attention(
