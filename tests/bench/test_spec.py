@@ -37,8 +37,9 @@ def test_drafts_are_measured(parts: str, folder: Path, capsys: pytest.CaptureFix
     for option, value, named in (
         ("--speculative", "ngram", "leave it out"),
         ("--speculative-tokens", "3", "--tokens"),
+        ("--context-length", "340", "lower one of them"),
     ):
-        assert main(["bench", "spec", *engine, option, value]) == 2
+        assert main(["bench", "spec", "--parts", "prose", *small, *engine, option, value]) == 2
         assert named in capsys.readouterr().err
 
 

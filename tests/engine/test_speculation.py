@@ -425,6 +425,20 @@ def test_drafts_of_the_model_stop_early_where_they_are_far_too_slow() -> None:
     assert drive(Pace(hasty=True), 1000, kept=3, slower=1.3) > 980
 
 
+@pytest.mark.parametrize(("first", "then", "pauses"), [(0.86, 1.1, False), (1.3, 0.95, True)])
+def test_the_first_steps_with_drafts_do_not_outweigh_the_rest(
+    first: float, then: float, pauses: bool
+) -> None:
+    """Speeds with drafts, relative to those without."""
+    pace, drafting = Pace(hasty=True), 0
+    for _ in range(120):
+        drafts = pace.drafts(4)
+        drafting += drafts
+        speed = (first if drafting <= 4 else then) if drafts else 1
+        pace.observe(step(4, drafted=3 if drafts else 0), 4, 0.01 / speed)
+    assert (drafting < 60) == pauses
+
+
 def test_more_is_drafted_while_all_drafts_come_true() -> None:
     speculation = Speculation(NgramDrafter(), 15, 61)
     own = Request("a", array("q", [1, 2, 3, 4] * 4), SamplingParams(max_tokens=99), 0, 999)

@@ -35,6 +35,14 @@ class MaxKey(Policy):
         return Landmark(keys.amax(1), None)
 
 
+class KeysAlone(MaxKey):
+    """A policy for models without landmark rows, which have no prior."""
+
+    def landmark(self, keys: torch.Tensor, prior: torch.Tensor | None) -> Landmark:
+        assert prior is None
+        return super().landmark(keys, prior)
+
+
 class HalfBox(QuestPolicy):
     """A user's change of a policy that has a kernel, which must not be used then."""
 

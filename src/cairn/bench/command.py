@@ -111,7 +111,7 @@ _SPEC = (
     list_flag("batches", (8, 64, 128), "prose: requests at once."),
     list_flag("tokens", (2, 4, 6), "prose: tokens to draft before they are checked."),
     flag("context", 7168, "prose: tokens of each prompt."),
-    flag("output-len", 256, "prose: tokens to generate on average."),
+    flag("output-len", 64, "prose: tokens to generate on average."),
     flag("repeat", 3, "quote, wrong: runs with drafts and without, in turn."),
     TEXT,
 )

@@ -121,6 +121,13 @@ def _prose(arguments: argparse.Namespace, options: dict[str, Any]) -> list[dict[
     most = max(arguments.batches)
     sparse = {"speculative": "sparse", "speculative_tokens": max(arguments.tokens)}
     with measured(**{"max_running_requests": most, **options, **sparse}) as llm:
+        needed = arguments.context + 1 + _LONGER * arguments.output_len + max(arguments.tokens)
+        if needed > llm.engine.max_tokens:
+            raise ConfigError(
+                f"context {arguments.context} and {_LONGER} times output_len {arguments.output_len}"
+                f" need {needed} tokens, at most {llm.engine.max_tokens} are possible; lower one of"
+                " them, or raise context_length or kv_cache_gib"
+            )
         prompts = _windows(llm, arguments, most)
         # Cached prompts let all requests begin at the same time.
         _start(llm, prompts, SamplingParams(max_tokens=1))
@@ -224,7 +231,7 @@ def _continue(llm: LLM, prompts: list[list[int]], tokens: int, *, drafts: bool) 
     # The device goes on meanwhile, with the next step or with its drafts. Waiting here would leave
     # these out of the time.
     made, times = [[own.num_output for own in requests]], [time.perf_counter()]
-    while sum(made[-1]) - sum(made[0]) < tokens * len(requests):
+    while llm.engine.has_work and sum(made[-1]) - sum(made[0]) < tokens * len(requests):
         llm.frontend.step()
         made.append([own.num_output for own in requests])
         times.append(time.perf_counter())

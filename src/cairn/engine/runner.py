@@ -49,7 +49,6 @@ class Runner:
     ) -> None:
         self._choices = choices
         self._memory = memory
-        self._device = choices.device
         self._compilations = Compilations(choices.device)
         num_slots = memory.limits.max_running_requests
         self.tables = SlotTables(len(choices.groups), num_slots, memory.max_pages, choices.geometry)
@@ -140,7 +139,7 @@ class Runner:
             if draws is not None:
                 return self._in_flight(plan, sampling, tokens, result)
         else:
-            if plan.drafted and self._device.type == "cpu" and stepper.sparse is None:
+            if plan.drafted and stepper.device.type == "cpu" and stepper.sparse is None:
                 # A CPU computes single rows of sequences much faster than chunks.
                 host = host.as_sequences() if host.only_decodes else host
             logit_rows = np.concatenate([host.sampled_rows, *scored.values()])
@@ -195,9 +194,9 @@ class Runner:
             for guess in range(1, 1 + own.guesses)
         ]
         if drafts:
-            made = stepper.newest[to_device(np.array(drafts), self._device)]
+            made = stepper.newest[to_device(np.array(drafts), stepper.device)]
             tokens = torch.cat((tokens, made))
-        if self._device.type == "cuda":
+        if stepper.device.type == "cuda":
             on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
             tokens = on_host.copy_(tokens, non_blocking=True)
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]

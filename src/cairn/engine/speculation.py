@@ -223,7 +223,10 @@ class _Trial:
             self.phase = "timing"
         elif on is None or on >= (_MUCH_WORSE if few else _WORSE) * off:
             self.phase, self._few = "drafts", False
-            self._pause = self._pause if few else 0
+            if few:  # these steps must not count as much as those that follow
+                self._with = _Speed()
+            else:
+                self._pause = 0
         else:
             self.phase = "pause"
             self._pause = self._left = min(max(2 * self._pause, _SHORTEST_PAUSE), _LONGEST_PAUSE)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from itertools import repeat
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ from cairn.models.interface import LanguageModel
 from cairn.models.parallel import Parallel
 from cairn.sparsity.selection import Selection
 
-NO_ROWS: Mapping[str, np.ndarray] = {}
+NO_ROWS: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
 class Stepper:
@@ -83,7 +84,7 @@ class Stepper:
         self.graphs.record()
 
     def make_graphs(self, most_rows: int) -> StepGraphs:
-        """The same, not recorded yet."""
+        """Graphs of these steps, not recorded yet."""
         _, num_slots, max_pages = self._table_shape
         drafts = self._draft_tokens
         return StepGraphs(

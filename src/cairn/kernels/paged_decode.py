@@ -84,9 +84,9 @@ class DecodeSplits:
 def target_items(kv_heads: int, seqs: int, device: torch.device, narrow: bool) -> int:
     """Number of splits, beyond one per sequence, with which all kv heads fill the device.
 
-    With rows of 8 bits (`narrow`) only four programs run on a multiprocessor at the same time, so a
-    few programs more take another turn. The number is then a multiple of the sequences: if these
-    have the same length, their splits together fill the device twice, and no more.
+    With rows of 8 bits (`narrow`) few programs run on a multiprocessor at the same time, so a few
+    programs more take another turn. The number is then a multiple of the sequences: if these have
+    the same length, their splits together fill the device twice, and no more.
     """
     target = max(1, processors(device) * _depth(seqs, narrow).programs // kv_heads)
     if narrow and 1 < seqs < min(_MANY, target):
@@ -498,7 +498,7 @@ def paged_decode(
         stages = _depth(seqs, splits.narrow).stages
         if splits.narrow and heads // kv_heads * rows_per_seq <= 16:
             registers = {"maxnreg": 128}  # so that four programs run at the same time
-            # Two warps wait less for each other. Only this form was compared and measured.
+            # Two warps wait less for each other. Other forms were not measured.
             form = pool.dtype, heads // kv_heads, dim, block_n, rows_per_seq, window
             if form == (FP8, 2, 128, 64, 1, None) and 1 < seqs < _MANY:
                 warps, registers = 2, {}

@@ -133,11 +133,10 @@ class RadixTree:
         node = self._roots.get(namespace)
         if node is None:
             return PrefixMatch(namespace)
-        step = self._geometry.tokens_per_page * _TOKEN_BYTES
-        keys = as_key(tokens)
+        step = self._geometry.tokens_per_page
         path: list[Node] = []
-        for start in range(0, min(max_pages * step, len(keys) // step * step), step):
-            child = node.children.get(keys[start : start + step])
+        for start in range(0, min(max_pages, len(tokens) // step) * step, step):
+            child = node.children.get(as_key(tokens[start : start + step]))
             if child is None:
                 break
             path.append(child)

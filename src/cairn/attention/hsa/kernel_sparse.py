@@ -60,7 +60,7 @@ class LayerRows(NamedTuple):
     layer: int
     query: torch.Tensor
     mapped: torch.Tensor  # query to score landmarks with
-    prior: torch.Tensor  # query to pool landmarks with
+    prior: torch.Tensor | None  # query to pool landmarks with; None if keys are enough
     out: torch.Tensor
 
 
@@ -383,7 +383,7 @@ class KernelSparse:
         mapped = query if scoring is None else scoring.query
         if self._shape.split_query is None:
             mapped = self._policy.map_query(mapped)
-        own = LayerRows(layer, query, mapped, query if scoring is None else scoring.prior, out)
+        own = LayerRows(layer, query, mapped, None if scoring is None else scoring.prior, out)
         selected = None
         if metadata.chunks is not None:
             selected = self._chunks(own, metadata.chunks)
@@ -415,7 +415,7 @@ class KernelSparse:
         sparse_decode(
             self._shape,
             self._scratch,
-            *(own.query, own.mapped, own.prior),
+            *(own.query, own.mapped, own.query if own.prior is None else own.prior),
             self._pool.part(own.layer),
             *self._landmarks.of_layer(own.layer),
             *(decode.page_table, decode.kv_lens, decode.rows),
@@ -560,16 +560,16 @@ class KernelSparse:
             return
         from cairn.kernels.landmark import pool_landmarks
 
-        prior = query if scoring is None else scoring.prior
         pages, kv_pages, last_rows = metadata.completed
         if self._pooling is None:
-            self._save_by_policy(layer, pages, kv_pages, prior[last_rows])
+            prior = None if scoring is None else scoring.prior[last_rows]
+            self._save_by_policy(layer, pages, kv_pages, prior)
             return
         pool_landmarks(
             *(pages, kv_pages, self._pool.part(layer), *self._landmarks.of_layer(layer)),
             pooling=self._pooling,
             scale=self._shape.scale,
-            prior=prior,
+            prior=query if scoring is None else scoring.prior,
             last_rows=last_rows,
         )
 
@@ -582,7 +582,8 @@ class KernelSparse:
             torch.where(decode.kv_lens % size == 0, table.gather(1, last[:, None])[:, 0], 0).long()
             for table in (decode.page_table, decode.kv_table)
         )
-        self._save_by_policy(own.layer, page, kv_page, own.prior[decode.rows.long()])
+        prior = None if own.prior is None else own.prior[decode.rows.long()]
+        self._save_by_policy(own.layer, page, kv_page, prior)
 
     def _save_by_policy(
         self, layer: int, pages: torch.Tensor, kv_pages: torch.Tensor, prior: torch.Tensor | None
