@@ -386,13 +386,6 @@ template <typename Value>
 Value load_remote(const Value* own, u32 rank) {
   return *reinterpret_cast<const Value*>(remote(own, rank));
 }
-inline void add_remote(u32* own, u32 rank, u32 more) {
-  *reinterpret_cast<u32*>(const_cast<u8*>(remote(own, rank))) += more;
-}
-template <typename Value>
-Value load_fresh(const Value* from) {
-  return *from;
-}
 inline void let_successor_start() {}
 inline void wait_for_predecessor() {}
 template <int>

@@ -35,8 +35,7 @@ struct Entry {
 };
 
 struct Shared {
-  u32 bins[3 * BINS];  // of each digit, of all blocks; later the chosen places
-  u32 own_bins[BINS];  // of this block, until they are added to those of all
+  u32 bins[3 * BINS];  // of each digit; later the chosen places
   Entry listed[MOST_LISTED];
   u32 keys[MOST_LISTED];  // of candidates of all blocks
   u32 sums[WARPS];
@@ -121,28 +120,36 @@ DEVICE void cluster_sync() {
 
 DEVICE void add_one(u32* bin) { atomicAdd(bin, 1u); }
 
-// Add the bins of this block to those of all blocks. Few of them have something in them.
-DEVICE void add_bins(Shared& s, int level) {
-  __syncthreads();
-  for (int i = threadIdx.x; i < BINS; i += THREADS) {
-    const u32 own = s.own_bins[i];
-    if (own == 0) continue;
-    s.own_bins[i] = 0;
-    for (u32 block = 0; block < cluster_size(); ++block)
-      add_remote(s.bins + level * BINS + i, block, own);
-  }
-  cluster_sync();
-}
-
-// The digit of the wanted-th best, by the bins. Sets s.digit, s.wanted (how many of that digit are
-// wanted) and s.members (how many there are); s.wanted is 0 if there is no score.
+// The digit of the wanted-th best, by the bins of all blocks or of this one, which has them all. Sets
+// s.digit, s.wanted (how many of that digit are wanted) and s.members (how many there are); s.wanted
+// is 0 if there is no score.
+template <bool ALL_BLOCKS>
 DEVICE void find_digit(Shared& s, int level, u32 wanted) {
   const int first = BINS - (threadIdx.x + 1) * BINS_PER_THREAD;  // the highest go to thread 0
   const u32* bins = s.bins + level * BINS + first;
-  u32 count[BINS_PER_THREAD];
-  __syncthreads();
+  u32 count[BINS_PER_THREAD] = {};
+  if (ALL_BLOCKS) {
+    cluster_sync();
 #pragma unroll
-  for (int i = 0; i < BINS_PER_THREAD; ++i) count[i] = bins[i];
+    for (int i = 0; i < BINS_PER_THREAD; i += 2) {
+      const u64* pair = reinterpret_cast<const u64*>(bins + i);
+      u64 both = 0;
+#pragma unroll
+      for (u32 first = 0; first < MOST_BLOCKS; first += 4) {
+        u64 two[4];  // all are loaded before one is needed
+#pragma unroll
+        for (u32 j = 0; j < 4; ++j)
+          two[j] = first + j < cluster_size() ? load_remote(pair, first + j) : 0;
+        both += two[0] + two[1] + two[2] + two[3];
+      }
+      count[i] = (u32)both;
+      count[i + 1] = (u32)(both >> 32);
+    }
+  } else {
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < BINS_PER_THREAD; ++i) count[i] = bins[i];
+  }
   u32 own = 0, all;
 #pragma unroll
   for (int i = 0; i < BINS_PER_THREAD; ++i) own += count[i];
@@ -240,12 +247,12 @@ DEVICE u64 choose_listed(Shared& s, Part& part, Bound& bound, u32 members, u32* 
   }
   cluster_arrive();
   if (members != bound.wanted) {
-    find_digit(s, 1, bound.wanted);
+    find_digit<false>(s, 1, bound.wanted);
     bound.narrow(s, 11);
     if (s.members != bound.wanted) {
       for (u32 i = threadIdx.x; i < members; i += THREADS)
         if (bound.ties(s.keys[i])) add_one(s.bins + 2 * BINS + (s.keys[i] & 1023));
-      find_digit(s, 2, bound.wanted);
+      find_digit<false>(s, 2, bound.wanted);
       bound.narrow(s, 10);
     }
   }
@@ -268,17 +275,15 @@ DEVICE u64 choose_listed(Shared& s, Part& part, Bound& bound, u32 members, u32* 
 DEVICE void choose_any(Shared& s, Part& part, Bound& bound, u32 members, u32* above, u32* equal) {
   if (members != bound.wanted) {
     part.for_all([&](u32 key) {
-      if (bound.ties(key)) add_one(s.own_bins + (key >> 10 & 2047));
+      if (bound.ties(key)) add_one(s.bins + BINS + (key >> 10 & 2047));
     });
-    add_bins(s, 1);
-    find_digit(s, 1, bound.wanted);
+    find_digit<true>(s, 1, bound.wanted);
     bound.narrow(s, 11);
     if (s.members != bound.wanted) {
       part.for_all([&](u32 key) {
-        if (bound.ties(key)) add_one(s.own_bins + (key & 1023));
+        if (bound.ties(key)) add_one(s.bins + 2 * BINS + (key & 1023));
       });
-      add_bins(s, 2);
-      find_digit(s, 2, bound.wanted);
+      find_digit<true>(s, 2, bound.wanted);
       bound.narrow(s, 10);
     }
   }
@@ -312,20 +317,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Shared& s = *reinterpret_cast<Shared*>(memory);
   u32* above = reinterpret_cast<u32*>(memory + sizeof(Shared));  // maps: better than the k-th,
   u32* equal = above + p.words;                                  // and as good
-  for (int i = threadIdx.x; i < 4 * BINS; i += THREADS) s.bins[i] = 0;  // all blocks' and its own
+  for (int i = threadIdx.x; i < 3 * BINS; i += THREADS) s.bins[i] = 0;
   for (int i = threadIdx.x; i < 2 * p.words; i += THREADS) above[i] = 0;  // both maps
   if (threadIdx.x == 0) s.filled = s.better = s.earlier = 0;
-  cluster_arrive();
-  // What is constant within a step is read before the wait, bypassing the L1 cache.
-  const int row = blockIdx.x / cluster_size(), rank = cluster_rank();
-  const int count = load_fresh(p.limits + row);
-  const int* table = p.page_table + load_fresh(p.seqs + row) * p.table_stride;
   wait_for_predecessor();
+  const int row = blockIdx.x / cluster_size(), rank = cluster_rank();
+  const int count = p.limits[row];
+  const int* table = p.page_table + p.seqs[row] * p.table_stride;
   int* positions = p.positions + (long long)row * p.k;
   int* slots = p.slots + (long long)row * p.k;
   if (count <= p.k) {
     take_first(p, count, table, positions, slots);
-    cluster_wait();
     return;
   }
   Part part;
@@ -336,13 +338,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   part.load(0);
   __syncthreads();
   part.for_all([&](u32 key) {
-    if (key > LEAST) add_one(s.own_bins + (key >> 21));
+    if (key > LEAST) add_one(s.bins + (key >> 21));
   });
-  cluster_wait();  // all blocks have cleared their bins
-  add_bins(s, 0);
-  find_digit(s, 0, p.k);
+  find_digit<true>(s, 0, p.k);
   if (s.wanted == 0) {  // all scores are -inf
     take_first(p, 0, table, positions, slots);
+    cluster_sync();  // others may still read my bins
     return;
   }
   Bound bound = {s.digit, 21, s.wanted};

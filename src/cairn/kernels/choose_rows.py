@@ -40,7 +40,7 @@ def source() -> str:
 
 def shared_bytes(constants: dict[str, int], words: int) -> int:
     """Of a block: struct Shared, and two maps."""
-    own = 4 * 4 * 2048 + 12 * constants["MOST_LISTED"] + constants["THREADS"] // 8 + 32
+    own = 3 * 4 * 2048 + 12 * constants["MOST_LISTED"] + constants["THREADS"] // 8 + 32
     return own + 8 * words
 
 

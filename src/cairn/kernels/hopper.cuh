@@ -203,21 +203,6 @@ DEVICE u64 load_remote(const u64* own, u32 rank) {
   return result;
 }
 
-// Add to what another block has where this one has `own`.
-DEVICE void add_remote(u32* own, u32 rank, u32 more) {
-  asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;" ::"r"(
-                   remote_address(own, rank)),
-               "r"(more)
-               : "memory");
-}
-
-// Load what a kernel before this one wrote; the L1 cache may not know it yet.
-DEVICE int load_fresh(const int* from) {
-  int result;
-  asm volatile("ld.relaxed.gpu.s32 %0, [%1];" : "=r"(result) : "l"(from) : "memory");
-  return result;
-}
-
 // Programmatic dependent launch (pdl.py); nothing happens if the host did not ask for it.
 DEVICE void let_successor_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
