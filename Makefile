@@ -16,7 +16,7 @@ FLAGS_smollm2 := --attention-backend hsa --hsa-policy spread --hsa-dense-below 1
 help:
 	@echo "make run       set up and serve a model, with a web page (MODEL=folder, .gguf, hub id or name)"
 	@echo "make chat      set up and talk to a model in the terminal"
-	@echo "make test      set up, lint, type-check and test (about seven minutes on two cores)"
+	@echo "make test      set up, lint, type-check and test (about six minutes on two cores)"
 	@echo "make test-all  the same with the long suites and more examples, and make test-sglang"
 	@echo "make lint      the linter and the type checker alone"
 	@echo "make clean     remove what was set up"
