@@ -13,6 +13,7 @@ from cairn.attention.backend import AttentionShape, Graph, Replayable, SparseBac
 from cairn.attention.batch import AttentionBatch, GraphKind, Scoring, to_device
 from cairn.attention.clearing import clear_begun_pages
 from cairn.attention.hsa.kernel_sparse import KernelMetadata, KernelSparse
+from cairn.attention.hsa.landmark_maker import LandmarkMaker
 from cairn.attention.hsa.metadata import (
     CompletedPages,
     SparseGroups,
@@ -77,12 +78,13 @@ class HSABackend(SparseBackend):
         landmarks, tier = parts.landmarks, parts.tier
         assert landmarks is not None and config.policy is not None
         refused = self.kernel_refusal(config, shape)
+        by_kernels = refused is None if kernels is None else kernels
+        self._maker = LandmarkMaker(config, shape, pool, landmarks, kernels=by_kernels)
         self.kernels: KernelSparse | None = None
-        if kernels or (kernels is None and refused is None):
+        if by_kernels:
             swap = None if tier is None else tier.swap
-            self.kernels = KernelSparse(
-                config, shape, pool, landmarks, parts.max_pages, swap, drafts=parts.drafts
-            )
+            own = landmarks, self._maker, parts.max_pages, swap
+            self.kernels = KernelSparse(config, shape, pool, *own, drafts=parts.drafts)
             self.notes = self.kernels.notes
             self.reads_generations = True
         elif shape.device.type == "cuda":
@@ -193,9 +195,17 @@ class HSABackend(SparseBackend):
             return
         seq, place, _ = completed_pages(batch)
         if len(seq):
-            assert self.kernels is not None
-            pages, kv_pages = (batch.groups[g].host_pages[seq, place] for g in self._groups)
-            self.kernels.save_all_layers(pages, kv_pages)
+            self._maker.of_all_layers(*self._sent(batch, seq, place))
+
+    def _sent(
+        self, batch: AttentionBatch, seq: np.ndarray, place: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids of pages [n] on the device: those of landmarks, and those of keys."""
+        selected, kv = (
+            to_device(batch.groups[g].host_pages[seq, place].astype(np.int64), self._shape.device)
+            for g in self._groups
+        )
+        return selected, kv
 
     def _dense_seqs(self, batch: AttentionBatch) -> np.ndarray:
         """The sequences with dense rows only, [seqs] bool."""
@@ -210,10 +220,7 @@ class HSABackend(SparseBackend):
         seq, place, rows = completed_pages(batch)
         completed = None
         if len(seq):
-            pages, kv_pages = (
-                to_device(batch.groups[g].host_pages[seq, place].astype(np.int64), batch.device)
-                for g in self._groups
-            )
+            pages, kv_pages = self._sent(batch, seq, place)
             completed = CompletedPages(pages, kv_pages, to_device(rows, batch.device))
         dense_seqs = self._dense_seqs(batch)
         if self._tiered is not None:  # sparse kernels do not find all pages that dense rows read
@@ -281,7 +288,7 @@ class HSABackend(SparseBackend):
         if metadata.kernels is not None and self.kernels is not None:
             selected = self.kernels.forward(layer, query, scoring, metadata.kernels, out)
         if metadata.completed is not None:
-            self._save_landmarks(layer, metadata.completed, scoring)
+            self._maker.of_layer(layer, metadata.completed, query, scoring)
         scores_with = query if scoring is None else scoring.query
         for tile in metadata.tiles:
             index = None
@@ -322,7 +329,7 @@ class HSABackend(SparseBackend):
         if kernels is not None and self.kernels is not None:
             self.kernels.save(layer, query, scoring, kernels)
         if metadata.completed is not None:
-            self._save_landmarks(layer, metadata.completed, scoring)
+            self._maker.of_layer(layer, metadata.completed, query, scoring)
         return found
 
     def _observe(self, layer: int, query: torch.Tensor, metadata: HSAMetadata) -> None:
@@ -352,8 +359,7 @@ class HSABackend(SparseBackend):
 
         def finish() -> None:
             if completed is not None:
-                for layer in self._config.layers:
-                    self._save_landmarks(layer, completed, None)
+                self._maker.of_all_layers(*completed[:2])
 
         return Replayable(inputs, replace(metadata, completed=None), finish)
 
@@ -372,12 +378,3 @@ class HSABackend(SparseBackend):
         self._landmarks.invalidate(batch.groups[self._groups.selected].host_pages[seq, place])
         if self._tiered is not None:
             self._tiered.abandon()
-
-    def _save_landmarks(
-        self, layer: int, completed: CompletedPages, scoring: Scoring | None
-    ) -> None:
-        # [pages, size, kv_heads, dim]; all rows of a completed page are already in the pool.
-        keys = self._pool.read_keys(layer, completed.kv_pages, self._shape.dtype)
-        prior = None if scoring is None else scoring.prior[completed.last_rows]
-        vectors, bias = self._policy.landmark(keys, prior)
-        self._landmarks.save(layer, completed.pages, vectors, bias)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,9 +17,10 @@ import torch
 from cairn.attention.backend import AttentionShape, missing_module
 from cairn.attention.batch import AttentionBatch, Scoring, to_device
 from cairn.attention.hsa.chunk_rows import ChunkPlanner, ChunkRows
+from cairn.attention.hsa.landmark_maker import LandmarkMaker
 from cairn.attention.hsa.metadata import CompletedPages, SparseGroups, completed_on_device
 from cairn.kernels.fp8_rows import is_narrow
-from cairn.kernels.interface import Located, Pooling
+from cairn.kernels.interface import Located
 from cairn.memory.device_swap import DeviceSwap
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.landmarks import LandmarkPool
@@ -95,6 +96,7 @@ class KernelSparse:
         shape: AttentionShape,
         pool: KVPool,
         landmarks: LandmarkPool,
+        maker: LandmarkMaker,
         max_pages: int,
         swap: DeviceSwap | None = None,
         *,
@@ -114,7 +116,7 @@ class KernelSparse:
         self._groups = SparseGroups.of(config, shape, pool)
         self._swap = swap
         self._dtype = shape.dtype
-        self._pooling = _pooling(policy)
+        self._maker = maker
         self._shape = SparseShape(
             heads=shape.num_heads,
             kv_heads=shape.num_kv_heads,
@@ -409,7 +411,7 @@ class KernelSparse:
     def _decode(self, own: LayerRows, decode: DecodeRows) -> None:
         from cairn.kernels.sparse_decode import sparse_decode
 
-        if decode.alone and self._pooling is None:
+        if decode.alone and self._maker.pooling is None:
             self._save_last_pages(own, decode)
         searches = self._swap is not None and not decode.resident
         sparse_decode(
@@ -420,7 +422,7 @@ class KernelSparse:
             *self._landmarks.of_layer(own.layer),
             *(decode.page_table, decode.kv_lens, decode.rows),
             own.out,
-            pooling=self._pooling if decode.alone else None,
+            pooling=self._maker.pooling if decode.alone else None,
             kv_table=decode.kv_table,
             locate=partial(self._locate, own.layer, decode) if searches else None,
             frames=self._frames if decode.resident else None,
@@ -518,36 +520,6 @@ class KernelSparse:
 
     # -- landmarks ----------------------------------------------------------------------------
 
-    def save_all_layers(self, pages: np.ndarray, kv_pages: np.ndarray) -> None:
-        """Save the landmarks of pages [n] in all layers, for policies that need only keys."""
-        device = self._every_row.device
-        self._save_all(*(to_device(own.astype(np.int64), device) for own in (pages, kv_pages)))
-
-    def _save_all(self, pages: torch.Tensor, kv_pages: torch.Tensor) -> None:
-        layers = self._config.layers
-        if self._pooling is None:
-            for layer in layers:
-                self._save_by_policy(layer, pages, kv_pages, None)
-            return
-        from cairn.kernels.landmark import pool_landmarks
-
-        pool_landmarks(
-            *(pages, kv_pages, self._pool.part(layers[0]), *self._landmarks.of_layer(layers[0])),
-            pooling=self._pooling,
-            scale=self._shape.scale,
-            shifts=self._layer_shifts,
-        )
-
-    @cached_property
-    def _layer_shifts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Offsets of each layer's KV and landmarks from those of the first layer."""
-        from cairn.kernels.layer_memory import LayerMemory
-
-        device, layers = self._every_row.device, self._config.layers
-        kv = LayerMemory.of((self._pool.part(layer) for layer in layers), device)
-        vectors = LayerMemory.of((self._landmarks.vectors[layer] for layer in layers), device)
-        return kv.shifts, vectors.shifts
-
     def save(
         self, layer: int, query: torch.Tensor, scoring: Scoring | None, metadata: KernelMetadata
     ) -> None:
@@ -556,22 +528,9 @@ class KernelSparse:
             return
         if self._config.reads_densely and self._swap is None and not metadata.has_rows:
             if layer == self._config.layers[-1]:
-                self._save_all(*metadata.completed[:2])
+                self._maker.of_all_layers(*metadata.completed[:2])
             return
-        from cairn.kernels.landmark import pool_landmarks
-
-        pages, kv_pages, last_rows = metadata.completed
-        if self._pooling is None:
-            prior = None if scoring is None else scoring.prior[last_rows]
-            self._save_by_policy(layer, pages, kv_pages, prior)
-            return
-        pool_landmarks(
-            *(pages, kv_pages, self._pool.part(layer), *self._landmarks.of_layer(layer)),
-            pooling=self._pooling,
-            scale=self._shape.scale,
-            prior=query if scoring is None else scoring.prior,
-            last_rows=last_rows,
-        )
+        self._maker.of_layer(layer, metadata.completed, query, scoring)
 
     def _save_last_pages(self, own: LayerRows, decode: DecodeRows) -> None:
         """Save the landmark of every sequence's last page. Landmarks of incomplete pages go to the
@@ -583,21 +542,4 @@ class KernelSparse:
             for table in (decode.page_table, decode.kv_table)
         )
         prior = None if own.prior is None else own.prior[decode.rows.long()]
-        self._save_by_policy(own.layer, page, kv_page, prior)
-
-    def _save_by_policy(
-        self, layer: int, pages: torch.Tensor, kv_pages: torch.Tensor, prior: torch.Tensor | None
-    ) -> None:
-        keys = self._pool.read_keys(layer, kv_pages, self._dtype)
-        self._landmarks.save(layer, pages, *self._policy.landmark(keys, prior))
-
-
-def _pooling(policy: Policy) -> Pooling | None:
-    """The kernel for this policy's landmarks; None if there is none, or if a subclass overrides
-    `landmark`."""
-    for kind in type(policy).__mro__:
-        if "pooling" in vars(kind):
-            return next((name for name in get_args(Pooling) if name == policy.pooling), None)
-        if "landmark" in vars(kind):
-            return None
-    return None
+        self._maker.by_policy(own.layer, page, kv_page, prior)
