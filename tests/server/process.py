@@ -31,11 +31,15 @@ TEMPLATE = (
 
 
 def write_chat_model(folder: Path, **config: Any) -> Path:
-    """Bytes are tokens; random weights say random things, the same ones every time."""
+    """Bytes are tokens; random weights say random things, the same ones every time.
+
+    A request that names no temperature is greedy: a sampled one may end early, on its own.
+    """
     shape = {**TINY_LLAMA, "vocab_size": 256, "max_position_embeddings": 4096, "eos_token_id": 255}
     write_model(folder, {**shape, **config})
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "generation_config.json").write_text('{"temperature": 0}')
     return folder
 
 

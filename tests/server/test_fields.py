@@ -195,7 +195,8 @@ def test_prompt_logprobs(server: ServerProcess) -> None:
 
 
 def test_token_ids_and_truncation(server: ServerProcess) -> None:
-    body = {"prompt": list(range(8)), "return_token_ids": True, "seed": 1, "ignore_eos": True}
+    body = {"prompt": list(range(8)), "return_token_ids": True, "ignore_eos": True}
+    body |= {"temperature": 1, "seed": 1}
     for side, kept in (("left", [4, 5, 6, 7]), ("right", [0, 1, 2, 3]), (None, [4, 5, 6, 7])):
         given = {**body, "truncate_prompt_tokens": 4, "truncation_side": side}
         (choice,) = complete(server, **given)["choices"]
@@ -235,8 +236,9 @@ def test_continued_messages(server: ServerProcess, thinker: ServerProcess) -> No
 def test_values_that_ask_for_nothing(server: ServerProcess) -> None:
     answer = complete(server, seed=-1, top_k=0, temperature=2.5)
     assert answer["usage"]["completion_tokens"] > 0
-    texts = [complete(server, seed=seed, max_tokens=12)["choices"][0]["text"] for seed in (-5, -5)]
-    assert texts[0] == texts[1]
+    same = {"seed": -5, "temperature": 1, "max_tokens": 12}
+    one, other = (complete(server, **same)["choices"][0]["text"] for _ in range(2))
+    assert one == other
 
 
 def test_what_ended_an_answer(server: ServerProcess) -> None:
@@ -291,9 +293,10 @@ def test_usage_with_every_chunk(server: ServerProcess) -> None:
 )  # fmt: skip
 def test_bound_answers(server: ServerProcess, body: dict[str, Any], pattern: str) -> None:
     for seed in range(3):
-        (chat,) = ask(server, seed=seed, **body)["choices"]
+        body |= {"temperature": 1, "seed": seed}
+        (chat,) = ask(server, **body)["choices"]
         assert re.fullmatch(pattern, chat["message"]["content"])
-        (completion,) = complete(server, seed=seed, max_tokens=8, **body)["choices"]
+        (completion,) = complete(server, max_tokens=8, **body)["choices"]
         assert re.fullmatch(pattern, completion["text"])
 
 
