@@ -38,12 +38,13 @@ def list_flag(
     kind: type = int,
     *,
     choices: Collection[str] = (),
+    or_class: bool = False,
     low: float = 1,
     high: float = math.inf,
 ) -> Flag:
-    """A flag that takes values with commas between them: some of `choices`, or numbers from `low`
-    to `high`."""
-    rule = f"choose among {', '.join(choices)}"
+    """A flag that takes values with commas between them: some of `choices`, with `or_class` also
+    a user's own `module:Class`, or numbers from `low` to `high`."""
+    rule = f"choose among {', '.join(choices)}{', or your own module:Class' * or_class}"
     if not choices:
         numbers = "whole numbers" if kind is int else "numbers"
         rule = f"write {numbers} from {low}{f' to {high}' if high < math.inf else ''}, with commas"
@@ -51,7 +52,8 @@ def list_flag(
     def parse(item: str) -> Any:
         try:
             value = kind(item)
-            right = value in choices if choices else kind is str or low <= value <= high
+            named = value in choices or (or_class and ":" in item)
+            right = named if choices else kind is str or low <= value <= high
         except ValueError:
             right = False
         if not right:

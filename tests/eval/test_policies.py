@@ -23,7 +23,10 @@ def test_the_command_knows_every_policy() -> None:
 
 @pytest.mark.parametrize(
     "policies",
-    ["quest,snapkv", pytest.param("spread,streaming,top-p,by-layer", marks=pytest.mark.slow)],
+    [
+        "cairn.sparsity.quest:QuestPolicy,snapkv",
+        pytest.param("spread,streaming,top-p,by-layer", marks=pytest.mark.slow),
+    ],
 )
 def test_policies_read_what_the_budget_says(
     policies: str,

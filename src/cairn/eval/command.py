@@ -67,7 +67,14 @@ _POLICIES = (
         low=0,
         high=100,
     ),
-    list_flag("policies", ("all",), "Of these; or all.", str, choices=(*_VARIANTS, "all")),
+    list_flag(
+        "policies",
+        ("all",),
+        f"Of {', '.join(_VARIANTS)}, or your own as module:Class; or all.",
+        str,
+        choices=(*_VARIANTS, "all"),
+        or_class=True,
+    ),
     list_flag(
         "tasks",
         ("niah_single_2", "niah_multikey_1", "vt"),

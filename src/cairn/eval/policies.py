@@ -100,7 +100,7 @@ def make_points(
     sparse attention is compared with itself as trained."""
     config = EngineConfig.from_kwargs(given)
     native = native_sparsity(config)
-    chosen = list(VARIANTS) if "all" in names else names
+    chosen = [*VARIANTS, *(name for name in names if ":" in name)] if "all" in names else names
     if native is not None:
         points = [Point("as trained", None, given)]
         size, window = native.chunk_size, native.window
@@ -120,7 +120,7 @@ def make_points(
     points = [Point("dense", None, {**plain, "page_size": common["page_size"]})]
     for name in chosen:
         for budget in budgets:
-            own = {**common, **VARIANTS[name]}
+            own = {**common, **VARIANTS.get(name, {"hsa_policy": name})}
             points.append(Point(name, budget, _fitted(own, budget, tokens, full)))
     return points
 
