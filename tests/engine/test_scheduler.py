@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cairn.engine.drafters.drafter import Drafter
 from cairn.engine.limits import Limits
-from cairn.engine.plan import UNKNOWN, Advance, StepPlan
+from cairn.engine.plan import ONLY_PROMPT, UNKNOWN, Advance, Allowed, PromptScores, StepPlan
 from cairn.engine.request import Request, State
 from cairn.engine.sampling_params import SamplingParams
 from cairn.engine.scheduler import Scheduler
@@ -63,6 +63,16 @@ class Liar(Drafter):
         for _ in range(self.random.randint(0, most)):
             tokens.append(next_token(self.random.randint(0, 1), tuple(tokens)))
         return tokens[count:] + [self.random.randint(0, 2)] * self.random.randint(0, 3)
+
+
+class Masks:
+    """Tells which tokens a request may sample, once the test says so."""
+
+    def __init__(self) -> None:
+        self.allowed: Allowed | None = None
+
+    def __call__(self) -> Allowed | None:
+        return self.allowed
 
 
 class PagedMemory:
@@ -123,6 +133,9 @@ class PagedMemory:
             written_now = self.compute(advance, tokens, owner.namespace)
             assert written.isdisjoint(written_now)
             written |= written_now
+            masks = advance.samples if owner.allowed_tokens is not None else 0
+            assert len(advance.allowed) == masks
+            assert not (advance.samples and owner.prompt_scores in ONLY_PROMPT)
             if advance.samples:
                 own = [
                     next_token(owner.namespace, tokens[:count])
@@ -310,6 +323,39 @@ def test_a_plan_that_was_not_carried_out_leaves_nothing_half_done() -> None:
         assert done.output_ids == reference(done, prompts[name], 40)
 
 
+@pytest.mark.parametrize("failing", [1, 3, 6])
+def test_a_plan_that_a_drafter_breaks_off_leaves_nothing_half_done(failing: int) -> None:
+    """Others had been planned before: their new pages would be in no table."""
+
+    class Failing(Drafter):
+        fails = False
+
+        def draft(self, token_ids: array[int], most: int) -> list[int]:
+            if self.fails and token_ids[0] == 2:
+                raise ZeroDivisionError
+            return []
+
+    scheduler, memory = make([40, 40], [None, 6])
+    drafter = Failing()
+    scheduler.speculation = Speculation(drafter, 3, 3)
+    prompts = {"a": [1, 2, 3], "b": [2] * 4}
+    for name, prompt in prompts.items():
+        scheduler.add(request(name, prompt, 12))
+    for _ in range(failing):
+        plan = scheduler.plan()
+        scheduler.commit(plan, memory.run(plan, scheduler))
+    drafter.fails = True
+    with pytest.raises(ZeroDivisionError):
+        scheduler.plan()
+    scheduler.check()
+    assert scheduler.num_running == 0
+    drafter.fails = False
+    finished = drain(scheduler, memory)
+    assert len(finished) == 2
+    for done in finished:
+        assert done.output_ids == reference(done, prompts[done.id], 40)
+
+
 def test_the_queue_has_a_limit() -> None:
     scheduler, _ = make([8], [None], queued=2)
     scheduler.add(request("a", [1]))
@@ -462,6 +508,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.most = self.scheduler.cache.max_tokens
         self.prompts: dict[str, list[int]] = {}
         self.all: dict[str, Request] = {}
+        self.masks: dict[str, Masks] = {}
 
     @rule(
         prompt=st.lists(st.integers(0, 2), min_size=1, max_size=12),
@@ -469,8 +516,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 10),
         stop=st.sampled_from([frozenset(), frozenset({0})]),
         salt=st.integers(0, 1),
-        host_tokens=st.sampled_from([False, False, True]),
+        tokens=st.sampled_from(["anywhere", "anywhere", "on the host", "masked"]),
         speculation=st.sampled_from([True, True, False]),
+        scores=st.sampled_from(["none", "none", "none", "top", "whole"]),
     )
     def add(
         self,
@@ -479,8 +527,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens: int,
         stop: frozenset[int],
         salt: int,
-        host_tokens: bool,
+        tokens: str,
         speculation: bool,
+        scores: PromptScores,
     ) -> None:
         if shared and self.prompts:
             prompt = (list(self.prompts.values())[-1] + prompt)[:12]
@@ -488,13 +537,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         name = str(len(self.all))
         new = request(name, prompt, max_tokens, self.most, salt)
         new.stop_token_ids = stop
-        new.host_tokens = host_tokens
+        new.host_tokens = tokens != "anywhere"
+        new.prompt_scores = scores
         new.params = replace(new.params, speculation=speculation)
+        if tokens == "masked":
+            new.allowed_tokens = self.masks[name] = Masks()
         self.prompts[name], self.all[name] = prompt, new
         self.scheduler.add(new)
 
-    @rule(seconds=st.floats(1e-5, 1e-2), waits=st.booleans())
-    def step(self, seconds: float, waits: bool = False) -> None:
+    @rule(
+        seconds=st.floats(1e-5, 1e-2),
+        waits=st.booleans(),
+        fails=st.sampled_from([None, None, None, None, "launch", "finish"]),
+    )
+    def step(self, seconds: float, waits: bool = False, fails: str | None = None) -> None:
         if waits and self.in_flight is not None and self.in_flight[0].drafted:
             self.land()  # as if drafts were likely to come true; they may do so all the same
         tables = {
@@ -506,15 +562,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         decoding = {name for name, r in running if r.can_advance and r.remaining == 1}
         plan = self.scheduler.plan()
         if not plan:
-            assert not self.scheduler.has_work or plan.retracted or self.in_flight
+            idle = not self.scheduler.has_work or self.scheduler.waits_for_masks
+            assert idle or plan.retracted or self.in_flight
             self.land()
+            return
+        if fails == "launch":
+            self.scheduler.undo(plan)  # the step in flight goes on
             return
         assert set(plan.retracted).isdisjoint(a.request_id for a in plan.advances)
         self.check_budget(plan, decoding)
         self.check_append_only(plan, tables)
         self.scheduler.step_time.observe(plan.num_tokens, plan.num_tokens, seconds)
         launched = plan, self.memory.run(plan, self.scheduler), self.memory.guesses
-        if self.overlap:
+        if fails == "finish":  # of the first step that is out: the second builds on it
+            for out in (self.in_flight, launched):
+                if out is not None:
+                    self.scheduler.undo(out[0], launched=True)
+            self.in_flight = None
+        elif self.overlap:
             self.land()
             self.in_flight = launched
         else:
@@ -527,10 +592,24 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         (plan, sampled, guesses), self.in_flight = self.in_flight, None
         for done in self.scheduler.commit(plan, sampled, guesses):
+            if done.id in self.masks:
+                self.masks[done.id].allowed = None
+            if done.prompt_scores in ONLY_PROMPT:
+                assert done.num_output == 0 and done.finish_reason == "length"
+                continue
             expected = reference(done, self.prompts[done.id], self.most)
             assert done.output_ids == expected[: done.num_output]
             if done.finish_reason is not None:
                 assert done.output_ids == expected
+
+    @rule()
+    def masks_arrive(self) -> None:
+        for name, masks in self.masks.items():
+            own = self.all[name]
+            if masks.allowed is None and own.state is not State.FINISHED:
+                speculation = self.scheduler.speculation
+                drafts = [] if speculation is None else speculation.suggest(own)
+                masks.allowed = Allowed((b"mask",) * (1 + len(drafts)), tuple(drafts))
 
     @precondition(lambda self: self.scheduler.has_work)
     @rule(data=st.data(), reason=st.sampled_from(["abort", "stop"]))
@@ -575,6 +654,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(20 + 8 * work):
             if not self.scheduler.has_work:
                 break
+            self.masks_arrive()
             self.step(1e-4)
         self.land()
         assert not self.scheduler.has_work

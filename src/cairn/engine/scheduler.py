@@ -123,8 +123,20 @@ class Scheduler:
 
         Requests are planned strictly oldest first. A request that is retracted to make room is
         therefore not in the plan yet.
+
+        If planning fails, as it may in a user's drafter, all running requests are retracted: the
+        runner will not get to know which pages and slots they have been given.
         """
         step = Step(self.cache, self.limits, self.step_time, self.speculation, self._running)
+        try:
+            self._fill(step)
+            return step.plan()
+        except BaseException:
+            for request in reversed(list(self._running.values())):
+                self._retract(request)
+            raise
+
+    def _fill(self, step: Step) -> None:
         self.cache.poll()
         ready = [request for request in self._running.values() if request.can_advance]
         remaining = [request.remaining for request in ready]
@@ -144,7 +156,6 @@ class Scheduler:
                 self._plan_prefill(step, request)
         if not step.retracted:
             self._admit(step)
-        return step.plan()
 
     def undo(self, plan: StepPlan, *, launched: bool = False) -> None:
         """Retract the requests of a plan that failed. They resume from the prefix cache.
@@ -239,15 +250,15 @@ class Scheduler:
             expect(request)
 
     def _start(self, request: Request, match: PrefixMatch) -> Admission:
+        request.pages = self.cache.open(
+            match, len(request.token_ids), publish=request.prompt_scores == "none"
+        )
         del self._waiting[request.id]
         self._running[request.id] = request
         request.state = State.RUNNING
         if request.shares_tokens:
             request.token_ids, request.shares_tokens = request.token_ids[:], False
         request.slot = self._free_slots.pop()
-        request.pages = self.cache.open(
-            match, len(request.token_ids), publish=request.prompt_scores == "none"
-        )
         request.computed = self.cache.geometry.tokens(match.num_pages)
         request.planned_pages = 0
         request.planned_live = [0] * len(self.cache.groups)

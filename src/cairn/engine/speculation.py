@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Literal
 
 from cairn.engine.drafters.drafter import FIRST_DRAFTS, Drafter
-from cairn.engine.plan import StepPlan
+from cairn.engine.plan import ONLY_PROMPT, StepPlan
 from cairn.engine.request import Request
 
 _MISSES = 4
@@ -56,6 +56,7 @@ class Speculation:
         """Whether to draft for this request now."""
         return (
             request.params.speculation
+            and request.prompt_scores not in ONLY_PROMPT
             # Masks are made on the host, which does not know the model's drafts in time.
             and not (request.allowed_tokens is not None and self.drafter.by_model)
             and self._pays
