@@ -202,8 +202,8 @@ class Engine:
 
     @property
     def free_places(self) -> int:
-        """Number of requests that the queue has room for."""
-        return self.scheduler.limits.max_queued_requests - self.scheduler.num_waiting
+        """Number of requests that the queue has room for. Retracted ones may overfill it."""
+        return max(0, self.scheduler.limits.max_queued_requests - self.scheduler.num_waiting)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now and return it with its tokens so far; None if it has already ended."""

@@ -24,7 +24,7 @@ MAX_STOP_LENGTH = 1024  # characters
 class SamplingParams:
     max_tokens: int = option(128, "Tokens to generate at most.", low=1, high=math.inf)
     min_tokens: int = option(
-        0, "Tokens to generate before an end token or a stop token may come.", low=0, high=math.inf
+        0, "Tokens to generate before an end token or a stop token may come.", low=0
     )
     temperature: float = option(0.0, "0 takes the most likely token; on ties the lowest id.", low=0)
     top_k: int = option(-1, "Keep the k most likely tokens; -1 keeps all.", low=-1, high=math.inf)
