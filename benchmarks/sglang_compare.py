@@ -235,7 +235,9 @@ def cairn_engine(name: str, folder: Path, sizes: Sizes) -> Iterator[Generate]:
     def generate(prompts: Prompts) -> list[Moments]:
         requests: dict[str, Moments] = {}
 
-        def take(chunk: Chunk) -> None:
+        def take(chunk: Chunk | Exception) -> None:
+            if isinstance(chunk, Exception):
+                raise chunk
             moments = requests[chunk.request_id]
             if chunk.token_ids:
                 before = moments[-1][1] if moments else 0

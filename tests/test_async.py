@@ -10,6 +10,7 @@ import pytest
 from cairn import LLM
 from cairn.async_llm import AsyncLLM
 from cairn.errors import CairnError, QueueFullError, RequestError
+from cairn.frontend import Output
 from tests.helpers import TINY_LLAMA, byte_tokenizer, write_model
 
 
@@ -71,17 +72,45 @@ def test_bad_requests_and_a_full_queue_are_errors_of_their_caller_alone(folder: 
 
 
 def test_an_engine_failure_reaches_every_waiting_caller(folder: Path) -> None:
+    closed: list[bool] = []
+
     async def body(llm: AsyncLLM) -> None:
         def broken(plan: object) -> None:
             raise RuntimeError("the device is gone")
 
-        llm._frontend.engine.runner.launch = broken  # type: ignore
+        runner = llm._frontend.engine.runner
+        close = runner.close
+        runner.launch = broken  # type: ignore
+        runner.close = lambda: (close(), closed.append(True))  # type: ignore
         calls = [llm.generate("x", max_tokens=4) for _ in range(3)]
         for result in await asyncio.gather(*calls, return_exceptions=True):
             assert isinstance(result, CairnError)
             assert "the device is gone" in str(result)
         with pytest.raises(CairnError, match="not running"):
             await llm.generate("x")
+
+    run(folder, body)
+    assert closed == [True]  # host memory and other ranks are freed
+
+
+def test_text_that_fails_ends_its_own_stream_only(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = Output.take
+
+    def failing(output: Output, progress: Any) -> None:
+        if output.request.prompt_len == 3 and output.request.num_output == 5:
+            raise RuntimeError("no text")
+        take(output, progress)
+
+    monkeypatch.setattr(Output, "take", failing)
+
+    async def body(llm: AsyncLLM) -> None:
+        calls = [llm.generate(text, max_tokens=20, ignore_eos=True) for text in ("bad", "fine")]
+        bad, fine = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(bad, RuntimeError) and str(bad) == "no text"
+        assert not isinstance(fine, BaseException) and len(fine.token_ids) == 20
+        assert len((await llm.generate("later", max_tokens=2, ignore_eos=True)).token_ids) == 2
 
     run(folder, body)
 

@@ -15,6 +15,7 @@ import torch
 from cairn import LLM, Generation, SamplingParams
 from cairn.engine.engine import Engine
 from cairn.errors import CairnError, ConfigError, QueueFullError, RequestError
+from cairn.frontend import Output
 from cairn.memory.cache import PagedCache
 from tests.helpers import TINY_LLAMA, byte_tokenizer, poison_free_memory, tokens_of, write_model
 
@@ -158,6 +159,39 @@ def test_a_stream_nobody_wants_any_more_is_aborted(llm: LLM) -> None:
     with llm.stream("hello", max_tokens=50, ignore_eos=True):
         pass
     assert not llm.engine.has_work
+
+
+def test_the_garbage_collector_finds_a_stream_within_a_step(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that is being launched has a token of the stream's request."""
+    expected = llm.generate("other", max_tokens=5, ignore_eos=True).token_ids
+    launch = type(llm.engine.runner).launch
+
+    def collecting(*given: Any) -> Any:
+        launched = launch(*given)
+        if not collected:
+            collected.append(gc.collect())
+        return launched
+
+    params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (1, 50)]
+    for begin in (
+        lambda: llm.stream("hello", params[1]),
+        lambda: llm.generate_each(["hello", "world"], params),
+    ):
+        ring: list[Any] = [begin()]
+        ring.append(ring)  # only the collector frees it
+        next(ring[0])
+        collected: list[int] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(type(llm.engine.runner), "launch", collecting)
+            gc.disable()
+            try:
+                del ring
+                assert llm.generate("other", max_tokens=5, ignore_eos=True).token_ids == expected
+            finally:
+                gc.enable()
+        assert not llm.engine.has_work
 
 
 def test_chat_uses_the_models_template(llm: LLM) -> None:
@@ -312,6 +346,33 @@ def test_a_failing_step_loses_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch)
     assert llm.generate(prompts[1], max_tokens=20, ignore_eos=True).token_ids == expected[1]
 
 
+def test_text_that_fails_ends_its_own_request_only(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if another caller makes the step in which it fails."""
+    expected = llm.generate("other", max_tokens=20, ignore_eos=True).token_ids
+    take = Output.take
+
+    def failing(output: Output, progress: Any) -> None:
+        if output.request.prompt_len == 3 and output.request.num_output == 5:
+            raise RuntimeError("no text")
+        take(output, progress)
+
+    monkeypatch.setattr(Output, "take", failing)
+    other = llm.stream("other", max_tokens=20, ignore_eos=True)
+    params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (1, 50)]
+    each = llm.generate_each(["first", "bad"], params)
+    bad = llm.stream("bad", max_tokens=50, ignore_eos=True)
+    assert len(next(each).token_ids) == 1
+    assert [token for chunk in other for token in chunk.token_ids] == expected
+    assert not llm.engine.has_work
+    for broken in (each, bad):
+        with pytest.raises(RuntimeError, match="no text"):
+            list(broken)
+    with pytest.raises(RuntimeError, match="no text"):
+        llm.generate("bad", max_tokens=50, ignore_eos=True)
+
+
 def test_choices_share_the_prompt_and_differ(llm: LLM) -> None:
     result = llm.generate("x" * 40, n=4, temperature=1.0, seed=9, max_tokens=12, ignore_eos=True)
     answers = [result, *result.alternatives]
@@ -378,6 +439,15 @@ def test_more_prompts_than_the_queue_holds_are_fed_in(folder: Path) -> None:
         assert not llm.engine.has_work
 
 
+def test_retracted_requests_may_overfill_the_queue(folder: Path) -> None:
+    options: dict[str, Any] = {"page_size": 16, "kv_cache_gib": 7e-5, "max_queued_requests": 1}
+    with LLM(folder, device="cpu", dtype="float64", max_running_requests=4, **options) as llm:
+        prompts = [tokens_of(60, seed=i) for i in range(5)]
+        results = llm.generate(prompts, max_tokens=40, ignore_eos=True)
+        assert [len(result.token_ids) for result in results] == [40] * 5
+        assert llm.engine.scheduler.stats.retractions > 0
+
+
 def test_output_stops_at_the_context_length(folder: Path) -> None:
     with LLM(folder, device="cpu", context_length=20, page_size=4) as llm:
         result = llm.generate(tokens_of(15), max_tokens=100, ignore_eos=True)
@@ -437,6 +507,8 @@ def test_bad_sampling_fields_are_refused(llm: LLM) -> None:
         llm.generate(["x"], [SamplingParams()] * 2)
     with pytest.raises(RequestError, match="cache_salt"):
         llm.generate("x", cache_salt=3)  # type: ignore[call-overload]
+    with pytest.raises(RequestError, match="min_tokens is 9223372036854775808; it must be"):
+        llm.generate("x", max_tokens=2**63, min_tokens=2**63)
 
 
 def test_a_folder_without_tokenizer_works_with_ids(tmp_path: Path) -> None:

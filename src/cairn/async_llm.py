@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -19,7 +20,7 @@ from typing import Any, Self, TypeVar
 from cairn.config import EngineConfig
 from cairn.engine.sampling_params import SamplingParams
 from cairn.errors import CairnError
-from cairn.frontend import Frontend, Prompt, make_params
+from cairn.frontend import Frontend, Prompt, Sink, make_params
 from cairn.outputs import Chunk, Generation
 from cairn.text.tokenizer import Message
 
@@ -39,7 +40,7 @@ class AsyncLLM:
         # A call is either queued before the thread ends, and carried out, or refused.
         self._lock = threading.Lock()
         self._ended = False
-        self._sinks: set[Callable[[Chunk | None], None]] = set()
+        self._sinks: set[Sink] = set()
         self._thread = threading.Thread(target=self._loop, name="cairn-engine", daemon=True)
         self._thread.start()
 
@@ -57,11 +58,11 @@ class AsyncLLM:
         """Chunks of a prompt's choices. Leaving the loop early aborts them."""
         params = make_params(sampling_params, sampling)
         loop = asyncio.get_running_loop()
-        chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()
+        chunks: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
         ids: list[str] = []
         open_choices = params.n
 
-        def sink(chunk: Chunk | None) -> None:
+        def sink(chunk: Chunk | Exception) -> None:
             try:
                 loop.call_soon_threadsafe(chunks.put_nowait, chunk)
             except RuntimeError:  # the caller's event loop is closed
@@ -77,8 +78,8 @@ class AsyncLLM:
             await self._on_engine(submit)
             while open_choices:
                 chunk = await chunks.get()
-                if chunk is None:
-                    raise CairnError(f"the engine failed: {self._failure}") from self._failure
+                if isinstance(chunk, Exception):
+                    raise chunk
                 open_choices -= chunk.finish_reason is not None
                 yield chunk
         finally:
@@ -174,7 +175,11 @@ class AsyncLLM:
         except BaseException as error:
             self._failure = error
             for sink in list(self._sinks):
-                sink(None)
+                failure = CairnError(f"the engine failed: {error}")
+                failure.__cause__ = error
+                sink(failure)
+            with suppress(Exception):  # what has failed may fail again
+                self._frontend.engine.close()
         finally:
             with self._lock:
                 self._ended = True

@@ -11,6 +11,7 @@ from cairn.engine.budgets import choose_budgets
 from cairn.engine.build import build_engine
 from cairn.engine.engine import Engine, Progress
 from cairn.engine.locate import locate
+from cairn.engine.plan import PromptScores
 from cairn.engine.request import FinishReason, Request
 from cairn.engine.sampling_params import SamplingParams
 from cairn.engine.training_free import AUTO
@@ -28,7 +29,8 @@ from cairn.trace import make_trace
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
-Sink = Callable[[Chunk], None]
+Sink = Callable[[Chunk | Exception], None]
+"""Takes a request's chunks as they come, or the error that ends it."""
 
 
 def load(config: EngineConfig, confirm: Confirm | None = None) -> tuple[Engine, Tokenizer | None]:
@@ -142,12 +144,24 @@ class Output:
     ) -> None:
         self.request = request
         self.result: Generation | None = None
+        self.failure: Exception | None = None
+        """Why there will be no result."""
         self._sink = sink
         self._summary = summary
         self._detokenizer = None
         if tokenizer is not None:
             stop = StopStrings(request.params.stop_strings)
             self._detokenizer = Detokenizer(tokenizer, stop, request.token_ids)
+
+    @property
+    def ended(self) -> bool:
+        return self.result is not None or self.failure is not None
+
+    def fail(self, error: Exception) -> None:
+        """End without a result."""
+        self.failure = error
+        if self._sink is not None:
+            self._sink(error)
 
     def take(self, progress: Progress) -> None:
         """Add new tokens. Sets the result if they end the request or complete a stop string."""
@@ -196,6 +210,8 @@ class Frontend(Driver[Output]):
         self.config = config
         engine, self.tokenizer = load(config, confirm)
         super().__init__(engine)
+        self._stepping = False
+        self._unwanted: list[str] = []  # requests to abort after the step
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -206,14 +222,18 @@ class Frontend(Driver[Output]):
         cache_salt: str | None = None,
         *,
         trace: bool = False,
+        returns: PromptScores = "none",
     ) -> list[Request]:
-        """Checked requests, one for each choice. Raises RequestError."""
+        """Checked requests, one for each choice. Raises RequestError. `returns` is for requests
+        that generate nothing."""
         if params.stop_strings:
             self._need_tokenizer("stop")
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise RequestError(f"cache_salt is {cache_salt!r}; it must be a string")
         ids = self.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
-        return self.engine.make_requests(ids, params, cache_salt=cache_salt, traced=trace)
+        return self.engine.make_requests(
+            ids, params, cache_salt=cache_salt, traced=trace, returns=returns
+        )
 
     def submit(self, requests: Sequence[Request], sink: Sink | None = None) -> list[Output]:
         """Queue all of these requests, or none. `sink` gets their chunks as they come."""
@@ -234,8 +254,24 @@ class Frontend(Driver[Output]):
             )
         return summarize(request, text, reason, trace)
 
+    def step(self) -> None:
+        self._stepping = True
+        try:
+            super().step()
+        finally:
+            self._stepping = False
+            while self._unwanted:
+                self.abort(self._unwanted.pop())
+
     def abort(self, request_id: str) -> bool:
-        """End a request now. False if it has ended already."""
+        """End a request now. False if it has ended already.
+
+        The garbage collector may find a stream that nobody wants in the middle of a step. Its
+        requests end after the step.
+        """
+        if self._stepping:
+            self._unwanted.append(request_id)
+            return self.is_open(request_id)
         output = self.end(request_id, "abort")
         if output is not None:
             output.abort()
@@ -250,21 +286,19 @@ class Frontend(Driver[Output]):
         super().close()
 
     def deliver(self, progress: Sequence[Progress]) -> None:
-        """Make text. A request whose text fails is aborted; others go on, then the error is
-        raised."""
-        failure: Exception | None = None
+        """Make text. A request whose text fails ends with the error; others go on."""
         for each in progress:
             request_id = each.request.id
-            output = self._open[request_id]
+            output = self._open.get(request_id)
+            if output is None:
+                continue  # aborted, because the step after the one that brought this failed
             try:
                 output.take(each)
             except Exception as error:
-                failure = failure or error
                 self.end(request_id, "abort")
-            if output.result is not None:
+                output.fail(error)
+            if output.ended:
                 self._open.pop(request_id, None)
-        if failure is not None:
-            raise failure
 
     # -- text ---------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import torch
 
 from cairn.config import EngineConfig
 from cairn.engine.engine import Engine
+from cairn.engine.plan import PromptScores
 from cairn.engine.request import Request
 from cairn.engine.sampling_params import SamplingParams
 from cairn.errors import CairnError, RequestError
@@ -32,7 +33,7 @@ class Stream(Iterator[Chunk]):
 
     def __init__(self, llm: LLM, requests: list[Request]) -> None:
         self._llm = llm
-        self._chunks: deque[Chunk] = deque()
+        self._chunks: deque[Chunk | Exception] = deque()
         self._ids = [request.id for request in requests]
         self._open = len(requests)
         with llm.lock:
@@ -46,17 +47,16 @@ class Stream(Iterator[Chunk]):
     def __next__(self) -> Chunk:
         if not self._open:
             raise StopIteration
-        with self._llm.lock:
-            try:
+        try:
+            with self._llm.lock:
                 while not self._chunks:
-                    frontend = self._llm.frontend
-                    if not any(frontend.is_open(request_id) for request_id in self._ids):
-                        raise CairnError("this stream's request was lost in an engine failure")
-                    frontend.step()
-            except BaseException:
-                self.close()
-                raise
-        chunk = self._chunks.popleft()
+                    self._llm.frontend.step()
+            chunk = self._chunks.popleft()
+            if isinstance(chunk, Exception):
+                raise chunk
+        except BaseException:
+            self.close()
+            raise
         self._open -= chunk.finish_reason is not None
         return chunk
 
@@ -169,8 +169,8 @@ class LLM:
     ) -> Generator[Generation, None, None]:
         """Like `generate` of several prompts, but gives each result as soon as it and those before
         it are there. Closing it early aborts the rest."""
-        if len(prompts) and _is_one(prompts):
-            raise RequestError("prompts is one prompt; give a list, or use generate")
+        if len(prompts):
+            _check_many(prompts, ", or use generate")
         return self._each(self._prepare(prompts, sampling_params, sampling, cache_salt, trace))
 
     def _each(self, prepared: list[list[Request]]) -> Generator[Generation, None, None]:
@@ -227,8 +227,7 @@ class LLM:
 
     def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
         """float32 [len(token_ids), vocab_size]; row i is the log-softmax after token i."""
-        params = SamplingParams()
-        requests = self.engine.make_requests(list(token_ids), params, returns="whole")
+        requests = self.frontend.prepare(token_ids, SamplingParams(), returns="whole")
         with self.lock:
             (outputs,) = self._run([requests])
         return torch.cat(outputs[0].request.distributions)
@@ -238,11 +237,14 @@ class LLM:
     ) -> torch.Tensor:
         """float32 [len(prompts), hidden size], of length 1: the mean of the last layer's hidden
         states over a prompt's tokens, or that of its last token."""
-        encoded = [self.frontend.encode(p) if isinstance(p, str) else list(p) for p in prompts]
-        params = SamplingParams()
-        requests = [self.engine.make_requests(ids, params, returns=pooling) for ids in encoded]
+        if pooling not in ("mean", "last"):
+            raise RequestError(f"pooling is {pooling!r}; choose mean or last")
+        if not len(prompts):
+            raise RequestError("prompts is empty; give at least one prompt")
+        _check_many(prompts)
+        prepared = self._prepare(prompts, None, {}, None, trace=False, returns=pooling)
         with self.lock:
-            finished = list(self._run(requests))
+            finished = list(self._run(prepared))
         return torch.stack([outputs[0].request.embedding() for outputs in finished])
 
     def abort(self, request_id: str) -> bool:
@@ -274,6 +276,7 @@ class LLM:
         sampling: dict[str, Any],
         cache_salt: str | None,
         trace: bool,
+        returns: PromptScores = "none",
     ) -> list[list[Request]]:
         if isinstance(sampling_params, Sequence):
             params = [make_params(each, sampling) for each in sampling_params]
@@ -286,7 +289,9 @@ class LLM:
         prepared = []
         for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
             try:
-                prepared.append(self.frontend.prepare(prompt, each, cache_salt, trace=trace))
+                prepared.append(
+                    self.frontend.prepare(prompt, each, cache_salt, trace=trace, returns=returns)
+                )
             except RequestError as error:
                 where = f"prompts[{index}]: " if len(prompts) > 1 else ""
                 raise RequestError(f"{where}{error}") from error
@@ -305,8 +310,11 @@ class LLM:
                         frontend.step()
                     outputs[-1] += frontend.submit([request])
             for choices in outputs:
-                while any(output.result is None for output in choices):
+                while not all(output.ended for output in choices):
                     frontend.step()
+                for output in choices:
+                    if output.failure is not None:
+                        raise output.failure
                 yield choices
         except BaseException:  # Ctrl-C and `close` too: end the requests, then raise it again
             for requests in prepared:
@@ -318,6 +326,11 @@ class LLM:
 def _result(outputs: Sequence[Output]) -> Generation:
     first, *others = (cast(Generation, output.result) for output in outputs)
     return first.with_alternatives(others)
+
+
+def _check_many(prompts: object, instead: str = "") -> None:
+    if _is_one(prompts):
+        raise RequestError(f"prompts is one prompt; give a list{instead}")
 
 
 def _is_one(prompts: object) -> bool:

@@ -97,6 +97,37 @@ def test_a_retracted_prompt_is_summed_once(folder: Path) -> None:
             torch.testing.assert_close(request.embedding(), wanted, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_no_drafts_follow_a_prompt_that_is_only_read(
+    folder: Path, pooling: Literal["mean", "last"]
+) -> None:
+    """The last chunk has one token, as a step of a generating request has."""
+    prompt = [1, 2, 3, 4] * 4 + [1]  # of which a drafter would know how it goes on
+    with LLM(folder, **OPTIONS) as llm:
+        wanted, scores = llm.embed([prompt], pooling), llm.logprobs(prompt)
+    with LLM(folder, speculative="ngram", chunked_prefill_size=16, **OPTIONS) as llm:
+        torch.testing.assert_close(llm.embed([prompt], pooling), wanted, rtol=0, atol=1e-5)
+        torch.testing.assert_close(llm.logprobs(prompt), scores, rtol=0, atol=1e-5)
+
+
+def test_what_cannot_be_embedded_is_refused_by_name(folder: Path) -> None:
+    cases: list[tuple[Any, str]] = [
+        ("hello", "prompts is one prompt; give a list"),
+        (PROMPTS[2], "prompts is one prompt; give a list"),
+        ([], "prompts is empty"),
+        ([[1], []], r"prompts\[1\]: the prompt is empty"),
+    ]
+    with LLM(folder, **OPTIONS) as llm:
+        for prompts, named in cases:
+            with pytest.raises(RequestError, match=named):
+                llm.embed(prompts)
+        with pytest.raises(RequestError, match="pooling is 'max'; choose mean or last"):
+            llm.embed([[1]], "max")  # type: ignore[arg-type]
+        assert not llm.engine.has_work
+        rows: Any = torch.tensor([PROMPTS[1]])
+        torch.testing.assert_close(llm.embed(rows), llm.embed([PROMPTS[1]]))
+
+
 def test_a_model_of_another_library_has_none(folder: Path) -> None:
     with (
         LLM(folder, model_impl="transformers", **OPTIONS) as llm,

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from cairn import LLM, SamplingParams
+from cairn.engine.plan import StepPlan
 from cairn.engine.request import State
+from tests.engine.test_speculation import Always, Liar
 from tests.helpers import TINY_OLMO3, byte_tokenizer, poison_free_memory, tokens_of, write_model
 
 PAGE = 16
@@ -170,6 +172,38 @@ def test_a_failure_while_two_steps_are_out_loses_no_token(
         drain(llm)
         for prompt, request in zip(prompts, requests, strict=True):
             assert request.output_ids == alone(folder, prompt, PARAMS)
+
+
+def test_tokens_of_a_request_that_a_failure_ended_are_dropped(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check was finished, then the launch of the next step failed. Whoever called gives up; the
+    other goes on, and gets the tokens of both."""
+    prompts = [tokens_of(20), tokens_of(40, seed=1)]
+    outputs = [alone(folder, prompt, PARAMS) for prompt in prompts]
+    with load(folder, speculative="ngram") as llm:
+        speculation = llm.engine.scheduler.speculation
+        assert speculation is not None
+        truth = [(*prompt, *output) for prompt, output in zip(prompts, outputs, strict=True)]
+        speculation.pace, speculation.drafter = Always(), Liar(truth, 0, honest=1.0)
+        stream = llm.stream(prompts[0], PARAMS)
+        tokens = list(next(stream).token_ids)
+        runner = llm.engine.runner
+        launch, launched = runner.launch, list[StepPlan]()
+
+        def breaks(plan: StepPlan) -> Any:
+            if any(before.awaited and len(before.advances) == 2 for before in launched):
+                raise RuntimeError("out of luck")
+            launched.append(plan)
+            return launch(plan)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "launch", breaks)
+            with pytest.raises(RuntimeError, match="out of luck"):
+                llm.generate(prompts[1], PARAMS)
+        tokens += [token for chunk in stream for token in chunk.token_ids]
+        assert tokens == outputs[0]
+        assert llm.generate(prompts[1], PARAMS).token_ids == outputs[1]
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -120,7 +120,9 @@ class Arrivals:
         self._llm.frontend.submit([request], self._keep)
         return request
 
-    def _keep(self, chunk: Chunk) -> None:
+    def _keep(self, chunk: Chunk | Exception) -> None:
+        if isinstance(chunk, Exception):
+            raise chunk
         self.moments[chunk.request_id].append(time.perf_counter())
         if chunk.result is not None:
             self.results.append(chunk.result)
