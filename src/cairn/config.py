@@ -161,8 +161,8 @@ class EngineConfig:
     )
     page_size: int | None = option(
         None,
-        "Rows of the KV cache in a page; 64, on CUDA without hsa 128, or the chunk size the model "
-        "was trained with.",
+        "Rows of the KV cache in a page; 64, with hsa_policy=spread 8, on CUDA without hsa 128, or "
+        "the chunk size the model was trained with.",
         low=1,
     )
     kv_cache_gib: float | None = option(
