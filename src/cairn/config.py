@@ -133,7 +133,8 @@ class EngineConfig:
     quantization: str = option(
         "auto",
         "Keep matrices as they are in the file, convert them to the model's type (none), or round "
-        "them to fp8, int8 or int4. auto keeps them where kernels read them, on CUDA only FP8.",
+        "them to fp8, int8 or int4, with embedding and output head in int8. auto keeps them where "
+        "kernels read them, on CUDA only FP8.",
         "auto",
         "keep",
         "none",

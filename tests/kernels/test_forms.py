@@ -24,7 +24,7 @@ from cairn.engine import sampler
 from cairn.engine.inputs import Draws
 from cairn.engine.plan import Advance, StepPlan
 from cairn.engine.runner import Runner
-from cairn.engine.warm_up import rehearsals, rungs_of
+from cairn.engine.warm_up import rehearsals, rehearse_head, rungs_of
 from cairn.kernels import sparse_select
 from cairn.kernels.packing import pack, unpack
 from cairn.kernels.precompile import KernelForm, collecting
@@ -32,7 +32,9 @@ from cairn.kernels.sampling import sample
 from cairn.kernels.sparse_shape import SparseShape
 from cairn.memory.landmarks import LandmarkPool
 from cairn.models import layers, loader
+from cairn.models.loader import quantize
 from cairn.models.module import Factory
+from cairn.models.quantize import ROUNDINGS
 from tests.engine.tiered import tiered
 from tests.helpers import (
     TINY_EXPERTS,
@@ -89,6 +91,11 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"page_size": PAGE, "kv_cache_dtype": "fp8"},
     ),
     "windows": ({**TINY_OLMO3, **LARGE}, {"attention_backend": "triton", "page_size": PAGE}),
+    "fp8-weights": ({**TINY_LLAMA, **LARGE}, {"attention_backend": "triton", "page_size": PAGE}),
+    "int4-weights": (
+        {**TINY_LLAMA, **LARGE, "tie_word_embeddings": True},
+        {"attention_backend": "triton", "page_size": PAGE},
+    ),
 }
 OWN_KERNELS = {
     "experts": "experts:_product_kernel",
@@ -96,6 +103,8 @@ OWN_KERNELS = {
     "index": "row_attention:_row_attention_kernel",
     "fp8-index": "row_attention:_row_attention_kernel",
     "fp8-windows": "widen_pages:_widen_kernel",
+    "fp8-weights": "packed:_widen_kernel",  # looks up tokens
+    "int4-weights": "packed:_widen_kernel",
 }
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -189,6 +198,7 @@ def rehearsed(runner: Runner) -> Forms:
     with collecting() as collected:
         for step in steps:
             step.run(runner.stepper, runner._choices, tiered=runner.tier is not None)
+        rehearse_head(runner.stepper.model)
     return by_constants(collected)
 
 
@@ -213,6 +223,8 @@ def test_lengths_need_no_other_forms(name: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path, config)
     with LLM(folder, kv_cache_gib=0.15, **{**OPTIONS, **options}) as llm:
         runner = llm.engine.runner
+        if name.endswith("-weights"):  # on a CPU no engine rounds them for kernels of a GPU
+            quantize(runner.stepper.model, ROUNDINGS[name.removesuffix("-weights")])
         assert most_pages(runner) > 9000
         known = rehearsed(runner)
         long = (most_pages(runner) * (page_size(runner) - 1) - 10, 5)

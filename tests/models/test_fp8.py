@@ -198,7 +198,8 @@ def test_rounded_when_loaded(choice: str, error: float, tmp_path: Path) -> None:
     with LLM(folder, device="cpu") as llm:
         expected = llm.logprobs(ids)
     with LLM(folder, device="cpu", quantization=choice) as llm:
-        note = next(note for note in llm.engine.notes if f"{choice} weights: relative" in note)
+        said = f"{choice} weights, embedding and output head int8: relative error "
+        note = next(note for note in llm.engine.notes if said in note)
         assert 0 < float(note.split("error ")[1].split(" %")[0]) < 100 * error
         found = llm.logprobs(ids)
     assert not torch.equal(found, expected)
@@ -235,7 +236,7 @@ def test_a_share_that_would_divide_a_scale_is_refused() -> None:
 
 def test_experts_are_rounded_several_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For kernels: each as if it were alone."""
-    monkeypatch.setattr(experts, "_MOST_ROUNDED", 2 * 32 * 48)
+    monkeypatch.setattr(experts, "MOST_ROUNDED", 2 * 32 * 48)
     torch.manual_seed(0)
     factory = Factory(torch.float32, torch.device("cpu"), fused=True)
     weights = ExpertWeights(48, 16, 5, factory)

@@ -45,7 +45,7 @@ from cairn.models.loader import (
     fill_dummy,
     quantize,
 )
-from cairn.models.packed_int4 import Packed, Packing, read_quantization
+from cairn.models.packed_int4 import Packed, Packing, quantization_method, read_quantization
 from cairn.models.parallel import Alone, Parallel
 from cairn.models.quantize import ROUNDINGS
 from cairn.models.registry import read_spec
@@ -207,7 +207,9 @@ def load_model(
     else:
         fill(model, weights, progress)
     if rounding is not None:
-        notes.append(str(quantize(model, rounding)))
+        # Makers of a quantised checkpoint have decided what embedding and output head need.
+        ends = quantization_method(source.config) is None
+        notes.append(str(quantize(model, rounding, ends=ends)))
     return model, notes
 
 

@@ -29,6 +29,7 @@ from cairn.engine.stepper import Stepper
 from cairn.kernels.packing import table_width
 from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.models import layers
+from cairn.models.interface import LanguageModel
 from cairn.models.loader import Progress
 
 _CHUNK = 40  # rows of a chunk in steps where only the past matters
@@ -84,6 +85,7 @@ def warm_up(
     with collecting() as forms, _excerpt(stepper, choices, tiered=tiered):
         for step in steps:
             step.run(stepper, choices, tiered=tiered)
+        rehearse_head(stepper.model)
         if tier is not None:
             tier.rehearse()
         if records:
@@ -193,6 +195,14 @@ def rungs_of(backend: AttentionBackend, max_seqs: int, max_pages: int) -> Rungs:
         sorted(count for count in seqs if count <= max_seqs),
         sorted(count for count in pages if count <= max_pages),
     )
+
+
+def rehearse_head(model: LanguageModel) -> None:
+    """The output head multiplies only rows that are sampled or scored, any number of them."""
+    from cairn.kernels import few_rows, fp8, packed
+
+    rungs = {*few_rows.row_rungs(), *fp8.row_rungs(), *packed.row_rungs()}
+    model.rehearse_head(sorted(rungs))
 
 
 def rehearsals(

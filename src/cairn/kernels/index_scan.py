@@ -125,7 +125,7 @@ def plan_scan(listed: RowList, dtype: torch.dtype) -> None:
     """Plan the shares of these queries, for all layers. `dtype` is that of queries.
 
     The scan reads the plan before its PDL wait. A kernel launched without PDL must therefore run
-    between the two; in a step, the embedding lookup does.
+    between the two; in a step, `known_tokens` does.
     """
     _scan_plan_kernel[(1,)](
         listed.items,

@@ -106,7 +106,7 @@ def share_pages(shares: LatentShares, kv_lens: torch.Tensor, page_size: int) -> 
     """Plan the shares of a step.
 
     Attention reads the plan before its PDL wait. A kernel launched without PDL must therefore run
-    between the two; in a step, the embedding lookup does.
+    between the two; in a step, `known_tokens` does.
     """
     max_seqs = len(shares.pages) - 2
     _share_kernel[(1,)](

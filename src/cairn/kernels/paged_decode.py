@@ -187,7 +187,7 @@ def plan_splits(
     """Plan the splits of a step and write them to `splits`. `rows_per_seq` is as in `paged_decode`.
 
     Attention reads the plan before its PDL wait. A kernel launched without PDL must therefore run
-    between the two; in a step, the embedding lookup does.
+    between the two; in a step, `known_tokens` does.
     """
     seqs = len(kv_lens)
     target = target_items(kv_heads, seqs, kv_lens.device, splits.narrow)

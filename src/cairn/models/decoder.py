@@ -8,7 +8,7 @@ feed-forward of every layer; those here are the usual ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from copy import copy
 from functools import partial
 
@@ -458,3 +458,10 @@ class CausalLM(LanguageModel):
         head = self.model.embed_tokens.logits if self.lm_head is None else self.lm_head
         # Rows beyond the vocabulary, such as the landmark's, are no tokens.
         return self._parallel.concat(head(hidden))[:, : self.spec.vocab_size]
+
+    def rehearse_head(self, row_counts: Iterable[int]) -> None:
+        matrix = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        norm = self.model.norm.weight
+        if matrix.form is not None:
+            for rows in row_counts:
+                self.head(norm.new_zeros(rows, len(norm)))

@@ -23,11 +23,10 @@ from cairn.models.fp8 import readable
 from cairn.models.layers import RMSNorm
 from cairn.models.module import Factory, Module, TensorSlot
 from cairn.models.narrow import Narrow, NarrowMatrix
-from cairn.models.quantize import Rounding
+from cairn.models.quantize import MOST_ROUNDED, Rounding
 from cairn.models.spec import DecoderSpec
 from cairn.models.split import share
 
-_MOST_ROUNDED = 2**26  # weights at once
 _MIXED = "experts of one layer must be all FP8, or none of them"
 
 
@@ -345,7 +344,7 @@ class ExpertWeights(Module):
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Round several experts at once: on a GPU, launches would take longer than the work."""
         _, outputs, columns = stack.shape
-        many = max(1, _MOST_ROUNDED // (outputs * columns))
+        many = max(1, MOST_ROUNDED // (outputs * columns))
         for first in range(0, len(stack), many):
             some = stack[first : first + many]
             before = some.flatten(0, 1)

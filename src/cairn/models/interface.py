@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 
 import torch
 
@@ -49,6 +49,9 @@ class LanguageModel(Module):
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [n, vocab_size] of hidden states [n, hidden size]."""
         raise NotImplementedError
+
+    def rehearse_head(self, row_counts: Iterable[int]) -> None:
+        """Have the output head multiply so many rows, if it is quantised and on a GPU."""
 
     def excerpt(self, kind_of: Callable[[int], Hashable]) -> LanguageModel:
         """The same model with one layer of each kind, or the model itself.

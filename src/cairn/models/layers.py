@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from cairn.kernels.interface import FEW_ROWS, STREAMED_ROWS, streams
-from cairn.models.blocks import BlockMatrix, Codes, Kept, Stack, stored
+from cairn.models.blocks import BlockMatrix, Codes, Kept, Stack, stacked, stored
 from cairn.models.gpu_matrix import GpuMatrix, GpuStack, can_store, gpu_matrix
 from cairn.models.module import Factory, Module, TensorSlot
 from cairn.models.narrow import NarrowMatrix
@@ -58,11 +58,13 @@ class Embedding(Module):
         return torch.equal(own.to(weight), weight[: len(own)])
 
     def quantize(self, rounding: Rounding) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Round the weight, if its width allows. Yields it before and after."""
+        """Round the weight, if its width allows. Yields it before and after, in pieces."""
         if self.weight.shape[1] % rounding.columns == 0:
-            before = self.weight
-            self._keep(rounding.round(before))
-            yield before, self.dense()
+            pieces = []
+            for before, after in rounding.in_pieces(self.weight):
+                pieces.append(after)
+                yield before, after.dense()
+            self._keep(stacked(pieces))
 
     def draw(self, rounding: Rounding, std: float, generator: torch.Generator) -> bool:
         """Random weights as `quantize` would make them; returns whether the width allows it."""
@@ -352,11 +354,13 @@ class Linear(Module):
         return slot.share(0, self._parallel) if split == "out" else slot
 
     def quantize(self, rounding: Rounding) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Round the weight, if its width allows. Yields it before and after."""
+        """Round the weight, if its width allows. Yields it before and after, in pieces."""
         if self.in_features % rounding.columns == 0:
-            before = self.dense()
-            self._store([rounding.round(before)])
-            yield before, self.dense()
+            pieces = []
+            for before, after in rounding.in_pieces(self.dense()):
+                pieces.append(after)
+                yield before, after.dense()
+            self._store(pieces)
 
     def draw(self, rounding: Rounding, std: float, generator: torch.Generator) -> bool:
         """Random weights as `quantize` would make them; returns whether the width allows it."""

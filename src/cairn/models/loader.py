@@ -16,10 +16,10 @@ from cairn.models.config_reader import ConfigReader
 from cairn.models.experts import ExpertWeights
 from cairn.models.interface import LanguageModel
 from cairn.models.layers import Embedding, Linear, named_slots
-from cairn.models.module import Factory, TensorSlot
+from cairn.models.module import Factory, Module, TensorSlot
 from cairn.models.narrow import Narrow
 from cairn.models.parallel import Alone, Parallel
-from cairn.models.quantize import QuantizationError, Rounding
+from cairn.models.quantize import EMBEDDINGS, QuantizationError, Rounding
 from cairn.models.registry import build
 
 Progress = Callable[[int, int], None]
@@ -182,9 +182,9 @@ def fill_dummy(model: LanguageModel, seed: int, rounded: Rounding | None = None)
     drawn: set[str] = set()
     if rounded is not None:
         generator = torch.Generator(some.device).manual_seed(seed)
-        for name, module in _to_round(model, rounded):
-            if module.draw(rounded, _DUMMY_STD, generator):
-                drawn.update(own for own, slot in module.slots(name) if len(slot.shape) > 1)
+        for name, module, own in _to_round(model, rounded):
+            if module.draw(own, _DUMMY_STD, generator):
+                drawn.update(path for path, slot in module.slots(name) if len(slot.shape) > 1)
         if not drawn:
             raise _nothing_to_round(rounded)
     for name, slot in sorted(named_slots(model).items()):
@@ -207,32 +207,41 @@ def _nothing_to_round(rounding: Rounding) -> ConfigError:
     )
 
 
-def quantize(model: LanguageModel, rounding: Rounding) -> QuantizationError:
-    """Round matrices, one after the other, and measure what that changes."""
+def quantize(model: LanguageModel, rounding: Rounding, *, ends: bool = True) -> QuantizationError:
+    """Round matrices, one after the other, and measure what that changes. Without `ends` embedding
+    and output head stay as they are."""
     lost = kept = 0.0
     errors: dict[str, float] = {}
-    for name, module in _to_round(model, rounding):
+    rounded_ends = False
+    for name, module, own in _to_round(model, rounding):
+        if not ends and _is_end(name, module):
+            continue
         difference = size = 0.0
-        for before, after in module.quantize(rounding):
+        for before, after in module.quantize(own):
             difference += (after - before).square().sum().item()
             size += before.float().square().sum().item()
+            rounded_ends |= _is_end(name, module)
         lost, kept = lost + difference, kept + size
         errors[name] = (difference / size) ** 0.5 if size else 0.0
     if not kept:
         raise _nothing_to_round(rounding)
     worst = max(errors, key=lambda name: errors[name])
-    return QuantizationError(rounding.name, (lost / kept) ** 0.5, errors[worst], worst)
+    form = EMBEDDINGS.name if rounded_ends else "not rounded"
+    return QuantizationError(rounding.name, form, (lost / kept) ** 0.5, errors[worst], worst)
 
 
 def _to_round(
     model: LanguageModel, rounding: Rounding
-) -> Iterator[tuple[str, Linear | Embedding | ExpertWeights]]:
+) -> Iterator[tuple[str, Linear | Embedding | ExpertWeights, Rounding]]:
+    """Matrices, and how each is rounded."""
     for name, module in model.named_modules():
-        is_head = name == "lm_head" or isinstance(module, Embedding)
-        if is_head and not rounding.embeddings:
-            continue
         if isinstance(module, Linear | Embedding | ExpertWeights):
-            yield name, module
+            yield name, module, EMBEDDINGS if _is_end(name, module) else rounding
+
+
+def _is_end(name: str, module: Module) -> bool:
+    """Whether this is the embedding or the output head."""
+    return name == "lm_head" or isinstance(module, Embedding)
 
 
 def _listed(names: list[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -51,18 +51,28 @@ class Rounding:
     them."""
     columns: int
     """Matrices whose width is no multiple of this stay as they are."""
-    embeddings: bool
-    """Embedding and output head are rounded too. Formats that checkpoints come in leave them."""
+
+    def in_pieces(self, dense: torch.Tensor) -> Iterator[tuple[torch.Tensor, Kept]]:
+        """Some outputs at a time, as they are and rounded, so that little memory is needed."""
+        for piece in torch.split(dense, max(1, MOST_ROUNDED // dense.shape[1])):
+            yield piece, self.round(piece)
 
 
+MOST_ROUNDED = 2**26
+"""Weights that are rounded at once, or one output."""
+
+INT8 = Rounding("int8", to_int8, partial(draw_codes, bits=8), BLOCK)
 ROUNDINGS: Mapping[str, Rounding] = {
     rounding.name: rounding
     for rounding in (
-        Rounding("int8", to_int8, partial(draw_codes, bits=8), BLOCK, embeddings=True),
-        Rounding("int4", to_int4, partial(draw_codes, bits=4), BLOCK, embeddings=False),
-        Rounding("fp8", fit_fp8, draw_fp8, 16, embeddings=False),
+        INT8,
+        Rounding("int4", to_int4, partial(draw_codes, bits=4), BLOCK),
+        Rounding("fp8", fit_fp8, draw_fp8, 16),
     )
 }
+EMBEDDINGS = INT8
+"""How embedding and output head are rounded, whatever the others are. FP8 in the output head alone
+changes a model's output as much as in all layers together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +80,15 @@ class QuantizationError:
     """Root mean square of what rounding changed, relative to the weights."""
 
     name: str
+    ends: str
+    """How embedding and output head were rounded."""
     overall: float
     worst: float
     worst_name: str
 
     def __str__(self) -> str:
         return (
-            f"{self.name} weights: relative error {100 * self.overall:.2f} % (rms), at most "
-            f"{100 * self.worst:.2f} % ({self.worst_name})"
+            f"{self.name} weights, embedding and output head {self.ends}: relative error "
+            f"{100 * self.overall:.2f} % (rms), at most {100 * self.worst:.2f} % "
+            f"({self.worst_name})"
         )
