@@ -209,15 +209,13 @@ class PagedCache:
             first = self._first_page(g, match)
             path = match.path[first:]
             missing = [node for node in path if node.pages[g] == NULL_PAGE]
-            for held in path:
-                if held.pages[g] != NULL_PAGE:
-                    self.tree.hold_page(g, held.pages[g])
+            self.tree.hold_pages(g, filter(None, [node.pages[g] for node in path]))
             for lost in missing:
                 self._fetch(g, lost)
-                self.tree.hold_page(g, lost.pages[g])
+                self.tree.hold_pages(g, [lost.pages[g]])
             table = [NULL_PAGE] * first + [held.pages[g] for held in path]
             tables.append(table)
-            generations.append([self.allocators[g].generation(page) for page in table])
+            generations.append(self.allocators[g].generations_of(table))
             live_from.append(first)
         pages = SequencePages(
             tables,
@@ -344,8 +342,7 @@ class PagedCache:
         self._sequences.remove(pages)
         for g, table in enumerate(pages.tables):
             # Deepest page first, so that on ties of recency the tail is evicted before the head.
-            for page in reversed(table[pages.live_from[g] :]):
-                self.tree.release_page(g, page)
+            self.tree.release_pages(g, reversed(table[pages.live_from[g] :]))
         self.tree.unpin(pages.node)
 
     def _complete(self, pages: SequencePages, computed: int) -> None:
@@ -364,8 +361,8 @@ class PagedCache:
         if not done:
             return
         for page, frame in done:
-            self.tree.release_page(self._frame_group, frame)
-            self.tree.release_page(self._page_group, page)
+            self.tree.release_pages(self._frame_group, [frame])
+            self.tree.release_pages(self._page_group, [page])
         for pages, token_ids in list(self._leaving.items()):
             self._publish(pages, token_ids, len(token_ids))
             if pages.published >= self.geometry.complete_pages(len(token_ids)):
@@ -397,7 +394,7 @@ class PagedCache:
             for index in range(pages.live_from[g], min(first, len(table))):
                 if g == self._frame_group and not self._is_durable(pages, index):
                     break
-                self.tree.release_page(g, table[index])
+                self.tree.release_pages(g, [table[index]])
                 table[index] = NULL_PAGE
                 pages.generations[g][index] = self.allocators[g].generation(NULL_PAGE)
                 pages.live_from[g] = index + 1

@@ -7,7 +7,7 @@ releases it the id is free again. Each allocation increments the id's generation
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from cairn.errors import PageError
 
@@ -39,6 +39,10 @@ class PageAllocator:
 
     def generation(self, page: int) -> int:
         return self._generations[page]
+
+    def generations_of(self, pages: Iterable[int]) -> list[int]:
+        every = self._generations
+        return [every[page] for page in pages]
 
     def allocate(self) -> int:
         if not self._free:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,7 +27,8 @@ _TOKEN_BYTES = 8
 
 
 def as_key(tokens: Sequence[int]) -> PageTokens:
-    return array("q", tokens).tobytes()
+    """An array must have items of 8 bytes, as those of requests do."""
+    return (tokens if isinstance(tokens, array) else array("q", tokens)).tobytes()
 
 
 class Node:
@@ -243,19 +244,22 @@ class RadixTree:
 
     # -- window pages of requests -------------------------------------------------------------
 
-    def hold_page(self, group: int, page: int) -> None:
-        """A request starts to use a cached page."""
-        self._allocators[group].retain(page)
-        if self._groups[group].window is not None:
-            self._idle[group].discard(self._node_of[group][page])
+    def hold_pages(self, group: int, pages: Iterable[int]) -> None:
+        """A request starts to use cached pages."""
+        retain, windowed = self._allocators[group].retain, group in self._windowed
+        for page in pages:
+            retain(page)
+            if windowed:
+                self._idle[group].discard(self._node_of[group][page])
 
-    def release_page(self, group: int, page: int) -> None:
-        """A request stops using a page, cached or not."""
-        left = self._allocators[group].release(page)
-        if left == 1 and self._groups[group].window is not None:
-            node = self._node_of[group].get(page)
-            if node is not None:
-                self._idle[group].push(node)
+    def release_pages(self, group: int, pages: Iterable[int]) -> None:
+        """A request stops using pages, cached or not."""
+        release, windowed = self._allocators[group].release, group in self._windowed
+        for page in pages:
+            if release(page) == 1 and windowed:
+                node = self._node_of[group].get(page)
+                if node is not None:
+                    self._idle[group].push(node)
 
     # -- evicting -----------------------------------------------------------------------------
 
