@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cairn import LLM, SamplingParams
-from cairn.engine.plan import StepPlan
+from cairn.engine.plan import Allowed, StepPlan
 from cairn.engine.request import State
 from tests.engine.test_speculation import Always, Liar
 from tests.helpers import TINY_OLMO3, byte_tokenizer, poison_free_memory, tokens_of, write_model
@@ -204,6 +204,39 @@ def test_tokens_of_a_request_that_a_failure_ended_are_dropped(
         tokens += [token for chunk in stream for token in chunk.token_ids]
         assert tokens == outputs[0]
         assert llm.generate(prompts[1], PARAMS).token_ids == outputs[1]
+
+
+def test_no_step_takes_masks_of_an_earlier_token(folder: Path) -> None:
+    """A check is finished and the next step planned before anyone hears of the new tokens."""
+    prompt = tokens_of(20)
+
+    def allowed(length: int, drafts: list[int]) -> Allowed:
+        """Every token has its own range of ten."""
+        masks = [sum(1 << (10 * (length + i) % 200 + j) for j in range(10)) for i in range(8)]
+        return Allowed(
+            tuple(m.to_bytes(32, "little") for m in masks[: 1 + len(drafts)]), (*drafts,)
+        )
+
+    outputs: list[list[int]] = []
+    for speculative in (None, "ngram"):
+        with load(folder, speculative=speculative) as llm:
+            engine = llm.engine
+            speculation = engine.scheduler.speculation
+            if speculation is not None:
+                truth = [(*prompt, *outputs[0])]
+                speculation.pace, speculation.drafter = Always(), Liar(truth, 0, honest=1.0)
+            (request,) = engine.make_requests(prompt, PARAMS)
+            told = {0: allowed(0, [])}
+            request.allowed_tokens, request.host_tokens = told.get, True
+            engine.submit(request)
+            while engine.has_work:
+                for _ in engine.step():
+                    drafts = [] if speculation is None else speculation.suggest(request)
+                    told[request.num_output] = allowed(request.num_output, drafts)
+            outputs.append(request.output_ids)
+            assert speculation is None or request.accepted_tokens > 20
+    assert [token // 10 for token in outputs[0]] == [place % 20 for place in range(40)]
+    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -66,13 +66,15 @@ class Liar(Drafter):
 
 
 class Masks:
-    """Tells which tokens a request may sample, once the test says so."""
+    """Tells which tokens a request may sample, once the test says so. The mask of each token is its
+    position."""
 
     def __init__(self) -> None:
+        self.count = -1  # output tokens that the masks follow
         self.allowed: Allowed | None = None
 
-    def __call__(self) -> Allowed | None:
-        return self.allowed
+    def __call__(self, count: int) -> Allowed | None:
+        return self.allowed if count == self.count else None
 
 
 class PagedMemory:
@@ -133,8 +135,9 @@ class PagedMemory:
             written_now = self.compute(advance, tokens, owner.namespace)
             assert written.isdisjoint(written_now)
             written |= written_now
-            masks = advance.samples if owner.allowed_tokens is not None else 0
-            assert len(advance.allowed) == masks
+            if owner.allowed_tokens is not None and advance.samples:
+                places = range(advance.stop - advance.drafted, advance.stop + 1)
+                assert advance.allowed == tuple(str(place).encode() for place in places)
             assert not (advance.samples and owner.prompt_scores in ONLY_PROMPT)
             if advance.samples:
                 own = [
@@ -592,8 +595,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         (plan, sampled, guesses), self.in_flight = self.in_flight, None
         for done in self.scheduler.commit(plan, sampled, guesses):
-            if done.id in self.masks:
-                self.masks[done.id].allowed = None
             if done.prompt_scores in ONLY_PROMPT:
                 assert done.num_output == 0 and done.finish_reason == "length"
                 continue
@@ -606,10 +607,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def masks_arrive(self) -> None:
         for name, masks in self.masks.items():
             own = self.all[name]
-            if masks.allowed is None and own.state is not State.FINISHED:
+            if masks.count < own.num_output and own.state is not State.FINISHED:
                 speculation = self.scheduler.speculation
                 drafts = [] if speculation is None else speculation.suggest(own)
-                masks.allowed = Allowed((b"mask",) * (1 + len(drafts)), tuple(drafts))
+                first = len(own.token_ids)
+                places = range(first, first + 1 + len(drafts))
+                masks.allowed = Allowed(tuple(str(p).encode() for p in places), tuple(drafts))
+                masks.count = own.num_output
 
     @precondition(lambda self: self.scheduler.has_work)
     @rule(data=st.data(), reason=st.sampled_from(["abort", "stop"]))

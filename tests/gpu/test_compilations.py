@@ -102,7 +102,7 @@ def bound_by_grammar(llm: LLM) -> None:
     frontend = llm.frontend
     for params in (GREEDY, WAYS["drawn"]):
         free, bound = (frontend.prepare(tokens_of(30, seed=n), params)[0] for n in (1, 2))
-        bound.allowed_tokens = lambda: Allowed((bytes([0xFF] * 8),))
+        bound.allowed_tokens = lambda _: Allowed((bytes([0xFF] * 8),))
         bound.host_tokens = True
         for request in (free, bound):
             frontend.submit([request])

@@ -30,9 +30,8 @@ def test_only_allowed_tokens_are_taken(
 
     turn = 0
 
-    def rule() -> Allowed | None:
+    def rule(length: int) -> Allowed | None:
         """Not known in every third step: then the request is left out, and others go on."""
-        length = bound[0].num_output
         seen.append(length)
         return Allowed((only(length + 3, 200),)) if turn % 3 else None
 
@@ -72,8 +71,7 @@ def test_drafts_take_allowed_tokens_only(model_folder: Path, temperature: float)
     params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=temperature, seed=1)
     truth: list[int] = []
 
-    def rule() -> Allowed | None:
-        length = bound[0].num_output
+    def rule(length: int) -> Allowed | None:
         random = Random(length)  # the same as long as the output is
         right = truth[length : length + random.randrange(5)]
         drafts = [token if random.random() < 0.9 else 200 for token in right]

@@ -53,9 +53,9 @@ class Request:
     `ONLY_PROMPT` generate nothing."""
     host_tokens: bool = False
     """Each step needs the previous token on the host, so this request's steps do not overlap."""
-    allowed_tokens: Callable[[], Allowed | None] | None = None
-    """Returns the tokens that may follow the output so far, and drafts to check; None if that is
-    not known yet, and the request has to wait. Needs `host_tokens`."""
+    allowed_tokens: Callable[[int], Allowed | None] | None = None
+    """Takes the number of output tokens. Returns which tokens may follow them, and drafts to check;
+    None if that is not known yet, and the request has to wait. Needs `host_tokens`."""
     shares_tokens: bool = False
     """`token_ids` are also those of other choices of the prompt, and are copied before it runs."""
     traced: bool = False
@@ -126,7 +126,7 @@ class Request:
 
     @property
     def waits_for_mask(self) -> bool:
-        return self.allowed_tokens is not None and self.allowed_tokens() is None
+        return self.allowed_tokens is not None and self.allowed_tokens(self.num_output) is None
 
     @property
     def can_advance(self) -> bool:

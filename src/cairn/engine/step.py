@@ -229,6 +229,6 @@ class Step:
 
 def _allowed(request: Request) -> Allowed:
     assert request.allowed_tokens is not None
-    allowed = request.allowed_tokens()
+    allowed = request.allowed_tokens(request.num_output)
     assert allowed is not None  # `can_advance` has made sure
     return allowed

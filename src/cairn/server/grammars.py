@@ -49,8 +49,10 @@ class Follower:
         self.error: str | None = None
         self._grammars = grammars
 
-    def __call__(self) -> Allowed | None:
-        return self.allowed
+    def __call__(self, count: int) -> Allowed | None:
+        """What may follow an output of so many tokens; None if that is not known yet."""
+        # A step may be planned before this object is told what the last one brought.
+        return self.allowed if count == len(self.output) else None
 
     def advance(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> None:
         """The output has continued: ask what may follow, and what may follow drafts."""
