@@ -1,13 +1,14 @@
-"""HiLS attention of whole sequences, differentiable, from all pairs of rows.
+"""HiLS attention of whole sequences, differentiable, computed over all pairs of rows.
 
-Every part of it is a softmax over keys times a weight that is one number per query and chunk:
-a chunk's own softmax times the chunk's share, or the window's softmax times the window's share,
-where the window consists of whole chunks too. So with z the scores of all pairs,
+A query gives each chunk it reads a share of its attention, and the window, which consists of whole
+chunks, another share. Inside a chunk, or inside the window, attention is a plain softmax. So with z
+the scores of all pairs,
 
     out_i = sum_j exp(z_ij + shift_ic) v_j,    c the chunk of j,
 
-and the shift, log of the share minus log-sum-exp of what it is a share of, is all there is to find.
-Rows are tokens and landmarks together; their number is a multiple of the chunk size.
+where shift_ic is the log of the share minus the log-sum-exp of that chunk or window. Only the
+shifts have to be found. Rows are tokens and landmark rows; their number is a multiple of the chunk
+size.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import math
 
 import torch
 
-_MASKED = -1e30  # as good as minus infinity, and its differences and gradients are no NaN
+_MASKED = -1e30  # in place of minus infinity, whose differences and gradients would be NaN
 
 
 def first_window_chunk(rows: torch.Tensor, window: int, chunk: int) -> torch.Tensor:
@@ -27,8 +28,9 @@ def first_window_chunk(rows: torch.Tensor, window: int, chunk: int) -> torch.Ten
 def landmarks(
     prior: torch.Tensor, keys: torch.Tensor, chunk: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of every chunk: the mean of its keys as its landmark row weighs them, and the entropy of the
-    weights. prior [batch, heads, rows, dim] are scoring queries; -> [batch, heads, chunks(, dim)]
+    """The landmark of every chunk: the mean of its keys under the attention of its landmark row,
+    [batch, heads, chunks, dim], and the entropy of that attention, [batch, heads, chunks]. `prior`
+    [batch, heads, rows, dim] are the queries that weigh the keys.
     """
     pages = torch.unflatten(keys, 2, (-1, chunk))[
         :, :, :, :-1
@@ -81,11 +83,14 @@ def attend(
     read_all: torch.Tensor,
     rivals_ahead: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """query, scoring [batch, heads, queries, dim] of the given rows of a sequence;
-    keys, values [batch, heads, all rows, dim]; summary: the landmarks of `keys`.
-    read_all: where it is true every chunk is read, so that scores of all of them are taught.
-    rivals_ahead: chunks of the batch's other texts compete, with scores raised by so much. One that
-    is chosen takes a place and its share, and gives nothing: as in a far longer text."""
+    """Attention of some rows of a sequence.
+
+    query, scoring [batch, heads, queries, dim]; keys, values [batch, heads, all rows, dim]; summary
+    are the landmarks of `keys`. Where `read_all` is true every chunk is read, so that the scores of
+    all chunks are trained. With `rivals_ahead` chunks of the batch's other texts compete, with
+    scores raised by that much. A rival that is selected takes a place and its share of attention,
+    and contributes nothing, as irrelevant chunks of a far longer text do.
+    """
     scale = query.shape[-1] ** -0.5
     chunks = keys.shape[2] // chunk
     row = torch.arange(keys.shape[2], device=keys.device).view(chunks, chunk)

@@ -1,5 +1,5 @@
-"""Batches of samples, made in worker processes. A batch depends on nothing but seed, phase and
-step, so that a run that was interrupted goes on with the batches it would have seen."""
+"""Batches of samples, made in worker processes. A batch depends on seed, phase and step alone, so
+that a resumed run sees the same batches as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Batches(Dataset[Batch]):
 
 
 def stream(batches: Batches, start: int, workers: int, pin: bool) -> Iterator[Batch]:
-    """Batches `start` and on, in order whatever the number of workers."""
+    """Batches from `start` on, in order, for any number of workers."""
     loader: DataLoader[Batch] = DataLoader(
         batches,
         batch_size=None,

@@ -83,7 +83,7 @@ def import_model(folder: Path, device: torch.device) -> Decoder:
 def save_state(
     path: Path, model: Decoder, optimizers: Sequence[torch.optim.Optimizer], **more: Any
 ) -> None:
-    """Written aside and moved into place, so that a kill leaves the old state or the new one."""
+    """Write to another file first and rename it, so that a kill leaves the old or the new state."""
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {
         "config": asdict(model.config),

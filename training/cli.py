@@ -31,7 +31,7 @@ _NAMES = 30_000
 def make_worlds(
     tokenizer: Tokenizer, data: Path = DATA, names: int = _NAMES
 ) -> tuple[World, World]:
-    """To train in, and held out: other text, other names."""
+    """One world to train in, and one that is held out, with other text and other names."""
     seen, held = load_corpora(tokenizer, data)
     to_train, to_ask = make_names(tokenizer, read_texts(data), names, seed=0)
     return World.of(seen, to_train, tokenizer), World.of(held, to_ask, tokenizer)

@@ -1,4 +1,4 @@
-"""The phases of training. Looking things up must first form where everything is near; then the
+"""The phases of training. Lookups are learnt first where everything is in the window. Then the
 window shrinks, then chunks are selected, then texts grow long."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from training.samples import Kind
 from training.tasks import Mixture
 
 ALL = 1 << 20
-"""As top-k: every chunk is read."""
+"""A top-k that reads every chunk."""
 _GOLDEN = 0.6180339887
 
 LOSS_WEIGHTS: Mapping[Kind, float] = {
@@ -26,7 +26,7 @@ LOSS_WEIGHTS: Mapping[Kind, float] = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a batch. `chunks` chunks of 63 tokens fill whole pages with their landmarks."""
+    """The shape of a batch. A chunk of 63 tokens and its landmark row fill a page."""
 
     chunks: int
     batch: int
@@ -48,13 +48,13 @@ class Phase:
     warmup: int = 20
     recompute: bool = False
     open_every: int = 0
-    """Every so many turns of the shapes all chunks are read: only what is read is taught, and a
-    chunk that is never selected would never learn that it should be. 0 for never."""
+    """All chunks are read once in this many turns of the shapes, because only chunks that are read
+    are trained: one that is never selected would never learn to be. 0 for never."""
     rivals_every: int = 0
-    """The last of every so many turns, unless all chunks are read in it, has chunks of other texts
-    compete. 0 for never."""
+    """Chunks of other texts compete in the last of this many turns, unless all chunks are read in
+    it. 0 for never."""
     most_ahead: float = 1.0
-    """Rivals' scores are raised by up to so much: a longer text would have better ones."""
+    """Rivals' scores are raised by up to this: a longer text would have better ones."""
     goal: float = 1.01
     """The phase ends early when this share of held-out questions is answered."""
     weights: Mapping[Kind, float] = field(default_factory=lambda: LOSS_WEIGHTS)
@@ -68,7 +68,7 @@ class Phase:
         return self.open_every > 0 and turn % self.open_every == 0
 
     def rivals_ahead_at(self, turn: int) -> float | None:
-        """Evenly spread over the range, and the same when a run goes on; None for no rivals."""
+        """How much rivals are raised: evenly spread, equal in a resumed run; None: no rivals."""
         if not self.rivals_every or self.reads_all_at(turn):
             return None
         if turn % self.rivals_every != self.rivals_every - 1:
@@ -92,7 +92,7 @@ _FAR = Mixture(
 )
 
 _LOOKUPS = {**LOSS_WEIGHTS, Kind.TEXT: 0.1, Kind.REST: 1.5}
-"""Once words are known, what counts is that every token of a value is found."""
+"""For later phases: when words are known, every token of a value must be found."""
 
 CURRICULUM = (
     Phase("near", (Shape(4, 256),), 3000, 256, ALL, _NEAR, warmup=100, goal=0.97),

@@ -1,4 +1,4 @@
-"""The log of a run as pictures."""
+"""Plots of a run's log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def draw(log: Path, picture: Path) -> None:
     """Loss and accuracy by kind of token, and held-out answers, over all steps."""
     try:
         import matplotlib
-    except ImportError:  # a picture is no reason to end a run
+    except ImportError:  # a failed plot must not end the run
         return
 
     matplotlib.use("Agg")

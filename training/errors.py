@@ -2,4 +2,4 @@ from __future__ import annotations
 
 
 class UsageError(Exception):
-    """What was asked for cannot be: the message says what to ask for instead."""
+    """An option that cannot be honoured; the message says what to use instead."""

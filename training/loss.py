@@ -1,5 +1,5 @@
-"""Loss and accuracy by kind of token. Each kind's loss is a mean of its own: a handful of lookups
-weighs as much as thousands of words."""
+"""Loss and accuracy by kind of token. Each kind's loss is a mean of its own, so that a few lookups
+weigh as much as thousands of words."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS = len(Kind)
 
 
 class Tally:
-    """Sums by kind, kept on the device until somebody asks."""
+    """Sums by kind, kept on the device until they are read."""
 
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(3, KINDS, device=device)  # loss, right, count
@@ -26,7 +26,7 @@ class Tally:
             self._sums[row].index_add_(0, kinds, values)
 
     def read(self) -> dict[str, float]:
-        """Means since the last reading, of kinds that occurred."""
+        """Means since the last call, of the kinds that occurred."""
         losses, right, count = self._sums.tolist()
         self._sums.zero_()
         found = {}

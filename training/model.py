@@ -1,4 +1,4 @@
-"""The decoder: HiLS layers or plain causal ones. Parameters bear the names of the checkpoint."""
+"""The decoder, with HiLS or plain causal layers. Parameters have the checkpoint's names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Layout(NamedTuple):
     rows: torch.Tensor  # [rows]
     window_chunk: torch.Tensor  # [rows]
     top_k: int
-    read_all: torch.Tensor  # a flag; a tensor, since a number would be compiled in
+    read_all: torch.Tensor  # a flag; a number would be compiled in as a constant
     rivals_ahead: torch.Tensor | None
     block: int
     """Queries at a time; 0 for all at once."""
@@ -155,7 +155,7 @@ class Body(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens in, hidden states of the tokens out; landmark rows come and go inside."""
+    """Maps tokens to their hidden states. Landmark rows are added and removed inside."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class Decoder(nn.Module):
         self.read_all = False
         """Read every chunk instead of the best `top_k`."""
         self.rivals_ahead: float | None = None
-        """Chunks of other texts compete, with scores raised by so much; None: they do not."""
+        """How much the scores of other texts' chunks are raised; None: these do not compete."""
         self.recompute = False
         """Keep only the layers' inputs for the backward pass."""
         self.run_layer: Callable[[Layer, torch.Tensor, Layout], torch.Tensor] = run_layer
@@ -191,14 +191,14 @@ class Decoder(nn.Module):
         return out
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of real tokens only: nothing ever predicts a landmark or a padding row."""
+        """Logits of real tokens only: landmark and padding rows are never predicted."""
         return F.linear(hidden, self.model.embed_tokens.weight[: self.config.vocab_size])
 
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.parameters())
 
     def _with_landmarks(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Whole chunks: padding behind the end is seen by nobody before it."""
+        """Pad to whole chunks, and end each with a landmark row. No token sees the padding."""
         real = self.config.chunk - 1
         padded = torch.unflatten(F.pad(tokens, (0, -tokens.shape[1] % real)), 1, (-1, real))
         return F.pad(padded, (0, 1), value=self.config.landmark_id).flatten(1)
@@ -207,7 +207,7 @@ class Decoder(nn.Module):
         config = self.config
         rows = torch.arange(count, device=device)
         exponents = torch.arange(0, config.head_dim, 2, device=device) / config.head_dim
-        frequency = 1.0 / config.rope_theta**exponents  # to the bit as the engine has it
+        frequency = 1.0 / config.rope_theta**exponents  # bit for bit what the engine computes
         position = rows
         if config.architecture == "hils":
             position = rows - rows // config.chunk  # a landmark has the next token's position
@@ -229,7 +229,7 @@ class Decoder(nn.Module):
             if name.endswith("embed_tokens.weight"):
                 nn.init.normal_(parameter, std=self.config.width**-0.5)
             elif name.endswith("lmk_q_proj.1.weight"):
-                nn.init.zeros_(parameter)  # pages are scored with the ordinary query at first
+                nn.init.zeros_(parameter)  # at first pages are scored with the ordinary query
             elif parameter.dim() == 2:
                 std = 0.7 * parameter.shape[1] ** -0.5
                 last = name.endswith(("o_proj.weight", "down_proj.weight"))

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 Architecture = Literal["hils", "full"]
 
-_ROW_MULTIPLE = 32  # the embedding table with the landmark's row is padded to it
+_ROW_MULTIPLE = 32  # the embedding table, with the landmark's row, is padded to a multiple of this
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,11 @@ class ModelConfig:
     window: int = 128
     top_k: int = 16
     calibration: int = 32
-    """Rank of what the page-scoring query adds to the ordinary one."""
+    """Rank of the matrix that the page-scoring query adds to the ordinary query's."""
     rope_theta: float = 10_000.0
     rope_context: int = 512
-    """Pairs of dimensions that take longer than half of this to come round stand still. They carry
-    content to any distance; the others see every phase within a short training sample."""
+    """Rope does not rotate pairs of dimensions whose period is longer than half of this. They carry
+    content over any distance. The other pairs see every angle within a short training sample."""
     rope_multiplier: float = 2.0
     norm_eps: float = 1e-6
     context: int = 1 << 21

@@ -1,4 +1,4 @@
-"""Names nobody can have learnt: random syllables, and some capitalised words of the texts."""
+"""Names that no model can know: random syllables, and some capitalised words of the texts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tokenizers import Tokenizer
 from training.text import Tokens
 
 Name = tuple[int, int]
-"""Indexes of the given name and the surname in the table; a surname of -1 is none."""
+"""Indices of the given name and the surname in the table; -1 if there is no surname."""
 
 _ONSETS = "b br c ch d dr f g gr h j k l l m m n n p r r s s sh st t t th tr v w z".split()
 _VOWELS = "a a a e e e i i o o u ai ea ia".split()
 _CODAS = "l n r s t m nd n x ck rn th d ll".split()
 _MOST_TOKENS = 4
-_WORD_SHARE = 0.15  # of a table: words of the texts
-_SINGLE_SHARE = 0.15  # of names: one word only
+_WORD_SHARE = 0.15  # share of a table's words that come from the texts
+_SINGLE_SHARE = 0.15  # share of names with one word only
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,14 @@ class NameTable:
     words: Sequence[str] = field(repr=False)
     tokens: Sequence[Tokens] = field(repr=False)
     invented: int
-    """The first so many are random syllables and stand nowhere in the texts."""
+    """Number of first words that are random syllables and do not occur in the texts."""
 
     def draw(self, rng: np.random.Generator) -> Name:
         if rng.random() < _SINGLE_SHARE:
             return self.draw_word(rng), -1
         given, surname = rng.integers(len(self.words), size=2).tolist()
         if given >= self.invented and surname >= self.invented:
-            given = self.draw_word(rng)  # so that the pair stands nowhere either
+            given = self.draw_word(rng)  # so that the pair does not occur in the texts either
         return given, surname
 
     def draw_word(self, rng: np.random.Generator) -> int:
@@ -70,7 +70,7 @@ def make_names(
     words = sorted(word for word in known if re.fullmatch(r"[A-Z][a-z]{2,9}", word))
     rng.shuffle(words)
     words = words[: int(2 * size * _WORD_SHARE)]
-    # A set keeps no order that a seed would fix; a dict does.
+    # A dict, because the order of a set would differ between runs with the same seed.
     invented = dict.fromkeys(_invent(rng, 4 * size))
     new = [word for word in invented if word not in known]
     return (

@@ -1,4 +1,4 @@
-"""Muon for the matrices, AdamW for the rest. Lookup forms several times sooner than with AdamW."""
+"""Muon for matrices, AdamW for the rest. Lookups are learnt far sooner than with AdamW alone."""
 
 from __future__ import annotations
 

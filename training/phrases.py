@@ -1,4 +1,4 @@
-"""The sentences of the tasks, encoded once. Every part begins where the tokenizer cuts anyway."""
+"""The sentences of the tasks, encoded once. Parts begin where the tokenizer splits anyway."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Phrases:
         )
 
     def restated(self, attribute: int, name: Tokens, code: Tokens) -> Piece:
-        """The same sentence once more: its value can be known now."""
+        """The same sentence again, whose value can be predicted now."""
         return Piece.of(
             (self.leads[attribute][0], Kind.NONE),
             (name, Kind.NONE),

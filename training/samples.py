@@ -16,15 +16,15 @@ Answers = npt.NDArray[np.int16]
 
 
 class Kind(IntEnum):
-    """What a token is to whoever predicts it. Each kind has a loss of its own."""
+    """What kind of prediction a token is. Each kind has a loss of its own."""
 
-    NONE = 0  # not predictable, or not worth it
+    NONE = 0  # not predictable, or not trained
     TEXT = 1  # prose
-    COPY = 2  # a span that stood before
+    COPY = 2  # a span that occurred before
     FORM = 3  # the answer's words around its value: the name, mostly
     FIRST = 4  # where the value begins: the lookup
     REST = 5  # the value's other tokens
-    ABSENT = 6  # where the answer says that nothing is known
+    ABSENT = 6  # the answer says that the value is unknown
     VARIABLE = 7  # a chain of variables, down to its value
 
 
@@ -65,7 +65,7 @@ class Sample:
 def assemble(
     rng: np.random.Generator, corpus: Corpus, length: int, placed: Sequence[Placed]
 ) -> Sample:
-    """Text of just the length that is missing, with the pieces between its sentences, in order."""
+    """A sample of exact length: the pieces, in order, between the sentences of a text."""
     missing = length - sum(len(p.piece) for p in placed)
     if missing < 0:
         raise ValueError(f"the pieces are {-missing} tokens longer than the sample of {length}")

@@ -1,5 +1,5 @@
-"""Held-out questions, asked in the training form. An answer counts if all of its tokens are the
-most likely ones: given the true tokens before each, that is what greedy generation would write."""
+"""Held-out questions, asked in the training form. An answer is right if each of its tokens is the
+most likely one after the true tokens before it. Greedy generation would then write that answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Score:
 
     known: float
     value: float
-    """Of known ones: the value alone, given the right words before it."""
+    """Share of known answers whose value is right, given the right words before it."""
     unknown: float
     asked: int
 

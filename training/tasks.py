@@ -41,18 +41,18 @@ class Mixture:
     copy: float = 0.0
     text: float = 0.0
     fill: tuple[float, float] = (0.6, 1.0)
-    """Between these shares of a sample are facts and questions; the rest is text."""
+    """Share of a sample that is facts and questions, from and to; the rest is text."""
     few: float = 0.0
-    """Of samples: no more than `few_limit` facts and questions, and often one."""
+    """Share of samples with at most `few_limit` facts and questions, often one."""
     few_limit: int = 8
-    absent: float = 0.2  # of questions: about a name that is not there
-    alike: float = 0.3  # of names: share a word with another one
-    silent: float = 0.2  # of facts: nobody asks about them
-    restated: float = 0.2  # of questions: the fact's sentence instead, without a question
-    at_end: float = 0.3  # of samples: all questions come last
+    absent: float = 0.2  # share of questions about a name that is not in the text
+    alike: float = 0.3  # share of names that have a word in common with another
+    silent: float = 0.2  # share of facts that are not asked about
+    restated: float = 0.2  # share of questions that are replaced by the fact's sentence
+    at_end: float = 0.3  # share of samples with all questions at the end
     at_start: float = 0.0
-    """Of samples with facts: one is the first sentence, or one of the first. Rows that have seen
-    nothing are unlike all others, and chance hardly ever begins with a fact."""
+    """Share of samples with a fact in the first sentence or one of the first. Rows with little
+    before them are unlike all others, and random places are hardly ever there."""
 
     def draw(self, rng: np.random.Generator) -> Task:
         shares = np.array([self.facts, self.variables, self.copy, self.text])
@@ -75,13 +75,13 @@ def make_sample(rng: np.random.Generator, world: World, mixture: Mixture, length
 
 @dataclass(slots=True)
 class _Room:
-    """Pieces so far, and how many tokens more may be placed."""
+    """The pieces so far, and the number of tokens that can still be placed."""
 
     left: int
     placed: list[Placed] = field(default_factory=list)
 
     def add(self, *placed: Placed) -> bool:
-        """All of them or none."""
+        """Place all of these pieces, or none."""
         needed = sum(len(p.piece) for p in placed)
         if needed > self.left:
             return False
@@ -152,9 +152,9 @@ def place_variables(
 
 
 def place_copies(rng: np.random.Generator, world: World, length: int) -> list[Placed]:
-    """Spans that come twice, at any distance and in any order: found by content alone.
+    """Spans that occur twice, at any distance and in any order, so that only content finds them.
 
-    Some are of few different tokens, so that one token before does not tell which comes next."""
+    Some have few different tokens, so that the token before does not tell which comes next."""
     room = _Room(int(length * rng.uniform(0.7, 1.0)))
     vocabulary = world.phrases.tokenizer.get_vocab_size()
     source = int(rng.integers(3))
@@ -168,7 +168,7 @@ def place_copies(rng: np.random.Generator, world: World, length: int) -> list[Pl
         else:
             start = rng.integers(len(world.corpus.tokens) - size)
             span = world.corpus.tokens[start : start + size]
-        known = 1 if source == 0 else 3  # so many tokens tell which span it is
+        known = 1 if source == 0 else 3  # tokens that identify the span
         first = Piece.of((span, Kind.NONE))
         again = Piece.of((span[:known], Kind.NONE), (span[known:], Kind.COPY))
         at = float(rng.random())
@@ -181,7 +181,7 @@ def _budget(rng: np.random.Generator, mixture: Mixture, length: int) -> int:
 
 
 def _most(rng: np.random.Generator, mixture: Mixture) -> int:
-    """Facts and questions, if so many fit."""
+    """Facts and questions, if that many fit."""
     if rng.random() < mixture.few:
         return int(np.exp(rng.uniform(0.0, np.log(mixture.few_limit + 1))))
     return _MANY
@@ -194,8 +194,8 @@ def _later(rng: np.random.Generator, at: float, at_end: bool) -> float:
 def _new_name(
     rng: np.random.Generator, names: NameTable, present: list[Name], used: set[int], alike: float
 ) -> Name:
-    """Words come once, but for the one that a name may share with a name in the text: so no name
-    is a part of another."""
+    """Each word occurs in one name only, except a word that a name may share with a name in the
+    text. So no name is part of another."""
     shares = [name for name in present if name[1] >= 0]
     while True:
         name, old = names.draw(rng), -1

@@ -20,8 +20,8 @@ VOCAB_SIZE = 4095
 
 _HELD_OUT = 0.04  # the end of each text, for evaluation
 _REPEATED = 500
-# Two digits are a token, the first with the space before it if there is one: a number begins right
-# behind the word that announces it, and has few tokens that must each be looked up.
+# Two digits are one token, with the space before them if there is one. So a number has few tokens,
+# and begins right after the word that announces it.
 _WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s"
 
 
@@ -84,7 +84,7 @@ class Corpus:
         return cls(tokens, np.flatnonzero(after) + 1)
 
     def excerpt(self, rng: np.random.Generator, length: int) -> tuple[Tokens, list[int]]:
-        """`length` tokens from the beginning of a sentence, and the breaks inside; wraps round."""
+        """`length` tokens from the start of a sentence, wrapping around, and the breaks in them."""
         if length == 0:
             return self.tokens[:0], [0]
         start = int(self.breaks[rng.integers(len(self.breaks))])
@@ -101,7 +101,7 @@ class Corpus:
 
 
 def load_corpora(tokenizer: Tokenizer, folder: Path = DATA) -> tuple[Corpus, Corpus]:
-    """To train on, and held out."""
+    """The part to train on, and the part that is held out."""
     seen, held = [], []
     for text in read_texts(folder):
         lines = text.splitlines(keepends=True)

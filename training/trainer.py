@@ -1,4 +1,4 @@
-"""Runs the phases within a time limit, and leaves a state to go on from."""
+"""Runs the phases within a time limit, and saves a state from which training can resume."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Options:
     out: Path
     seed: int = 0
     weights: Path | None = None
-    """An exported model to begin with, instead of random numbers."""
+    """An exported model to start from, instead of random weights."""
     minutes: float = math.inf
     device: str = "cpu"
     compile: bool = False
@@ -42,7 +42,7 @@ class Options:
     check_every: int = 250
     check_samples: int = 128
     reserve_seconds: float = 25.0
-    """Kept for the last check, the state and the pictures."""
+    """Seconds kept for the last evaluation, the state and the plots."""
 
     @property
     def state(self) -> Path:
@@ -144,7 +144,7 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
 
     def _check(self, phase: Phase) -> float:
-        """Held-out questions at the phase's longest shape; the share answered."""
+        """Share of held-out questions that are answered, at the phase's longest shape."""
         model, options = self.model, self._options
         shape = max(phase.shapes, key=lambda s: s.chunks)
         fast, model.run_layer = model.run_layer, run_layer
@@ -233,7 +233,7 @@ class Trainer:
 
 
 def _given_weights(options: Options, config: ModelConfig) -> Decoder | None:
-    """Those to begin with, if there are any and they fit."""
+    """Load the weights to start from, if given and if they fit."""
     if options.weights is None:
         return None
     if options.state.exists():

@@ -1,4 +1,4 @@
-"""Rank 0's runner: every step goes to the other ranks first, then all carry it out together."""
+"""Rank 0's runner: sends every step to the other ranks, then all ranks run it together."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ class LeadRunner(Runner):
 
     def finish(self, step: InFlight) -> StepResult:
         with self.together():
-            # A GPU that waits for a rank that has gone would never be ready.
+            # A GPU that waits for a rank that has ended would never become ready.
             while step.ready is not None and not step.ready.query():  # type: ignore[no-untyped-call]
                 self.ranks.watch()
             return super().finish(step)
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Something that all ranks do, or none: an error in it ends all of them.
+        """Run something that all ranks do together. An error in it ends all of them.
 
         Ctrl-C waits until it is done.
         """
         self.ranks.check()
-        # Ranks that begin something together must end it together.
+        # All ranks must finish what they started together.
         with interrupts_held_back(), self.ranks.ended_by_failure():
             yield
 
@@ -69,7 +69,7 @@ class LeadRunner(Runner):
                 raise RankError(f"rank {rank} has other tables than rank 0; this is a bug")
 
     def tier_stats(self) -> TierStats | None:
-        """Of all ranks; time that they waited is that of the one that waited most."""
+        """Totals of all ranks; the waiting time is that of the rank that waited longest."""
         own = super().tier_stats()
         if own is None:
             return None
@@ -98,7 +98,7 @@ class LeadMover:
     def __init__(self, tier: HiSparseCoordinator, runner: LeadRunner) -> None:
         self._tier = tier
         self._runner = runner
-        self._own = 0  # copies of rank 0 that are under way
+        self._own = 0  # copies of rank 0 in progress
         self._missing: dict[Transfer, int] = {}  # ranks that do not have it yet
         self._done: list[Transfer] = []
 
@@ -124,7 +124,7 @@ class LeadMover:
                     if not own:
                         break  # one failed, and is tried again
                     self._take_own(own)
-                else:  # only others have copies under way
+                else:  # only other ranks have copies in progress
                     self._take(self._runner.ranks.take_backed(waiting=True))
         return self._pop()
 

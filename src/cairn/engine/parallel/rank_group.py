@@ -16,8 +16,8 @@ import torch.distributed as dist
 from cairn.errors import CairnError
 
 PATIENCE = timedelta(seconds=60)
-"""How long a collective waits for the other ranks. All do the same work at the same time, so a rank
-that is this late is stuck."""
+"""How long a collective waits for the other ranks. All ranks do the same work at the same time, so
+one that is this late is stuck."""
 
 
 def rank_device(kind: str, rank: int) -> torch.device:
@@ -25,11 +25,11 @@ def rank_device(kind: str, rank: int) -> torch.device:
 
 
 class PeerLostError(CairnError):
-    """A collective failed: another rank has gone, or does not answer."""
+    """A collective failed: another rank has ended, or does not answer."""
 
 
 class RankGroup:
-    """`connect` before the first collective; all ranks do so at the same time."""
+    """Call `connect` on all ranks, at the same time, before the first collective."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank = rank
@@ -38,7 +38,7 @@ class RankGroup:
         self._group: Any = None
 
     def connect(self, meeting_place: Path) -> None:
-        """`meeting_place` is a file that does not exist, the same for all ranks."""
+        """`meeting_place` is the path of a file that does not exist yet, the same for all ranks."""
         store = dist.FileStore(str(meeting_place), self.size)  # type: ignore[attr-defined]
         store.set_timeout(PATIENCE)
         try:

@@ -1,6 +1,5 @@
-"""A rank other than 0: a process that carries out rank 0's plans over its own part of the model.
-
-Also the messages between it and rank 0.
+"""A rank other than 0: a process that runs rank 0's plans on its own part of the model. Also the
+messages between it and rank 0.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from cairn.kernels.compilations import CompilationCounts
 from cairn.memory.copies import Transfer
 from cairn.memory.hisparse import TierStats
 
-_LOOK_EVERY = 0.001  # seconds between looks at copies that are under way
+_LOOK_EVERY = 0.001  # seconds between checks of copies in progress
 
 # -- to a rank ------------------------------------------------------------------------------------
 
 
 class Build(NamedTuple):
-    """Everybody has loaded: meet the others, and make pools and runner."""
+    """All ranks have loaded: connect to the others, and make pools and runner."""
 
     memory: MemoryPlan
 
@@ -45,7 +44,7 @@ class Launch(NamedTuple):
 
 
 class BackUp(NamedTuple):
-    """Copy frames to host pages, behind the steps launched so far."""
+    """Copy frames to host pages, after the steps launched so far."""
 
     transfers: tuple[Transfer, ...]
 
@@ -66,10 +65,10 @@ ToRank = Build | Launch | BackUp | Tell | Close
 
 
 class Loaded(NamedTuple):
-    """The rank's weights are there."""
+    """The rank's weights are loaded."""
 
     budget: int | None
-    """Bytes its device has for the KV cache; None if that is sized by need."""
+    """Bytes that its device has for the KV cache; None if the cache is sized by need."""
 
 
 class Ready(NamedTuple):
@@ -77,20 +76,20 @@ class Ready(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """Kernels the rank has compiled so far, whenever there are more."""
+    """Number of kernels that the rank has compiled so far; sent when it grows."""
 
     counts: CompilationCounts
 
 
 class Backed(NamedTuple):
-    """Copies to host memory that have come to their end."""
+    """Copies to host memory that have ended."""
 
     transfers: tuple[Transfer, ...]
 
 
 class State(NamedTuple):
     fingerprint: str | None
-    """Of everything that plans decide, if asked for: equal on all ranks."""
+    """A digest of all state that plans decide, which must be equal on all ranks."""
     tier: TierStats | None
 
 
@@ -110,7 +109,7 @@ FromRank = Loaded | Ready | Compiled | Backed | State | Failed
 
 class RankOptions(NamedTuple):
     config: EngineConfig
-    """Its model is a place on disk, or a preset: nothing is fetched again."""
+    """Its model is a path on disk or a preset, so that nothing is fetched again."""
     rank: int
     dtype: torch.dtype
     device_type: str
@@ -119,8 +118,8 @@ class RankOptions(NamedTuple):
 
 
 def run_rank(options: RankOptions, link: Connection) -> None:
-    """The process's main: obey until told to close, or say why that is impossible."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is rank 0's affair
+    """The main function of the process: handle messages until told to close; report a failure."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C in the terminal
     threading.Thread(target=_end_with_parent, daemon=True).start()
     status = 1
     try:
@@ -128,7 +127,7 @@ def run_rank(options: RankOptions, link: Connection) -> None:
         _Rank(options, link).run()
         status = 0
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # rank 0 has gone
+        pass  # rank 0 has ended
     except BaseException as error:
         what = f"{type(error).__name__}: {error}"
         words = Failed(what, traceback.format_exc(), isinstance(error, PeerLostError))
@@ -137,7 +136,7 @@ def run_rank(options: RankOptions, link: Connection) -> None:
         except OSError:
             traceback.print_exc()
     finally:
-        # At once: the others wait in a collective until this rank's connections are closed.
+        # Exit at once: the others wait in a collective until this rank's connections are closed.
         os._exit(status)
 
 
@@ -156,7 +155,7 @@ class _Rank:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         self._group = RankGroup(options.rank, options.config.tp, self._device)
-        self._backing = 0  # pages on their way to host memory
+        self._backing = 0  # pages that are being copied to host memory
         self._compiled = CompilationCounts()  # as rank 0 knows it
 
     def run(self) -> None:
@@ -206,7 +205,7 @@ class _Rank:
             self._send(Compiled(counts))
 
     def _report_copies(self, runner: Runner) -> None:
-        """Until rank 0 says something, or there is nothing more to report."""
+        """Wait until rank 0 sends a message, or until there is nothing more to report."""
         while self._backing:
             assert runner.mover is not None
             done = tuple(runner.mover.poll())

@@ -1,8 +1,8 @@
 """Rank 0's side of the other ranks: starts, instructs, watches and ends their processes.
 
-Every wait for a rank also watches its process, so that one that dies is an error at once. A rank
-that fails leaves the others in the middle of a step, where nothing can be put right: all of them
-are ended, and the engine with them.
+Every wait for a rank also watches its process, so that a dead process is an error at once. If a
+rank fails, the others are in the middle of a step that cannot be completed. So all ranks are ended,
+and the engine with them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _NOT_BUILT = (
     "it was not ready yet: see above what it printed. Every rank runs the script that makes an "
     "engine with tp above 1, which must therefore do so under `if __name__ == '__main__':`"
 )
-_CAUSE_SECONDS = 5.0  # to find out which rank it was that failed
+_CAUSE_SECONDS = 5.0  # to find out which rank failed
 _CLOSE_SECONDS = 5.0  # for a rank to end by itself
 
 M = TypeVar("M", bound=FromRank)
@@ -94,7 +94,7 @@ class Ranks(RankGroup):
         self._backed: list[Transfer] = []
         self.compilations: dict[int, CompilationCounts] = {}
         """Kernels that each other rank has compiled, if any."""
-        # Whoever forgets to close an engine must not leave processes behind.
+        # An engine that is not closed must not leave processes behind.
         weakref.finalize(self, _kill, self._processes)
         context = multiprocessing.get_context(_START_METHOD)
         for rank in range(1, config.tp):
@@ -120,7 +120,7 @@ class Ranks(RankGroup):
     # -- building -----------------------------------------------------------------------------
 
     def agree_on_budget(self, choices: EngineChoices) -> EngineConfig:
-        """Wait until all have loaded. The rank with the least memory decides for all."""
+        """Wait until all ranks have loaded. The rank with the least memory decides for all."""
         budgets = [
             kv_budget(choices),
             *(said.budget for said in self.collect(Loaded, patient=True)),
@@ -137,7 +137,7 @@ class Ranks(RankGroup):
         model: LanguageModel,
         progress: Progress | None,
     ) -> tuple[Runner, list[str]]:
-        """Every rank makes its own, at the same time."""
+        """Make pools and runner on every rank, at the same time."""
         self.send(Build(memory))
         self.connect(self._meeting_place)
         built = build_runner(choices, memory, model, self, LeadRunner, progress)
@@ -156,8 +156,8 @@ class Ranks(RankGroup):
                 raise PeerLostError(f"rank {rank} does not listen: {error}") from error
 
     def collect(self, kind: type[M], *, patient: bool = False) -> list[M]:
-        """The next message of a kind from every rank, in their order; it may take long only if
-        `patient`."""
+        """The next message of a kind from every rank, in the order of ranks. With `patient` it may
+        take long."""
         return [self._next(rank, kind, patient) for rank in range(1, self.size)]
 
     def _next(self, rank: int, kind: type[M], patient: bool) -> M:
@@ -186,7 +186,7 @@ class Ranks(RankGroup):
         return done
 
     def watch(self) -> None:
-        """Take in what ranks said unasked; raise if one has failed or ended."""
+        """Handle messages that were not asked for; raise if a rank has failed or ended."""
         self.check()
         while (rank := self._wait_for_any(0)) is not None:
             self._take(rank, self._receive(rank))
@@ -196,7 +196,7 @@ class Ranks(RankGroup):
             raise RankError(f"{self.failure}; start the engine again") from self.failure
 
     def _wait_for_any(self, timeout: float) -> int | None:
-        """The first rank that has something to say, its end included."""
+        """The first rank that has sent a message or ended."""
         return min(self._speaking(range(1, self.size), timeout), default=None)
 
     def _speaking(self, ranks: Iterable[int], timeout: float | None) -> set[int]:
@@ -207,7 +207,7 @@ class Ranks(RankGroup):
         return {rank_of[ready] for ready in wait(list(rank_of), timeout)}  # type: ignore[arg-type]
 
     def _receive(self, rank: int) -> FromRank:
-        """The message of a rank that is known to speak. Raises PeerLostError at its end."""
+        """The message of a rank that has sent one. Raises PeerLostError if the rank has ended."""
         link = self._links[rank - 1]
         try:
             if not link.poll():
@@ -223,7 +223,7 @@ class Ranks(RankGroup):
 
     @contextlib.contextmanager
     def ended_by_failure(self) -> Iterator[None]:
-        """Whatever goes wrong in this ends all ranks; another rank's fault is raised as such."""
+        """An error inside ends all ranks. If another rank caused it, its error is raised."""
         try:
             yield
         except PeerLostError as error:
@@ -236,7 +236,7 @@ class Ranks(RankGroup):
             raise
 
     def _cause(self, error: PeerLostError) -> RankError:
-        """The error of the rank that failed first, not of one that merely lost another."""
+        """The error of the rank that failed first, not of one that only lost another."""
         if isinstance(error, _FailedError) and not error.words.peer_lost:
             return error.as_rank_error()
         deadline = time.monotonic() + _CAUSE_SECONDS
@@ -257,10 +257,10 @@ class Ranks(RankGroup):
         return RankError(f"{error}; no rank said why within {_CAUSE_SECONDS:g} s")
 
     def close(self) -> None:
-        """Let all ranks finish what they do."""
+        """Let all ranks finish their work."""
         if self.failure is None:
             self.failure = RankError("the ranks are closed")
-            with contextlib.suppress(PeerLostError):  # one that has ended before it is told to
+            with contextlib.suppress(PeerLostError):  # it has ended before it was told to
                 self.send(Close())
             deadline = time.monotonic() + _CLOSE_SECONDS
             for process in self._processes:
@@ -306,7 +306,7 @@ def _place(config: EngineConfig, source: ModelSource) -> str:
 
 
 def _limit_sending(link: Connection) -> None:
-    """A rank that is stuck must not hold rank 0 when their pipe is full."""
+    """Limit how long sending may block, so that a stuck rank cannot block rank 0."""
     seconds = struct.pack("ll", int(_patience()), 0)
     with socket.socket(fileno=socket.dup(link.fileno())) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
