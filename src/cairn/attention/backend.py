@@ -71,8 +71,8 @@ class Graph(NamedTuple):
     mixed: bool
     """Sequences may have any number of new rows; otherwise each has one."""
     few: bool = False
-    """Not mixed, and sequences may have up to `AttentionShape.most_rows` new rows: drafts that are
-    checked. Rows of a sequence read its past together."""
+    """Not mixed, and sequences may have up to `AttentionShape.most_rows` new rows, to verify
+    drafts. The rows of a sequence share one read of its past."""
 
 
 DENSE_GRAPHS = (Graph("dense", mixed=False), Graph("dense", mixed=True))
@@ -341,7 +341,7 @@ class SparseBackend(Backend):
 
     def forget(self, pages: np.ndarray) -> None:
         """Called before a step computes rows of these complete pages [groups, n] again, because
-        their tokens turned out to be others."""
+        drafts in them were wrong."""
 
     def selections(self, metadata: Any, row: int) -> dict[int, Selection]:
         """The pages that a traced row of the step read, by layer."""

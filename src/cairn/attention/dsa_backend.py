@@ -1,8 +1,8 @@
 """DeepSeek sparse attention: an index scores all earlier rows, and heads read the best of them.
 
-Which rows a query reads is exact: the k rows of highest score, the earlier one of equal scores. A
-query that sees at most k rows reads all of them, densely. Only selected latent rows are copied, so
-the work of a query does not grow with its past, but for the scan of index keys. With a host tier,
+The selection is exact: the k rows with the highest scores, the earlier row of equal scores. A query
+that sees at most k rows reads all of them, densely. Only selected latent rows are copied, so the
+work of a query does not grow with its past, except for the scan of index keys. With a host tier,
 `dsa_tiered` says where rows are.
 """
 
@@ -95,7 +95,7 @@ class DSABackend(SparseBackend):
         return Step(batch, (run,))
 
     def _decode_step(self, batch: AttentionBatch) -> Step:
-        """By kernels, all rows alike, so that a step gives the same recorded and not recorded."""
+        """Kernels compute all rows alike, so that a recorded step gives the same result."""
         assert self._kernels is not None
         own = self._kernels.decode(batch)
         return Step(batch, (Run(self._parts.dense, None, None, (), kernels=own),))

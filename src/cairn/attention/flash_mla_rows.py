@@ -1,6 +1,6 @@
-"""FlashMLA from SGLang's kernel package: attention over chosen latent rows.
+"""FlashMLA from SGLang's kernel package: attention over selected latent rows.
 
-A program of it reads the whole list of a query, so that few queries leave most of a GPU idle.
+One program reads the whole list of a query, so few queries leave most of a GPU idle.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FlashRows:
         return None
 
     def suits(self, rows: int) -> bool:
-        """Whether it was faster than our own kernel for so many rows, on an H200."""
+        """Whether it was faster than our own kernel for this number of rows, on an H200."""
         return 2 * rows * self._tiles > self._processors
 
     def attend(

@@ -1,8 +1,8 @@
-"""A cache of 8 bits on a GPU: chunks of rows read their pages widened, single rows as they are.
+"""An 8-bit cache on a GPU: chunks of rows read widened pages, single rows read pages as they are.
 
-A layer's pages that the chunks of a step read are widened once (`kernels/widen_pages.py`), and a
-backend for rows of 16 bits attends to the result. All rows, also those of the same chunk, are read
-from the cache, so a token does not depend on how its prompt is cut into chunks.
+The pages that the chunks of a step read are widened once per layer (`kernels/widen_pages.py`), and
+a 16-bit backend attends to the result. All rows, also those of the same chunk, are read from the
+cache, so a token does not depend on how its prompt is split into chunks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _TILE = 128  # rows of a page that holds widened rows; all backends read such pages fast
 _MOST_BYTES = 2 * 2**30
 _LEAST_TILES = 512  # for many short sequences
-_MOST_SEQS = 2  # there is room for so many of the longest sequences
+_MOST_SEQS = 2  # number of longest sequences that fit
 
 
 def dense_backend(
@@ -59,8 +59,8 @@ def widened_bytes(kinds: Sequence[type[DenseBackend]], shape: AttentionShape) ->
 
 
 def overflowing_seqs(kinds: Sequence[type[DenseBackend]], shape: AttentionShape, rows: int) -> int:
-    """How many sequences of so many rows are too many for the widened pages; 0 if no pages are
-    widened."""
+    """Number of sequences of this many rows that no longer fit into the widened pages; 0 if no
+    pages are widened."""
     if not any(_widens(kind, shape) for kind in kinds):
         return 0
     return 1 + (_tiles(shape) - 1) // -(-rows // _tile(shape))
@@ -97,7 +97,7 @@ class _Metadata:
 
 
 class Widened(DenseBackend):
-    """Chunks are read by a backend of any kind, single rows and what does not fit by Triton's."""
+    """A backend of any kind reads chunks; Triton's reads single rows and what does not fit."""
 
     name = "widened"
 

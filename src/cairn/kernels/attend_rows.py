@@ -1,8 +1,8 @@
-"""Attention over chosen latent rows in CUDA C++ (attend_rows.cu).
+"""Attention over selected latent rows in CUDA C++ (attend_rows.cu).
 
 It computes the same as `row_attention.row_attention` for the shapes it supports. Some of its warps
-gather rows while others multiply, and blocks merge what they read in each other's memory; Triton
-cannot express either.
+gather rows while others multiply, and blocks merge their results in each other's shared memory.
+Triton cannot express either.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _THREADS = 384
 SHARED_BYTES = 3 * 64 * 2 * (_LATENT + _ROPE) + 4 * (4 * 64 + 2 * 72) + 8 * 6 + 16 + 1024
 """Of a block: struct Gathered in the source, which is aligned to 1,024 bytes."""
 _MOST_PARTS = 8  # blocks of a cluster
-_FIXED = 4  # what a block takes beside its tiles, in tiles
+_FIXED = 4  # other shared memory of a block, in units of tiles
 
 
 def constants_of(heads: int, dtype: torch.dtype) -> dict[str, int]:

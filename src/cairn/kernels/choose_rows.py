@@ -1,7 +1,7 @@
 """The k best of many scores of each row, in CUDA C++ (choose_rows.cu).
 
-It computes the same as `top_rows.top_rows`, in one launch: the blocks of a cluster share a row and
-read each other's memory, which Triton cannot express.
+It computes the same as `top_rows.top_rows`, in one launch. The blocks of a cluster share a row and
+read each other's shared memory, which Triton cannot express.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Counts the kernels that Triton compiles or loads from its disk cache.
 
-Those at start are counted apart from those while serving, which delay requests.
+Kernels compiled at start and while serving are counted separately: the latter delay requests.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Kernels for a CPU, written in C++: products with matrices as files have them, and what lies
-between them.
+"""Kernels for a CPU, written in C++: products with quantised or float matrices as they are in the
+file, and the operations between products.
 
 They are compiled for this machine's CPU when they are first needed, which takes a few seconds, and
 kept in the user's cache folder. Products are defined in `models/blocks.py` and `models/narrow.py`,
@@ -36,7 +36,7 @@ _HEADERS, _SOURCES = (
         ("cpu_products.cpp", "cpu_floats.cpp", "cpu_attention.cpp", "cpu_replay.cpp"),
     )
 )
-# Sums must not depend on what a compiler merges into one instruction.
+# Sums must not depend on which operations a compiler fuses.
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=off", "-w")
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
@@ -83,7 +83,7 @@ FLOAT_KINDS = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 class CpuKernels:
     def __init__(self, library: Path) -> None:
         try:
-            # torch has loaded OpenMP already, so that both share one set of threads.
+            # torch has already loaded OpenMP, so both share its threads.
             loaded = ctypes.CDLL(str(library))
             self._product = loaded.cairn_product
             self._float_product = loaded.cairn_float_product
@@ -255,8 +255,8 @@ class CpuKernels:
     def record(
         self, run: Callable[[], torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, Tape | None]:
-        """The result of `run`, and a tape that repeats it with other `inputs`, which have the same
-        shapes. No tape if something else than these kernels computes."""
+        """The result of `run`, and a tape that repeats it with other `inputs` of the same shapes.
+        No tape if anything but these kernels computes."""
         self._tape = tape = Tape(inputs)
         try:
             with Watch(tape):

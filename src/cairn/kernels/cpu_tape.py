@@ -1,7 +1,7 @@
 """Runs of CPU kernels that are recorded once, and then repeated by a single call.
 
-Between small kernels Python takes as long as they do. A tape holds the calls of a run with their
-arguments. Whatever else a run computes would be missing from it, so `Watch` looks out for that.
+Python between small kernels takes as long as the kernels. A tape holds the calls of a run with
+their arguments. A tape would miss anything else that a run computes, so `Watch` detects that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class StrideOf(int):
-    """The distance of a tensor's rows. On a tape it is that of the input in its place."""
+    """The row stride of a tensor. On a tape it is the stride of the input that replaces it."""
 
     pointer: int
 
@@ -38,7 +38,7 @@ class Tape:
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         self.whole = True
-        """All that the run computed is on the tape."""
+        """Everything that the run computed is on the tape."""
         self.result: int | torch.Tensor = 0
         """The number of the input that holds the result, or the tensor that does."""
         self._inputs = {x.data_ptr(): i for i, x in enumerate(inputs)}
@@ -46,7 +46,7 @@ class Tape:
             self.whole = False  # a pointer does not tell which input it is
         self._kinds: list[int] = []
         self._words: list[_Word] = []
-        self._kept: dict[int, torch.Tensor] = {}  # by pointer; their memory must stay
+        self._kept: dict[int, torch.Tensor] = {}  # by pointer; kept alive
 
     def add(
         self, kind: int, tensors: tuple[torch.Tensor, ...], arguments: Sequence[int | float | None]
@@ -82,7 +82,7 @@ class Tape:
         return (ctypes.c_int32 * len(kinds))(*kinds), (_Word * len(words))(*words)
 
     def values(self, inputs: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_int64]:
-        """What words refer to, for these inputs: pointers, then distances of rows."""
+        """What words refer to, for these inputs: pointers, then row strides."""
         pointers, strides = ([x.data_ptr() for x in inputs], [x.stride(0) for x in inputs])
         return (ctypes.c_int64 * (2 * len(inputs)))(*pointers, *strides)
 
@@ -110,7 +110,7 @@ _MADE = ("empty", "empty_like", "new_empty")
 
 
 def _computes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
-    """Whether a call did more than to look at a tensor in another way."""
+    """Whether a call did more than make another view of a tensor."""
     special = name.startswith("__") and name.endswith("__")
     in_place = name.startswith("__i") if special else name.endswith("_")
     if name == "__setitem__" or "out" in kwargs or (in_place and isinstance(result, torch.Tensor)):

@@ -176,8 +176,9 @@ class CudaKernel:
         shared_bytes: int | None = None,
         pdl: bool = False,
     ) -> None:
-        """Launch on torch's current stream. Blocks form clusters of so many in the grid's first
-        dimension. A kernel that waits for its predecessor itself may have `pdl` (see `pdl`)."""
+        """Launch on torch's current stream. `cluster` blocks, consecutive in the grid's first
+        dimension, form a cluster. `pdl` is for kernels that wait for their predecessor (see
+        `pdl`)."""
         held = ctypes.create_string_buffer(structure, len(structure))
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(held))
         shared = self.shared_bytes if shared_bytes is None else shared_bytes

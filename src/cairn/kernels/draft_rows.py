@@ -1,8 +1,8 @@
-"""Keeps drafts going where only the device knows which of the last ones came true.
+"""Lets drafting continue when only the device knows which of the last drafts were right.
 
-The host prepares the inputs of a draft step as if none had. Kernels then find the newest token of
-each request, and move the inputs of recorded steps on: by the drafts that came true, and by one for
-every further draft.
+The host prepares the inputs of a draft step as if none had been right. Kernels then find the newest
+token of each request and advance the inputs of recorded steps: by the number of right drafts, and
+by one for every further draft.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _newest_kernel(
     first,  # [count] index of the first token that a request sampled
     checked,  # [count] number of its drafts
     places,  # [count] place of its slot
-    right,  # [count] number of drafts that came true
+    right,  # [count] number of right drafts
     count: tl.int32,
     most: tl.int32,  # of `checked`
     BLOCK: tl.constexpr,
@@ -56,8 +56,8 @@ def keep_newest(
     right: torch.Tensor,
     most: int,
 ) -> None:
-    """Count the drafts of each request that came true into `right`, and store the token that was
-    sampled after them as the newest one of its slot. Arguments are as in the kernel."""
+    """Count the right drafts of each request into `right`, and store the token that was sampled
+    after them as the newest of its slot. Arguments are as in the kernel."""
     count = len(first)
     _newest_kernel[(blocks_of(count, _BLOCK),)](
         tokens, newest, first, checked, places, right, count, most, BLOCK=_BLOCK, num_warps=4
@@ -130,9 +130,9 @@ def move_rows(
     further: int,
     page_size: int,
 ) -> None:
-    """Move the first rows of a recorded step on, by `right` tokens and `further` drafts: their
-    positions, lengths and pages, the random numbers of what they sample, and by `further` where
-    tokens are read and stored."""
+    """Advance the first rows of a recorded step by `right` tokens and `further` drafts: their
+    positions, lengths, pages and random seeds. Where tokens are read and stored advances by
+    `further` only."""
     count, groups = len(room), len(rows.pages)
     step = rows.pages[1].storage_offset() - rows.pages[0].storage_offset() if groups > 1 else 0
     _move_kernel[(blocks_of(count, _BLOCK),)](

@@ -1,4 +1,4 @@
-"""The experts of a mixture: down(silu(gate(x)) * up(x)) of the chosen ones, weighed and summed.
+"""The experts of a mixture: down(silu(gate(x)) * up(x)) of the chosen ones, weighted and summed.
 `experts` in models/experts.py does the same in torch.
 
 A pair is one row and one of its experts. With few rows every pair reads its expert's weights at the
@@ -485,7 +485,7 @@ def _grouped(
     down: torch.Tensor,
     scales: ExpertScales | None,
 ) -> torch.Tensor:
-    """Sort, then both products -> [rows * per_token, hidden], the weighed output of each pair"""
+    """Sort, then both products -> [rows * per_token, hidden], the weighted output of each pair"""
     rows, hidden = x.shape
     count, _, inter = down.shape
     pairs, top = ids.numel(), ids.shape[1]

@@ -1,7 +1,7 @@
 """Products of few rows with quantised matrices, in CUDA C++ (few_rows.cu).
 
 They compute the same as the kernels for few rows in `fp8` and `packed`, which serve other GPUs and
-shapes. Tensor cores take what was read as it lies in registers; Triton would pass it
+shapes. Tensor cores multiply the loaded numbers directly from registers; Triton would pass them
 through shared memory.
 """
 
@@ -273,7 +273,7 @@ def product(
 
 
 def gated(matrix: Matrix) -> Matrix | None:
-    """The same matrix, of gate and up, for silu(gate) * up; None if the kernel has no tiles so."""
+    """The same matrix of gate and up, for silu(gate) * up; None if the kernel has no such tiles."""
     if matrix.outputs % 16:
         return None
     return matrix._replace(form=matrix.form._replace(gated=True))

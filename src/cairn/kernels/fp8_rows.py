@@ -3,9 +3,9 @@
     page of a head:  rows [page_size, dim] of 8 bits, then their scales [page_size] float32
     latent row:      its numbers [width] of 8 bits, then a scale for every 128 of them, bfloat16
 
-Scales of a page take whole rows at the end of the slice, so that whoever copies pages or slices
-copies them too. Latent rows are copied one by one, so each has its scales at its end. Bytes up to a
-multiple of 16 are not used.
+Scales of a page take whole rows at the end of the slice, so that they are copied with the page or
+slice. Latent rows are copied one by one, so each has its scales at its end, and is padded to a
+multiple of 16 bytes.
 
 A scale is the smallest one with which its numbers fit into 8 bits, so it depends on that row alone;
 or it is that of the checkpoint. For e4m3 it is the smallest power of two: widened numbers are then
@@ -25,7 +25,7 @@ CACHE_TYPES = {"fp8": FP8, "int8": torch.int8}
 MOST = {FP8: 448.0, torch.int8: 127.0}
 """The largest number of each type."""
 SPAN = 128  # columns of a latent row that share a scale
-LEAST_SCALE = 2.0**-40  # what is smaller than that counts as zero
+LEAST_SCALE = 2.0**-40  # smaller numbers count as zero
 
 
 def is_narrow(dtype: torch.dtype | None) -> bool:
@@ -48,7 +48,7 @@ def quantize(
     rows: torch.Tensor, given: torch.Tensor | None = None, dtype: torch.dtype = FP8
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [..., dim] of 8 bits, and their scales [...] float32. Scales are those in `given`, which
-    can be broadcast to [...], where it is not 0; larger numbers than fit are cut off."""
+    can be broadcast to [...], where it is not 0; numbers that do not fit are clipped."""
     wide, most = rows.float(), MOST[dtype]
     scales = _smallest_scales(wide, dtype)
     if given is not None:
@@ -58,7 +58,7 @@ def quantize(
 
 
 def _smallest_scales(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Of float32 rows [..., dim], [...]."""
+    """The scales [...] of float32 rows [..., dim]."""
     scales = (rows.abs().amax(-1) / MOST[dtype]).clamp(min=LEAST_SCALE)
     if dtype == FP8:  # a mantissa that is not zero carries
         scales = ((scales.view(torch.int32) + 0x7FFFFF) >> 23 << 23).view(torch.float32)

@@ -10,7 +10,7 @@ import torch
 MOST_HOT_SLOTS = 32768
 """Most slots per kv head in a layer's hot cache: one program looks at all of them."""
 HOT_AGES = 256
-"""Ages of hot slots that are told apart, two for each plan; older ones count as equally old."""
+"""Number of distinct ages of hot slots, two for each plan; older slots count as equally old."""
 COPY_THREADS = 128
 """Default number of threads of a program that copies pages between host and device."""
 
@@ -51,13 +51,13 @@ smallest value of each dimension; mean: the mean key; spread: mean and variance 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How experts are chosen and weighed."""
+    """How experts are chosen and weighted."""
 
     experts: int
     per_token: int
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     groups: int = 1
-    """Experts are divided into so many runs of consecutive ids."""
+    """Number of groups; experts of a group have consecutive ids."""
     kept_groups: int = 1
     """Experts are chosen from the best groups only."""
     normalize: bool = False
@@ -90,7 +90,7 @@ class ScoringHeads(NamedTuple):
 
 
 class Located(NamedTuple):
-    """Where selected pages are in the pool; some may still be on their way."""
+    """Where selected pages are in the pool; some may still be in the middle of a copy."""
 
     pages: torch.Tensor  # [seqs, kv_heads, k] int32 page of the pool, negated while it is copied
     arrived: torch.Tensor  # [kv_heads, slots] int32, pieces of each slot's page that have arrived

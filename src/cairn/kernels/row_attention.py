@@ -1,4 +1,4 @@
-"""Attention over chosen latent rows, wherever they are in the pool: each query has its own list.
+"""Attention over selected latent rows, anywhere in the pool: each query has its own list.
 
 A latent row is [latent | rope], as in `latent`: queries are absorbed, values are the first columns.
 A program has one query, a tile of its heads, and a part of its list. If there are several parts, a
