@@ -553,6 +553,8 @@ def test_a_folder_without_tokenizer_works_with_ids(tmp_path: Path) -> None:
         ({"quantization": "int2"}, "quantization is 'int2'"),
         ({"quantization": "int8", "dtype": "float64"}, "quantization=int8 is not possible here"),
         ({"model_impl": "magic"}, "model_impl is 'magic'"),
+        ({"max_running_requests": 10**6}, "max_running_requests is 1000000; it must .* to 65536"),
+        ({"eviction": "lfu", "disable_radix_cache": True}, "eviction is 'lfu' and disable_radix"),
     ],
 )
 def test_bad_options_are_refused_by_name(folder: Path, options: dict[str, Any], named: str) -> None:

@@ -183,7 +183,7 @@ class EngineConfig:
         low=1,
     )
     max_running_requests: int | None = option(
-        None, "Requests in the batch at once; 64, on CUDA 256.", low=1
+        None, "Requests in the batch at once; 64, on CUDA 256.", low=1, high=2**16
     )
     max_queued_requests: int = option(10_000, "Requests that may wait; more are refused.", low=1)
     max_step_ms: float | None = option(
@@ -275,6 +275,11 @@ class EngineConfig:
             raise ConfigError(
                 f"model_impl is {self.model_impl!r}; choose one of {', '.join(MODEL_IMPLS)}, or "
                 "name your own as module:function"
+            )
+        if self.disable_radix_cache and self.eviction != "lru":
+            raise ConfigError(
+                f"eviction is {self.eviction!r} and disable_radix_cache is set, so that nothing is "
+                "cached; leave one of them out"
             )
         if self.mem_fraction_static is not None:
             if self.mem_fraction_static >= 1:

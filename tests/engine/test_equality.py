@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cairn import LLM, SamplingParams
+from cairn.errors import ConfigError
 from tests.helpers import (
     TINY_HILS,
     TINY_LLAMA,
@@ -115,11 +116,11 @@ def test_output_does_not_depend_on_company(folder: Path, data: st.DataObject) ->
         )
         for i, (_, _, most) in enumerate(requests)
     ]
+    cached: list[dict[str, Any]] = [{"eviction": "lru"}, {"eviction": "lfu"}]
     options: dict[str, Any] = {
         "chunked_prefill_size": data.draw(st.sampled_from(CHUNKS)),
         "max_running_requests": data.draw(st.integers(1, 6)),
-        "disable_radix_cache": data.draw(st.booleans()),
-        "eviction": data.draw(st.sampled_from(["lru", "lfu"])),
+        **data.draw(st.sampled_from([*cached, {"disable_radix_cache": True}])),
         # From hardly more than one request needs, which forces retraction, to plenty.
         "kv_cache_gib": kv_gib(folder, data.draw(st.sampled_from([8, 12, 40]))),
     }
@@ -201,3 +202,15 @@ def test_window_layers_hold_a_window_of_memory(tmp_path: Path) -> None:
         llm.engine.scheduler.cache.tree.clear()
         llm.engine.scheduler.check()
         assert all(usage.free == usage.total for usage in llm.engine.usage())
+
+
+def test_a_model_of_window_layers_alone_needs_room_for_a_window(tmp_path: Path) -> None:
+    """Its longest request is as long as the context, however few pages there are."""
+    config = {**TINY_OLMO3, "layer_types": ["sliding_attention"] * 3, "sliding_window": 64}
+    folder = write_model(tmp_path / "olmo3-windows", config)
+    # 64 rows straddle five pages. One more is begun before the first is left, and one is spare.
+    with pytest.raises(ConfigError, match="group window-64 6 pages, its window needs 7; raise"):
+        load(folder, kv_cache_gib=kv_gib(folder, 6))
+    prompt, params = tokens_of(200), SamplingParams(max_tokens=30, ignore_eos=True)
+    with load(folder, kv_cache_gib=kv_gib(folder, 7)) as llm:
+        assert llm.generate(prompt, params).token_ids == reference(folder, tuple(prompt), params)

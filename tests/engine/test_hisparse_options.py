@@ -64,6 +64,7 @@ def load(folder: Path, config: dict[str, Any] | str | None = None, **options: An
         ({"hot": 1, "a": 2}, "unknown keys a, hot; known: top_k, device_buffer_size"),
         ({"top_k": 0}, "top_k is 0; it must be a whole number from 1"),
         ({"top_k": 100}, "top_k is 100 tokens and page_size 64; .* use 64 or 128"),
+        ({"top_k": 10}, "top_k is 10 tokens and page_size 64; .* use 64$"),
         ({"device_buffer_size": 1.5}, "device_buffer_size is 1.5; it must be a whole number"),
         ({"device_buffer_size": 64}, "a query reads 32 pages of 64; it must be at least 2048"),
         ({"host_to_device_ratio": -1}, "host_to_device_ratio is -1; it must be a number from 0"),

@@ -4,8 +4,11 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from cairn.engine.plan import TableEdit
+from cairn.engine.slot_tables import SlotTables
 from cairn.errors import PageError
-from cairn.memory.pages import NULL_PAGE, PageAllocator
+from cairn.memory.geometry import PageGeometry
+from cairn.memory.pages import LAST_GENERATION, NULL_PAGE, PageAllocator
 
 
 def test_pages_are_handed_out_in_ascending_order_and_reused_warm() -> None:
@@ -23,6 +26,16 @@ def test_generation_rises_with_every_allocation() -> None:
     assert pages.generation(page) == first
     assert pages.allocate() == page
     assert pages.generation(page) == first + 1
+
+
+def test_generations_fit_into_the_tables_of_a_server_that_never_ends() -> None:
+    pages, tables = PageAllocator(1), SlotTables(1, 1, 1, PageGeometry(4, 4))
+    pages._generations[1] = LAST_GENERATION - 1
+    for expected in (LAST_GENERATION, 1, 2):
+        page = pages.allocate()
+        tables.edit(TableEdit(0, 0, 0, (page,), (pages.generation(page),)))
+        assert tables.generations[0, 0, 0] == pages.generation(page) == expected
+        pages.release(page)
 
 
 def test_misuse_is_refused() -> None:

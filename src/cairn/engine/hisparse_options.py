@@ -87,9 +87,10 @@ def imply(config: EngineConfig, options: HiSparseOptions, spec: ModelSpec) -> En
     page_size = config.page_size or native or default_page_size(config)
     pages, rest = divmod(options.top_k, page_size)
     if rest:
+        possible = [count * page_size for count in (pages, pages + 1) if count]
         raise ConfigError(
             f"hisparse_config: top_k is {options.top_k} tokens and page_size {page_size}; whole "
-            f"pages are selected: use {max(1, pages) * page_size} or {(pages + 1) * page_size}"
+            f"pages are selected: use {' or '.join(map(str, possible))}"
         )
     if config.hsa_topk not in (None, pages):
         raise ConfigError(

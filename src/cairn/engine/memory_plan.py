@@ -107,9 +107,10 @@ def size_pools(choices: EngineChoices) -> list[int]:
         needed = sum(pages * size for pages, size in zip(wanted, page_bytes, strict=True))
         budget = min(default_budget(config, device), needed)
     pages = split_budget(budget, groups, page_bytes, wanted, _beside(choices))
+    longest = min(context, max_tokens(groups, pages, geometry))
     for group, count in zip(groups, pages, strict=True):
         # A single request must be able to advance one page at a time.
-        least = group.peak_pages(min(context, geometry.tokens(max(pages))), 1, geometry)
+        least = group.peak_pages(longest, 1, geometry)
         if group.window is not None and count < least:
             raise ConfigError(
                 f"the KV cache gives group {group.name} {count} pages, its window needs {least}; "

@@ -2,7 +2,8 @@
 
 A page id is allocated with one reference. Each further holder retains it, and when the last holder
 releases it the id is free again. Each allocation increments the id's generation, so that
-(id, generation) tells a recycled page from the old one.
+(id, generation) tells a recycled page from the old one. Generations are positive int32 numbers, as
+tensors hold them; the first follows the last.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from cairn.errors import PageError
 
 NULL_PAGE = 0
 """Never allocated. Padding rows are written here, and tables hold it where there is no page."""
+
+LAST_GENERATION = 2**31 - 1
 
 
 class PageAllocator:
@@ -49,7 +52,7 @@ class PageAllocator:
             raise PageError("no free page; callers must make room before they allocate")
         page = self._free.pop()
         self.refcounts[page] = 1
-        self._generations[page] += 1
+        self._generations[page] = self._generations[page] % LAST_GENERATION + 1
         return page
 
     def retain(self, page: int) -> None:
