@@ -1,7 +1,7 @@
-"""Kernels of DeepSeek sparse attention: scan the index, choose rows, attend to them.
+"""Kernels of DeepSeek sparse attention: scan the index, select rows, attend to them.
 
-The queries of a step are cut into tiles, so that scores and absorbed queries need bounded memory.
-The device alone knows lengths and choices, so decode steps can be recorded.
+The queries of a step are split into tiles, which bounds the memory of scores and absorbed queries.
+Only the device needs lengths and selections, so decode steps can be recorded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `dsa` knows of a step: which new rows read everything they see, and which select."""
+"""What `dsa` knows about a step: which new rows read everything they see, and which select."""
 
 from __future__ import annotations
 

@@ -53,8 +53,8 @@ def _one_row_kernel(
     ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program keeps x in registers and takes every so many tiles of BLOCK_N outputs. While it
-    multiplies one, other programs of the processor load theirs."""
+    """A program keeps x in registers and strides over the tiles of BLOCK_N outputs. While it
+    multiplies one, other programs of the multiprocessor load theirs."""
     lane = tl.arange(0, BLOCK_N)
     run = tl.arange(0, BLOCK_K // RUN)
     k = run[:, None] * RUN + tl.arange(0, RUN)[None, :]

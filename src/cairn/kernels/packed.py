@@ -4,8 +4,8 @@ A word of 32 bits has eight codes of 4 bits, or four of 8. A block of 32 columns
 code i of word j is column words * i + j. So neighbouring words go with neighbouring inputs, and
 where 16 columns have a scale of their own, these are the first or last half of each word's codes.
 
-A code becomes a float without arithmetic: alone in a mantissa, without an exponent, it is a tiny
-number that is multiplied like any other. The input is made as much larger before.
+A code becomes a float without arithmetic: as the mantissa of a number with exponent zero it is a
+tiny (subnormal) number, which is multiplied like any other. Inputs are scaled up to make up for it.
 """
 
 from __future__ import annotations
@@ -219,8 +219,8 @@ def _one_row_kernel(
     ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program keeps x in registers and takes every so many tiles of BLOCK_N outputs. It loads a
-    tile before it multiplies the one that has come."""
+    """A program keeps x in registers and strides over the tiles of BLOCK_N outputs. It loads the
+    next tile before it multiplies the one that has arrived."""
     CODES: tl.constexpr = 32 // BITS  # of a word
     WORDS: tl.constexpr = 32 // CODES  # of a block
     QUADS: tl.constexpr = WORDS // 4  # of a block: four words, which a thread loads at once

@@ -24,7 +24,7 @@ from cairn.kernels.sparse_shape import SOFTMAX_HEAD, SUM_GROUP, candidate_limit
 from cairn.kernels.top_pages import keep_best
 
 FEW_CANDIDATES = tl.constexpr(256)
-"""Up to so many candidates are ranked without the work for a whole chunk."""
+"""Up to this many candidates are ranked without the work for a whole chunk."""
 
 
 @direct
