@@ -297,7 +297,7 @@ class SparseBackend(Backend):
     """
 
     needs_landmarks: ClassVar[bool] = False
-    """The engine must keep a landmark of every complete page, made by `SparseConfig.policy`."""
+    """The engine allocates landmarks for `SparseConfig.policy`; the backend seals and saves."""
     options: ClassVar[frozenset[str]] = frozenset({"layers", "window"})
     """The `hsa_*` options that it supports; others are refused. Without "prefill" it reads prompts
     sparsely; without "dense_below" no row is dense."""
