@@ -121,3 +121,14 @@ def test_options_that_are_named_exist(page: Path) -> None:
     for code in CODE.findall(page.read_text()):
         unknown = options(code) - known
         assert not unknown, f"{page.name}: {sorted(unknown)} in {code}"
+
+
+def test_members_that_are_named_exist() -> None:
+    """`Class.member` in a page: the class is Cairn's, and its module has the member's name."""
+    sources = [path.read_text() for path in (ROOT / "src/cairn").rglob("*.py")]
+    for page in PAGES:
+        for owner, member in re.findall(r"`([A-Z]\w+)\.(\w+)[^`]*`", page.read_text()):
+            defined = rf"class {owner}\b(.|\n)*\b{member}\b"
+            assert any(re.search(defined, source) for source in sources), (
+                f"{page.name}: {owner}.{member}"
+            )
