@@ -144,14 +144,15 @@ class EngineConfig:
     )
     tp: int = option(
         1,
-        "Ranks that share the model, a GPU each, or processes on a CPU; kv_cache_gib is per rank.",
+        "Ranks that share the model: one GPU each, or one process each on a CPU. kv_cache_gib is "
+        "per rank.",
         low=1,
         high=64,
     )
     threads: int | str | None = option(
         None,
-        "Threads of a process for work on the CPU, divided among ranks there; by default "
-        "torch's choice, one for each core. auto measures at start which number is fastest.",
+        "CPU threads, which tp divides among ranks; by default one for each core. auto measures at "
+        "start which number is fastest.",
         low=1,
         word="auto",
     )
@@ -162,12 +163,15 @@ class EngineConfig:
     )
     page_size: int | None = option(
         None,
-        "Rows of the KV cache in a page; 64, with hsa_policy=spread 8, on CUDA without hsa 128, or "
-        "the chunk size the model was trained with.",
+        "Rows of the KV cache in a page. By default 64; 8 with hsa_policy=spread; 128 on CUDA "
+        "without hsa; for HiLS models their chunk size.",
         low=1,
     )
     kv_cache_gib: float | None = option(
-        None, "Memory for the KV cache. By default a quarter of what is free on a CPU.", above=0
+        None,
+        "Memory for the KV cache. By default a quarter of free memory on a CPU, and on CUDA what "
+        "mem_fraction_static leaves.",
+        above=0,
     )
     mem_fraction_static: float | None = option(
         None,
@@ -178,12 +182,12 @@ class EngineConfig:
     eviction: str = option("lru", "Which cached pages to give up first.", "lru", "lfu")
     chunked_prefill_size: int | None = option(
         None,
-        "Rows a step computes for prefill and decode; 2048 tokens, on CUDA 8192, and their "
-        "landmark rows.",
+        "Most rows that a step computes, prefill and decode together. By default 2048 tokens, on "
+        "CUDA 8192, and their landmark rows.",
         low=1,
     )
     max_running_requests: int | None = option(
-        None, "Requests in the batch at once; 64, on CUDA 256.", low=1, high=2**16
+        None, "Most requests in a batch. By default 64, on CUDA 256.", low=1, high=2**16
     )
     max_queued_requests: int = option(10_000, "Requests that may wait; more are refused.", low=1)
     max_step_ms: float | None = option(
@@ -197,66 +201,84 @@ class EngineConfig:
     )
     disable_dsa: bool = option(
         False,
-        "Models with DeepSeek sparse attention read every row, for comparison: another output.",
+        "Let models with DeepSeek sparse attention read every row, for comparison. The output "
+        "differs.",
     )
-    disable_cuda_graph: bool = option(False, "CUDA: launch every kernel of a decode step anew.")
+    disable_cuda_graph: bool = option(False, "CUDA: launch kernels one by one, not as graphs.")
     disable_overlap_schedule: bool = option(
         False, "CUDA: wait for a step's tokens before planning the next."
     )
     speculative: str | None = option(
         None,
-        "Draft tokens and check several in a step; the text stays the same. ngram copies what "
-        "followed the last tokens before; sparse drafts with sparse attention (set by hsa_*) for a "
-        "dense model; or your own as module:Class.",
+        "Draft tokens and verify several in a step; the text stays the same. ngram copies what "
+        "followed the last tokens earlier; sparse lets a dense model draft with sparse attention "
+        "(set by hsa_*); or your own as module:Class.",
     )
     speculative_tokens: int | None = option(
-        None, "speculative: tokens to draft at most; 7, with sparse 4.", low=1, high=64
+        None, "speculative: most tokens to draft. By default 7, with sparse 4.", low=1, high=64
     )
     hsa_policy: str | None = option(
         None,
-        "hsa: how pages are chosen: spread (the default on a CPU), quest, mean, snapkv, streaming, "
-        "or your own as module:Class.",
+        "hsa: how pages are selected: spread (the default on a CPU), quest (on CUDA), mean, "
+        "snapkv, streaming, or your own as module:Class.",
     )
-    hsa_topk: int | None = option(None, "hsa: pages a query reads outside its window.", low=1)
+    hsa_topk: int | None = option(
+        None,
+        "hsa: pages a query reads outside its window. By default 32, with spread 111.",
+        low=1,
+    )
     hsa_selection_strategy: str | None = option(
-        None, "hsa: how the heads of a group agree on pages.", "group", "head", "softmax_head"
+        None,
+        "hsa: how the query heads of a kv head select pages together: by the sum of scores, the "
+        "best score, or the best share of attention (the default).",
+        "group",
+        "head",
+        "softmax_head",
     )
     hsa_layers: str | None = option(None, "hsa: sparse layers, such as 0-3,7; all by default.")
     hsa_dense_layers: int | None = option(
-        None, "hsa: first layers that read everything, in place of hsa_layers.", low=0
+        None, "hsa: number of first layers that stay dense; instead of hsa_layers.", low=0
     )
-    hsa_window: int | None = option(None, "hsa: rows a query always sees.", low=1)
-    hsa_sinks: int | None = option(None, "hsa: first pages that are always selected.", low=0)
+    hsa_window: int | None = option(
+        None, "hsa: rows a query always reads. By default 512, with spread 128.", low=1
+    )
+    hsa_sinks: int | None = option(
+        None, "hsa: number of first pages that are always selected. By default 1.", low=0
+    )
     hsa_top_p: float | None = option(
         None,
-        "hsa: stop taking pages once they and the window hold this share of the attention that the "
-        "policy expects; hsa_topk is the most.",
+        "hsa: select pages until they and the window hold this share of the attention that the "
+        "policy expects; at most hsa_topk.",
         above=0,
         high=1,
     )
     hsa_budget: str | None = option(
         None,
-        "hsa: pages of each sparse layer, such as 4,8,8,16; auto shares hsa_topk pages a layer out "
-        "by where the model's attention lies in a text, and logs the list.",
+        "hsa: pages of each sparse layer, such as 4,8,8,16. auto distributes them by where dense "
+        "attention lies in a text, hsa_topk on average, and logs the list.",
     )
     hsa_fusion: str | None = option(
-        None, "hsa: weigh pages by landmark score or by exact lse.", "landmark", "lse"
+        None,
+        "hsa: weight of a selected page: its landmark's score, or its exact log-sum-exp (lse, the "
+        "default).",
+        "landmark",
+        "lse",
     )
     hsa_prefill: str | None = option(
         None,
-        "hsa: how ordinary models read prompts. dense (the default) reads all of the past; sparse "
-        "reads selected pages, on CUDA from row 24,576 on.",
+        "hsa: how ordinary models read prompts: all of the past (dense, the default), or selected "
+        "pages (sparse; on CUDA from row 24,576 on).",
         "dense",
         "sparse",
     )
     hsa_dense_below: int | None = option(
         None,
-        "hsa: rows below this position see everything. By default rows for which dense attention "
-        "is not slower.",
+        "hsa: rows below this position attend densely. By default those for which dense attention "
+        "is not slower; 16,384 for generated rows on CUDA.",
         low=0,
     )
     enable_hisparse: bool = option(
-        False, "Keep the KV of sparse layers in host memory, and on the device what is read."
+        False, "Keep the KV of sparse layers in host memory, and on the device only what is read."
     )
     hisparse_config: str | None = option(
         None,
@@ -264,7 +286,7 @@ class EngineConfig:
         "swap_in_block_size, async_backup.",
     )
     seed: int = option(
-        0, "Seeds dummy weights and the requests that bring no seed.", low=0, high=2**63 - 1
+        0, "Seed of dummy weights, and of requests without a seed.", low=0, high=2**63 - 1
     )
 
     def __post_init__(self) -> None:

@@ -56,14 +56,14 @@ class ServeConfig:
         60.0, "Seconds that a client has to send the headers of a request, and then its body."
     )
     drain_timeout: float = _option(
-        30.0, "Seconds that answers under way are given to complete when the server is stopped."
+        30.0, "Seconds that open answers get to complete when the server is stopped."
     )
     engine_timeout: float = _option(
         120.0,
-        "Seconds of silence after which the engine is taken for stuck, killed and started anew.",
+        "Seconds of silence after which the engine counts as stuck and is restarted.",
     )
     max_restarts: int = _option(
-        3, "Times a lost engine is started anew within ten minutes; 0 leaves it dead."
+        3, "How often a lost engine is restarted within ten minutes; 0 for never."
     )
     tokenizer_threads: int = _option(2, "Threads that turn prompts into tokens.")
     request_log: str = _option(
