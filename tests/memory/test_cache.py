@@ -14,7 +14,7 @@ from cairn.memory.cache import PagedCache, SequencePages
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.groups import group_layers
 from cairn.memory.pages import NULL_PAGE
-from cairn.memory.radix import as_key
+from cairn.memory.radix import PrefixMatch, as_key
 from tests.helpers import watch_frees
 
 
@@ -27,7 +27,7 @@ def make_cache(
 
 def run(cache: PagedCache, tokens: list[int], namespace: Hashable = None) -> SequencePages:
     """A request that computes all its tokens at once."""
-    pages = cache.open(cache.match(namespace, tokens), len(tokens))
+    pages = cache.open(cache.match(PrefixMatch(namespace), tokens), len(tokens))
     cache.grow(pages, len(tokens))
     cache.commit(pages, tokens, len(tokens))
     cache.check()
@@ -45,15 +45,15 @@ def test_complete_pages_are_shared_and_the_tail_is_private() -> None:
 def test_one_token_is_always_left_to_compute() -> None:
     cache = make_cache([8], [None])
     cache.close(run(cache, list(range(8))))
-    assert cache.match(None, list(range(8))).num_pages == 1
-    assert cache.match(None, list(range(9))).num_pages == 2
+    assert cache.match(PrefixMatch(None), list(range(8))).num_pages == 1
+    assert cache.match(PrefixMatch(None), list(range(9))).num_pages == 2
 
 
 def test_namespaces_do_not_share_and_do_not_stay_behind() -> None:
     cache = make_cache([8], [None])
     cache.close(run(cache, list(range(8)), "tenant"))
-    assert cache.match("other", list(range(8))).num_pages == 0
-    assert cache.match("tenant", list(range(8))).num_pages == 1
+    assert cache.match(PrefixMatch("other"), list(range(8))).num_pages == 0
+    assert cache.match(PrefixMatch("tenant"), list(range(8))).num_pages == 1
     cache.tree.clear()
     assert not cache.tree._roots
 
@@ -61,8 +61,8 @@ def test_namespaces_do_not_share_and_do_not_stay_behind() -> None:
 def test_same_prefix_computed_twice_keeps_tables_append_only() -> None:
     cache = make_cache([8], [None])
     tokens = list(range(8))
-    one = cache.open(cache.match(None, tokens), 8)
-    two = cache.open(cache.match(None, tokens), 8)
+    one = cache.open(cache.match(PrefixMatch(None), tokens), 8)
+    two = cache.open(cache.match(PrefixMatch(None), tokens), 8)
     for pages in (one, two):
         cache.grow(pages, 8)
     before = list(two.tables[0])
@@ -90,7 +90,9 @@ def test_a_commit_before_it_is_due_would_change_nothing(
     groups = group_layers(windows)
     tokens = list(range(sum(steps)))
     caches = [PagedCache(geometry, groups, [100] * len(groups)) for _ in range(2)]
-    always, when_due = (c.open(c.match(None, tokens), len(tokens), publish=publish) for c in caches)
+    always, when_due = (
+        c.open(c.match(PrefixMatch(None), tokens), len(tokens), publish=publish) for c in caches
+    )
     computed = 0
     for step in steps:
         # The newest token is not known yet when a step is launched, and is a moment later.
@@ -112,19 +114,19 @@ def test_eviction_gives_up_the_least_recently_or_least_often_used(
     cache = make_cache([2], [None], eviction=policy)
     old, new = [0, 1, 2, 3, 4], [10, 11, 12, 13, 14]
     for tokens in (old, old, old, new):
-        pages = cache.open(cache.match(None, tokens), 5)
+        pages = cache.open(cache.match(PrefixMatch(None), tokens), 5)
         cache.grow(pages, 4)
         cache.commit(pages, tokens, 4)
         cache.close(pages)
     run(cache, [20, 21, 22, 23])
-    assert cache.match(None, old).num_pages == (survivor == 0)
-    assert cache.match(None, new).num_pages == (survivor == 10)
+    assert cache.match(PrefixMatch(None), old).num_pages == (survivor == 0)
+    assert cache.match(PrefixMatch(None), new).num_pages == (survivor == 10)
 
 
 def test_window_group_holds_its_window_while_full_group_holds_everything() -> None:
     cache = make_cache([64, 64], [None, 8], prefix_caching=False)
     tokens = list(range(200))
-    pages = cache.open(cache.match(None, tokens), 200)
+    pages = cache.open(cache.match(PrefixMatch(None), tokens), 200)
     for computed in range(1, 201):
         cache.grow(pages, computed)
         cache.commit(pages, tokens, computed)
@@ -139,17 +141,17 @@ def test_a_prefix_is_usable_only_where_its_last_window_is_cached() -> None:
     cache = make_cache([16, 16], [None, 6])
     tokens = list(range(24))
     cache.close(run(cache, tokens))
-    assert cache.match(None, [*tokens, 0]).num_pages == 6
+    assert cache.match(PrefixMatch(None), [*tokens, 0]).num_pages == 6
     # The oldest window pages go first; a later prefix does not need them, an earlier one does.
     cache.tree.evict_one(1)
     cache.check()
-    assert cache.match(None, [*tokens, 0]).num_pages == 6
+    assert cache.match(PrefixMatch(None), [*tokens, 0]).num_pages == 6
     lost = [node for node in cache.tree.nodes() if node.pages[1] == NULL_PAGE]
     assert len(lost) == 1
     while cache.tree.evictable_pages(1):
         cache.tree.evict_one(1)
     cache.check()
-    assert cache.match(None, [*tokens, 0]).num_pages == 0
+    assert cache.match(PrefixMatch(None), [*tokens, 0]).num_pages == 0
 
 
 def test_a_long_chain_without_full_layers_is_removed_without_recursion() -> None:
@@ -162,7 +164,7 @@ def test_a_long_chain_without_full_layers_is_removed_without_recursion() -> None
 
 def test_growing_beyond_the_pool_changes_nothing() -> None:
     cache = make_cache([4, 2], [None, 6])
-    pages = cache.open(cache.match(None, [1]), 1)
+    pages = cache.open(cache.match(PrefixMatch(None), [1]), 1)
     cache.grow(pages, 4)
     with pytest.raises(PageError, match="available"):
         cache.grow(pages, 13)
@@ -182,6 +184,10 @@ class CacheMachine(RuleBasedStateMachine):
     """Each page remembers what was computed into it; whoever is given a page must find that."""
 
     sequences: dict[int, Sequence]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[tuple[list[int], PrefixMatch]] = []
 
     @initialize(
         page_size=st.integers(2, 4),
@@ -218,13 +224,26 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=24), salt=st.integers(0, 1))
     def open(self, tokens: list[int], salt: int) -> None:
-        match = self.cache.match(salt, tokens)
+        match = self.cache.match(PrefixMatch(salt), tokens)
         assert match.num_pages == self.longest_usable(salt, tokens)
         pages = self.cache.open(match, len(tokens))
         sequence = Sequence(pages, tokens, salt, self.cache.geometry.tokens(match.num_pages))
         assert sequence.computed < len(tokens)
         self.sequences[self.opened] = sequence
         self.opened += 1
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=24), salt=st.integers(0, 1))
+    def wait(self, tokens: list[int], salt: int) -> None:
+        self.waiting.append((tokens, PrefixMatch(salt)))
+
+    @rule()
+    def look_up_again(self) -> None:
+        """What has changed since then makes no difference."""
+        for i, (tokens, earlier) in enumerate(self.waiting):
+            match = self.cache.match(earlier, tokens)
+            assert match == self.cache.match(PrefixMatch(earlier.namespace), tokens)
+            assert match.num_pages == self.longest_usable(earlier.namespace, tokens)
+            self.waiting[i] = tokens, match
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), count=st.integers(1, 8))

@@ -17,7 +17,7 @@ from cairn.memory.copies import CopyEdits, PageCopies, PageState, Transfer
 from cairn.memory.geometry import PageGeometry
 from cairn.memory.groups import LayerGroup
 from cairn.memory.hot_cache import HotCache
-from cairn.memory.radix import as_key
+from cairn.memory.radix import PrefixMatch, as_key
 from tests.helpers import watch_frees
 from tests.memory.test_cache import CacheMachine
 from tests.memory.test_cache import Sequence as Running
@@ -68,7 +68,7 @@ def states(cache: PagedCache) -> dict[str, int]:
 def test_the_life_of_a_page() -> None:
     cache, mover = make()
     tokens = list(range(20))
-    pages = cache.open(cache.match(None, tokens), 20)
+    pages = cache.open(cache.match(PrefixMatch(None), tokens), 20)
     assert advance(cache, pages, tokens, 3).frames == (Transfer(1, 1),)
     assert states(cache) == {"free": 15, "filling": 1}
     advance(cache, pages, tokens, 17)
@@ -94,18 +94,18 @@ def test_the_life_of_a_page() -> None:
 def test_who_ends_before_its_copies_stays_behind_until_they_are_done() -> None:
     cache, mover = make()
     tokens = list(range(9))
-    pages = cache.open(cache.match(None, tokens), 9)
+    pages = cache.open(cache.match(PrefixMatch(None), tokens), 9)
     advance(cache, pages, tokens, 9)
     cache.close(pages, tokens, 9)
     cache.check()
-    assert cache.match(None, tokens).num_pages == 0
+    assert cache.match(PrefixMatch(None), tokens).num_pages == 0
     assert cache.arriving() == {(pages.node, as_key(tokens[:4]))}
     assert cache.reclaim()  # waits for one
-    assert cache.match(None, tokens).num_pages == 1
+    assert cache.match(PrefixMatch(None), tokens).num_pages == 1
     mover.end()
     cache.poll()
     cache.check()
-    assert cache.match(None, tokens).num_pages == 2
+    assert cache.match(PrefixMatch(None), tokens).num_pages == 2
     assert not cache.arriving() and not cache.reclaim()
     assert [usage.owned for usage in cache.usage()] == [0, 0]
 
@@ -113,7 +113,7 @@ def test_who_ends_before_its_copies_stays_behind_until_they_are_done() -> None:
 def test_a_prefix_in_host_memory_comes_back_where_the_next_row_needs_it() -> None:
     cache, _ = make()
     tokens = list(range(17))
-    pages = cache.open(cache.match(None, tokens), 17)
+    pages = cache.open(cache.match(PrefixMatch(None), tokens), 17)
     advance(cache, pages, tokens, 17)
     cache.close(pages, tokens, 17)
     while cache.reclaim():
@@ -121,14 +121,14 @@ def test_a_prefix_in_host_memory_comes_back_where_the_next_row_needs_it() -> Non
     while cache.tree.evictable_pages(1):
         cache.tree.evict_one(1)
     cache.take_edits()
-    match = cache.match(None, [*tokens, 1])
+    match = cache.match(PrefixMatch(None), [*tokens, 1])
     assert match.num_pages == 4
     assert cache.held_by(match, 0) == 4 and cache.held_by(match, 1) == 0
     again = cache.open(match, 18)
     # A row behind 16 sees the 3 before it: one page is fetched, and it alone.
     edits = advance(cache, again, [*tokens, 1], 17)
     assert [page for page, _ in edits.fetches] == [match.path[3].pages[0]]
-    other = cache.open(cache.match(None, [*tokens, 1]), 18)
+    other = cache.open(cache.match(PrefixMatch(None), [*tokens, 1]), 18)
     assert other.tables[1][3] == again.tables[1][3]  # on the device once
     assert not cache.take_edits().fetches
 
@@ -136,7 +136,7 @@ def test_a_prefix_in_host_memory_comes_back_where_the_next_row_needs_it() -> Non
 def test_a_fetch_that_is_no_longer_wanted_is_dropped_and_one_that_failed_said_again() -> None:
     cache, _ = make(frames=3)
     tokens = list(range(9))
-    pages = cache.open(cache.match(None, tokens), 9)
+    pages = cache.open(cache.match(PrefixMatch(None), tokens), 9)
     advance(cache, pages, tokens, 9)
     cache.close(pages, tokens, 9)
     while cache.reclaim():
@@ -144,7 +144,7 @@ def test_a_fetch_that_is_no_longer_wanted_is_dropped_and_one_that_failed_said_ag
     while cache.tree.evictable_pages(1):
         cache.tree.evict_one(1)
     cache.take_edits()
-    again = cache.open(cache.match(None, [*tokens, 1]), 10)
+    again = cache.open(cache.match(PrefixMatch(None), [*tokens, 1]), 10)
     edits = cache.take_edits()
     assert len(edits.fetches) == 1
     cache.put_back(edits)
@@ -163,7 +163,7 @@ def test_a_fetch_that_is_no_longer_wanted_is_dropped_and_one_that_failed_said_ag
 def test_an_aborted_request_keeps_pages_only_while_they_are_copied() -> None:
     cache, mover = make()
     tokens = list(range(9))
-    pages = cache.open(cache.match(None, tokens), 9, publish=False)
+    pages = cache.open(cache.match(PrefixMatch(None), tokens), 9, publish=False)
     advance(cache, pages, tokens, 9)
     cache.close(pages)
     cache.check()
@@ -180,7 +180,7 @@ def test_an_aborted_request_keeps_pages_only_while_they_are_copied() -> None:
 def test_frames_are_waited_for_and_never_taken_from_a_copy() -> None:
     cache, mover = make(frames=3)
     tokens = list(range(40))
-    pages = cache.open(cache.match(None, tokens), 40)
+    pages = cache.open(cache.match(PrefixMatch(None), tokens), 40)
     advance(cache, pages, tokens, 12)
     assert cache.min_available() == 0 and len(mover.moving) == 3
     with pytest.raises(PageError):
@@ -290,7 +290,7 @@ class TieredCacheMachine(CacheMachine):
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=24), salt=st.integers(0, 1))
     def open(self, tokens: list[int], salt: int) -> None:
-        match = self.cache.match(salt, tokens)
+        match = self.cache.match(PrefixMatch(salt), tokens)
         missing = match.num_pages - self.cache._first_page(self.frames, match)
         missing -= self.cache.held_by(match, self.frames)
         if missing > self.cache.available_after(match, self.frames):

@@ -19,6 +19,7 @@ from cairn.memory.groups import LayerGroup, group_layers, split_budget
 from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.memory.kv_pool import HostPool, KVPool
 from cairn.memory.layout import CacheLayout, CachePart
+from cairn.memory.radix import PrefixMatch
 from cairn.models.spec import AttentionSpec, ModelSpec
 from tests.helpers import stale_slices
 
@@ -119,7 +120,7 @@ def rows_of(pages: SequencePages, g: int, begin: int, end: int) -> tuple[torch.T
 
 def compute(cache: PagedCache, pool: KVPool, tokens: list[int]) -> tuple[SequencePages, int]:
     """A request that writes, for each new token, rows that hold it; says how many were cached."""
-    pages = cache.open(cache.match(None, tokens), len(tokens))
+    pages = cache.open(cache.match(PrefixMatch(None), tokens), len(tokens))
     cached = cache.geometry.tokens(len(pages.tables[0]))
     cache.grow(pages, len(tokens))
     for g, group in enumerate(cache.groups):

@@ -16,6 +16,7 @@ from cairn.engine.logprobs import TokenLogprob
 from cairn.engine.plan import Allowed, PromptScores
 from cairn.engine.sampling_params import SamplingParams
 from cairn.memory.cache import SequencePages
+from cairn.memory.radix import PrefixMatch
 from cairn.sparsity.selection import Selection
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -75,6 +76,8 @@ class Request:
     """The step in flight checks drafts."""
     reached: int = 0
     """Number of tokens whose rows were launched, kept or not."""
+    match: PrefixMatch | None = None
+    """While it waits: the part of its tokens that was cached when it was last looked up."""
     pages: SequencePages | None = None
     slot: int = -1
     planned_pages: int = 0  # length of the page tables in the last plan

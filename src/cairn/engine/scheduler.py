@@ -236,9 +236,9 @@ class Scheduler:
                 return  # just retracted: its newest token is not known yet
             if request.waits_for_mask:
                 continue
-            match = PrefixMatch(request.namespace)
+            match = request.match or PrefixMatch(request.namespace)
             if request.prompt_scores == "none":
-                match = self.cache.match(request.namespace, request.token_ids)
+                match = request.match = self.cache.match(match, request.token_ids)
                 if self.cache.next_page(match, request.token_ids) in pending:
                     continue
             # A single request always fits: its length was checked against the pool.
@@ -255,7 +255,7 @@ class Scheduler:
         )
         del self._waiting[request.id]
         self._running[request.id] = request
-        request.state = State.RUNNING
+        request.state, request.match = State.RUNNING, None
         if request.shares_tokens:
             request.token_ids, request.shares_tokens = request.token_ids[:], False
         request.slot = self._free_slots.pop()

@@ -16,7 +16,7 @@ its bytes. If a request ends earlier, its pages are kept until they can be publi
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cairn.errors import PageError
@@ -65,7 +65,6 @@ class CacheStats:
     lookup_tokens: int = 0
     hit_tokens: int = 0
     evicted_pages: int = 0
-    allocated_pages: int = 0
 
 
 class PagedCache:
@@ -158,12 +157,12 @@ class PagedCache:
 
     # -- the life of a request ----------------------------------------------------------------
 
-    def match(self, namespace: Hashable, tokens: Sequence[int]) -> PrefixMatch:
+    def match(self, earlier: PrefixMatch, tokens: Sequence[int]) -> PrefixMatch:
         """The cached pages that a request can start from. At least one token is left to compute,
-        for its logits."""
+        for its logits. What an `earlier` match of the same tokens found is not searched again."""
         if not self.prefix_caching:
-            return PrefixMatch(namespace)
-        return self.tree.match(namespace, tokens, self.geometry.complete_pages(len(tokens) - 1))
+            return earlier
+        return self.tree.match(earlier, tokens, self.geometry.complete_pages(len(tokens) - 1))
 
     def next_page(self, match: PrefixMatch, tokens: Sequence[int]) -> PageKey | None:
         """Key of a request's first page that is not cached; None if that page cannot be shared."""
@@ -269,7 +268,6 @@ class PagedCache:
             ids, frames = pages.tables[self._page_group][new], pages.tables[self._frame_group][new]
             for page, frame in zip(ids, frames, strict=True):
                 self.copies.fill(page, frame)
-        self.stats.allocated_pages += count * len(self.groups)
         return count
 
     def commit(self, pages: SequencePages, token_ids: Sequence[int], computed: int) -> None:

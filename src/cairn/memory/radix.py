@@ -129,14 +129,20 @@ class RadixTree:
 
     # -- looking up ---------------------------------------------------------------------------
 
-    def match(self, namespace: Hashable, tokens: Sequence[int], max_pages: int) -> PrefixMatch:
-        """The longest cached prefix that a request can start from. Does not change the tree."""
-        node = self._roots.get(namespace)
+    def match(self, earlier: PrefixMatch, tokens: Sequence[int], max_pages: int) -> PrefixMatch:
+        """The longest cached prefix that a request can start from. Does not change the tree.
+
+        The search goes on from an `earlier` match of the same tokens, which may be empty.
+        """
+        namespace = earlier.namespace
+        path = list(earlier.path)
+        if path and path[-1].parent is None:
+            path = []  # evicted since
+        node = path[-1] if path else self._roots.get(namespace)
         if node is None:
             return PrefixMatch(namespace)
         step = self._geometry.tokens_per_page
-        path: list[Node] = []
-        for start in range(0, min(max_pages, len(tokens) // step) * step, step):
+        for start in range(len(path) * step, min(max_pages, len(tokens) // step) * step, step):
             child = node.children.get(as_key(tokens[start : start + step]))
             if child is None:
                 break
@@ -146,18 +152,20 @@ class RadixTree:
 
     def _usable_pages(self, path: Sequence[Node]) -> int:
         """Length of the longest part of a path that has every window page the next row reads."""
-        best = len(path)
-        if not self._needed:
-            return best
+        count = len(path)
+        while (lost := self._lost_page(path, count)) is not None:
+            count = lost  # every longer prefix reads this page too
+        return count
+
+    def _lost_page(self, path: Sequence[Node], count: int) -> int | None:
+        """The last page that the row after `count` pages reads and that is not there any more."""
         page_size = self._geometry.page_size
-        usable = [True] * (len(path) + 1)
         for g in self._needed:
-            held = 0  # consecutive pages present, ending here
-            for count, node in enumerate(path, start=1):
-                held = held + 1 if node.pages[g] != NULL_PAGE else 0
-                first = self._groups[g].first_reachable_page(count * page_size, page_size)
-                usable[count] = usable[count] and held >= count - first
-        return max(count for count in range(len(path) + 1) if usable[count])
+            first = self._groups[g].first_reachable_page(count * page_size, page_size)
+            for index in range(count - 1, first - 1, -1):
+                if path[index].pages[g] == NULL_PAGE:
+                    return index
+        return None
 
     def last_node(self, match: PrefixMatch) -> Node | None:
         """The node at which a match ends, which may be a root; None if the namespace is new."""
