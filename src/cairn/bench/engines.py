@@ -156,10 +156,14 @@ class Running:
         self.requests: list[Request] = []
 
     def grow_to(self, count: int) -> float:
-        """Grow to `count` running requests; returns the seconds that took."""
+        """Grow to `count` running requests; returns the seconds that took, without those that it
+        took to draw their prompts."""
+        prompts = [
+            random_prompt(self._llm, self._context, seed)
+            for seed in range(len(self.requests), count)
+        ]
         begin = time.perf_counter()
-        while len(self.requests) < count:
-            prompt = random_prompt(self._llm, self._context, len(self.requests))
+        for prompt in prompts:
             new = self._llm.frontend.prepare(prompt, self._params)
             self._llm.frontend.submit(new)
             self.requests += new
