@@ -87,7 +87,7 @@ def _train(options: argparse.Namespace) -> int:
     count = trainer.model.parameter_count()
     console.print(f"{count:,} parameters, {2 * count / 1e6:.1f} MB in bf16, on {options.device}")
     done = trainer.run()
-    console.print("all phases done" if done else "time is up; the same command goes on")
+    console.print("all phases done" if done else "time is up; the same command continues")
     return 0
 
 
@@ -140,7 +140,7 @@ def _tokenizer(options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m training", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    train = commands.add_parser("train", help="train, or go on where the last run stopped")
+    train = commands.add_parser("train", help="train, or resume the last run")
     train.add_argument("--out", type=Path, required=True, help="folder for everything it writes")
     train.add_argument("--architecture", choices=("hils", "full"), default="hils")
     train.add_argument("--minutes", type=float, default=math.inf, help="stop and save before this")

@@ -238,7 +238,7 @@ def _given_weights(options: Options, config: ModelConfig) -> Decoder | None:
         return None
     if options.state.exists():
         raise UsageError(
-            f"{options.state} is there already, and a run goes on with its own weights; leave out "
+            f"{options.state} exists already, and a run resumes with its own weights; leave out "
             "--weights, or give another --out"
         )
     if not (options.weights / "config.json").exists():

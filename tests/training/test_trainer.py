@@ -173,7 +173,7 @@ def test_weights_and_states_that_do_not_fit_are_refused(
     assert trainer(tmp_path / "run", phases, tokenizer, worlds).run()
     model = tmp_path / "run/model"
     for out, weights, config, why in (
-        ("run", model, TINY, "state.pt is there already"),
+        ("run", model, TINY, "state.pt exists already"),
         ("new", tmp_path, TINY, "no config.json"),
         ("new", model, replace(TINY, ffn=48), "ffn is 32, asked for is 48"),
         ("new", model, replace(TINY, chunk=32), "chunk is 64, asked for is 32"),

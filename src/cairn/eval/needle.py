@@ -161,7 +161,7 @@ def ask(
 
 
 def at_once(llm: LLM, tokens: int, least: int) -> int:
-    """How many prompts, or groups of prompts, of so many tokens to ask together."""
+    """How many prompts, or groups of prompts, of `tokens` tokens to ask together."""
     return max(least, _TOKENS_AT_ONCE.get(resolve_device(llm.config.device).type, 0) // tokens)
 
 

@@ -1,4 +1,4 @@
-"""Files of results, a JSON line each, so that a run that was stopped can go on."""
+"""Files of results, a JSON line each, so that a stopped run can be resumed."""
 
 from __future__ import annotations
 
@@ -84,5 +84,5 @@ def _line(value: Any) -> str:
 
 
 def say_stopped(count: int, path: str | None) -> str:
-    again = "" if path is None else "; the same command with --resume goes on"
+    again = "" if path is None else "; the same command with --resume continues"
     return f"cairn: stopped by Ctrl-C after {count} results{again}"

@@ -54,7 +54,8 @@ def clusters_of(most_clusters: Callable[[int], int]) -> dict[int, int]:
 
 
 def parts_of(lists: int, tiles: int, clusters: Mapping[int, int]) -> int:
-    """Parts of each list of so many tiles, if so many clusters of as many blocks run at once."""
+    """Number of parts to split each list into, one for each block of a cluster. `tiles` is the
+    length of a list, `clusters` the number of clusters of each size that run at once."""
 
     def cost(parts: int) -> int:
         return blocks_of(lists, clusters[parts]) * (_FIXED + blocks_of(tiles, parts))

@@ -45,7 +45,8 @@ def shared_bytes(constants: dict[str, int], words: int) -> int:
 
 
 def cluster_of(rows: int, length: int, clusters: Mapping[int, int]) -> int:
-    """Blocks that share a row, if so many clusters of each size run at once."""
+    """Number of blocks that share a row. `clusters` is the number of clusters of each size that
+    run at once."""
     fitting = [size for size in clusters if words_of(length, size) <= _MOST_WORDS]
     return max((size for size in fitting if rows <= clusters[size]), default=fitting[0])
 

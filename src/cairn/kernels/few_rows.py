@@ -131,7 +131,7 @@ def source() -> str:
 
 
 def constants_of(form: Form, rows: int, plan: Plan, dtype: torch.dtype) -> dict[str, int]:
-    """The macros that the source needs, for blocks of so many rows."""
+    """The macros that the source needs, for blocks of `rows` rows."""
     own = {**form._asdict(), **plan._asdict()}
     half = {"HALF": 1, "X_HALF": int(dtype == torch.float16)}
     return {**{name.upper(): int(value) for name, value in own.items()}, **half, "ROWS": rows}

@@ -484,7 +484,7 @@ def paged_decode(
     lse: torch.Tensor | None = None,  # [rows, heads] float32, filled if given
     rows_per_seq: int = 1,
 ) -> None:
-    """With `rows_per_seq` over 1, sequences have up to so many new rows, perhaps none; `rows`
+    """With `rows_per_seq` over 1, a sequence has up to that many new rows, or none; `rows`
     [seqs + 1] is then the first row of each sequence, and the end of the last."""
     heads, dim = query.shape[1:]
     kv_heads, page_size = pool.shape[1] // 2, page_rows(pool)

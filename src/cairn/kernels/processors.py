@@ -18,7 +18,7 @@ class Staying(NamedTuple):
 
 
 def staying(device: torch.device, warps: int, tiles: int) -> Staying:
-    """Programs of so many warps that share the tiles, about equally many each."""
+    """Persistent programs of `warps` warps, which share the tiles about equally."""
     each_processor = max(1, 12 // warps) if warps <= 4 else max(1, 16 // warps)
     there = processors(device) * each_processor
     most = -(-tiles // there)  # tiles of a program

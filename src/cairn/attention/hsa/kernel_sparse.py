@@ -279,8 +279,8 @@ class KernelSparse:
 
         assert self._kept is not None
         size, count, batch = self._shape.page_size, self._shape.topk, kept.batch
-        # Enough for the window and a page of rows since, and so many that tables of layers are
-        # aligned to 16 bytes.
+        # Enough for the window and a page of rows since then, rounded up so that the tables of
+        # layers are aligned to 16 bytes.
         pages = -(-(count + self._shape.window // size + 3) // 4) * 4
         kept.tables, kept.kv_lens = kept_tables(
             self._kept,
