@@ -12,6 +12,7 @@ from cairn.async_llm import AsyncLLM
 from cairn.errors import CairnError, QueueFullError, RequestError
 from cairn.frontend import Output
 from tests.helpers import TINY_LLAMA, byte_tokenizer, write_model
+from tests.patience import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(folder: Path, body: Callable[[AsyncLLM], Awaitable[Any]], **options: Any) -> Any:
     async def main() -> Any:
         async with AsyncLLM(folder, device="cpu", **options) as llm:
-            return await asyncio.wait_for(body(llm), timeout=60)
+            return await asyncio.wait_for(body(llm), PATIENCE)
 
     return asyncio.run(main())
 
@@ -140,11 +141,11 @@ def test_closing_ends_every_stream_and_refuses_what_comes_later(folder: Path) ->
         while not llm._frontend.engine.has_work:
             await asyncio.sleep(0)
         await llm.close()
-        assert (await asyncio.wait_for(task, 10)).finish_reason == "abort"
+        assert (await task).finish_reason == "abort"
         with pytest.raises(CairnError, match="it was closed"):
             await llm.generate("x")
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), PATIENCE))
 
 
 def test_choices_and_chat_stream(folder: Path) -> None:

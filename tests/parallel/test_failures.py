@@ -1,4 +1,4 @@
-"""Ranks that are killed, stuck or failing: an error soon, that says why, and no process left."""
+"""Ranks that are killed, stuck or failing: an error that says why, and no process left."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,9 +21,9 @@ from cairn.engine.engine import Engine
 from cairn.errors import CairnError, RankError
 from tests.helpers import TINY_LLAMA, tokens_of, write_model
 from tests.parallel.ranks import SPARSE, in_step, lead, load
+from tests.patience import tries, wait_for_end
 
 POLICIES = "tests.parallel.ranks"
-SOON = 20  # seconds, on a machine that does other things too
 
 
 @pytest.fixture(scope="module")
@@ -32,26 +31,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("ranks"), TINY_LLAMA)
 
 
-def has_ended(pid: int) -> bool:
-    """No process, or one that only waits to be counted."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
-def wait_for_end(pid: int) -> None:
-    deadline = time.monotonic() + SOON
-    while not has_ended(pid):
-        assert time.monotonic() < deadline, f"process {pid} is still there"
-        time.sleep(0.02)
-
-
-@contextmanager
-def soon() -> Iterator[None]:
-    begin = time.monotonic()
-    yield
-    assert time.monotonic() - begin < SOON
+@pytest.fixture(autouse=True)
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits as long as it takes: it must see what is wrong, not run out of time."""
+    monkeypatch.setattr("cairn.engine.parallel.rank_group.PATIENCE", timedelta(hours=1))
 
 
 def amid_steps(engine: Engine, call: Callable[[], None]) -> threading.Thread:
@@ -71,7 +54,7 @@ def test_a_killed_rank_ends_the_engine(folder: Path, spawned: None) -> None:
     with load(folder, 2) as llm:
         (pid,) = lead(llm.engine).ranks.pids
         thread = amid_steps(llm.engine, lambda: os.kill(pid, signal.SIGKILL))
-        with soon(), pytest.raises(RankError, match="rank 1 ended with exit code -9"):
+        with pytest.raises(RankError, match="rank 1 ended with exit code -9"):
             llm.generate(tokens_of(8), max_tokens=500, ignore_eos=True)
         thread.join()
         llm.engine.scheduler.check()
@@ -85,15 +68,14 @@ def test_a_rank_that_is_killed_while_idle_is_noticed(folder: Path) -> None:
         llm.engine.watch()
         (pid,) = lead(llm.engine).ranks.pids
         os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + SOON
         with pytest.raises(RankError, match="rank 1 ended with exit code -9"):
-            while time.monotonic() < deadline:
+            for _ in tries():
                 llm.engine.watch()
 
 
 def test_a_stuck_rank_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cairn.engine.parallel.rank_group.PATIENCE", timedelta(seconds=3))
     monkeypatch.setattr("cairn.engine.parallel.ranks._CAUSE_SECONDS", 0.1)
+    hurry = timedelta(seconds=1)
 
     def generate(llm: LLM) -> None:
         llm.generate(tokens_of(8), max_tokens=2)
@@ -101,11 +83,13 @@ def test_a_stuck_rank_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch)
     def look(llm: LLM) -> None:
         llm.engine.runner.check()
 
-    for use, message in ((generate, "rank 0: .*"), (look, "rank 1 said nothing for 3 s; ")):
-        with load(folder, 2) as llm:
+    for use, message in ((generate, "rank 0: .*"), (look, "rank 1 said nothing for 1 s; ")):
+        with load(folder, 2) as llm, monkeypatch.context() as patch:
             (pid,) = lead(llm.engine).ranks.pids
             os.kill(pid, signal.SIGSTOP)
-            with soon(), pytest.raises(RankError, match=f"{message}no rank said why"):
+            patch.setattr("cairn.engine.parallel.rank_group.PATIENCE", hurry)
+            lead(llm.engine).ranks._group._set_default_timeout(hurry)
+            with pytest.raises(RankError, match=f"{message}no rank said why"):
                 use(llm)
             wait_for_end(pid)
 
@@ -116,10 +100,7 @@ def test_a_failing_rank_says_why(tp: int, tmp_path: Path) -> None:
     options = {**SPARSE, "hsa_policy": f"{POLICIES}:FailsOnRankOne"}
     with load(folder, tp, **options) as llm:
         pids = lead(llm.engine).ranks.pids
-        with (
-            soon(),
-            pytest.raises(RankError, match=r"rank 1 failed: ArithmeticError: .*too much") as e,
-        ):
+        with pytest.raises(RankError, match=r"rank 1 failed: ArithmeticError: .*too much") as e:
             llm.generate(tokens_of(40), max_tokens=2)
         assert "in landmark" in e.value.__notes__[0]
         for pid in pids:
@@ -129,7 +110,7 @@ def test_a_failing_rank_says_why(tp: int, tmp_path: Path) -> None:
 def test_rank_0_failing_ends_the_others(folder: Path) -> None:
     with load(folder, 2, **SPARSE, hsa_policy=f"{POLICIES}:FailsOnRankZero") as llm:
         (pid,) = lead(llm.engine).ranks.pids
-        with soon(), pytest.raises(ArithmeticError, match="rank 0 cannot do it"):
+        with pytest.raises(ArithmeticError, match="rank 0 cannot do it"):
             llm.generate(tokens_of(40), max_tokens=2)
         wait_for_end(pid)
         with pytest.raises(
@@ -139,7 +120,7 @@ def test_rank_0_failing_ends_the_others(folder: Path) -> None:
 
 
 def test_a_rank_that_cannot_be_built_says_why(folder: Path) -> None:
-    with soon(), pytest.raises(RankError, match=r"rank 1 failed: ConfigError: .*not on this rank"):
+    with pytest.raises(RankError, match=r"rank 1 failed: ConfigError: .*not on this rank"):
         load(folder, 2, **SPARSE, hsa_policy=f"{POLICIES}:FailsWhileLoading")
 
 
@@ -184,7 +165,7 @@ def test_ranks_end_with_their_parent(folder: Path) -> None:
 def test_a_script_that_every_rank_would_run_is_told_so(folder: Path) -> None:
     path = folder / "unguarded.py"
     path.write_text(f"from cairn import LLM\nLLM({str(folder)!r}, device='cpu', tp=2)\n")
-    ended = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, path], capture_output=True, text=True)
     assert ended.returncode == 1
     assert ended.stderr.rstrip().endswith("under `if __name__ == '__main__':`")
 
@@ -213,5 +194,4 @@ def test_async_streams_end_with_the_error(folder: Path) -> None:
         thread.join()
         await llm.close()
 
-    with soon():
-        asyncio.run(main())
+    asyncio.run(main())

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from cairn.memory.movers import HostMover
 from tests.engine.tiered import MODELS, check_clean, tiered
 from tests.helpers import TINY_HILS, TINY_LLAMA, TINY_OLMO3, tokens_of, write_model
 from tests.parallel.ranks import SPARSE, in_step, lead, load
+from tests.patience import PATIENCE
 
 DENSE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": (TINY_LLAMA, {}),
@@ -196,9 +196,7 @@ def test_a_page_that_the_other_rank_copies_first(tmp_path: Path) -> None:
         copier._thread.submit(go_on.wait)
         page = Transfer(page=3, frame=5)
         runner.mover.back_up([page])
-        assert runner.ranks._wait_for_any(20) == 1
+        assert runner.ranks._wait_for_any(PATIENCE) == 1
         assert runner.mover.poll() == []
         go_on.set()
-        begin = time.monotonic()
         assert runner.mover.wait() == [page]
-        assert time.monotonic() - begin < 20

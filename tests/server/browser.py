@@ -9,9 +9,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any, Self
+
+from tests.patience import tries
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 # Chromium reads commands from descriptor 3 and answers on 4.
@@ -81,15 +82,13 @@ class Browser:
             raise AssertionError(f"{script}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
-    def until(self, condition: str, seconds: float = 30) -> Any:
+    def until(self, condition: str) -> Any:
         """Ask the page until it is so."""
-        deadline = time.monotonic() + seconds
         script = f"(() => {{ const v = {condition}; return v instanceof Node || v; }})()"
-        while not (value := self.run(script)):
-            if time.monotonic() > deadline:
-                raise AssertionError(f"never true: {condition}; console: {self.problems}")
-            time.sleep(0.03)
-        return value
+        for _ in tries():
+            if value := self.run(script):
+                return value
+        raise AssertionError(f"never true: {condition}; console: {self.problems}")
 
     def type(self, text: str) -> None:
         self._call("Input.insertText", text=text)

@@ -17,9 +17,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """One server for all tests that leave it as they found it; sparse, so that it can trace."""
+    """One server for all tests that leave it as they found it; sparse, so that it can trace.
+
+    float64: what a token is must not depend on who shares its batch.
+    """
     log = tmp_path_factory.mktemp("log") / "requests.jsonl"
-    with ServerProcess(model_folder, log, *SPARSE) as running:
+    with ServerProcess(model_folder, log, "--dtype=float64", *SPARSE) as running:
         yield running
 
 

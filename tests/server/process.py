@@ -7,10 +7,10 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,7 @@ from typing import Any, Self
 import httpx
 
 from tests.helpers import TINY_LLAMA, byte_tokenizer, write_model
-
-_START_SECONDS = 90
+from tests.patience import PATIENCE, tries
 
 COMMAND = (sys.executable, "-m", "cairn.cli.main", "serve", "--device=cpu")
 
@@ -48,6 +47,12 @@ def _limit(limits: Mapping[int, int]) -> None:
         resource.setrlimit(name, (value, value))
 
 
+def connect(server: ServerProcess) -> socket.socket:
+    """A connection to the server that has sent nothing yet."""
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    return socket.create_connection((host, int(port)), timeout=PATIENCE)
+
+
 class ServerProcess:
     def __init__(
         self, model: Path, log: Path, *flags: str, limits: Mapping[int, int] | None = None
@@ -68,6 +73,9 @@ class ServerProcess:
         self._reader = threading.Thread(target=self._read_errors, daemon=True)
         self._reader.start()
         self.url = self._address()
+        # No connection is kept: the server might close it just when it is used again.
+        alone = httpx.Limits(max_keepalive_connections=0)
+        self._client = httpx.Client(base_url=self.url, timeout=PATIENCE, limits=alone)
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
@@ -80,8 +88,8 @@ class ServerProcess:
         line = self._process.stdout.readline()
         found = re.search(r"http://[^/ ]+", line)
         if found is None:
-            self._process.wait(10)
-            self._reader.join(5)
+            self._process.wait(PATIENCE)
+            self._reader.join()
             raise RuntimeError(f"the server did not start: {line}{''.join(self.errors)}")
         return found.group()
 
@@ -101,77 +109,83 @@ class ServerProcess:
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
-    def wait(self, seconds: float) -> int:
-        return self._process.wait(seconds)
+    def wait(self) -> int:
+        """The exit code."""
+        return self._process.wait(PATIENCE)
 
-    def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=30)
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return self._client.get(path, **options)
+
+    def post(self, path: str, json: Any = None, **options: Any) -> httpx.Response:
+        return self._client.post(path, json=json, **options)
 
     def token(self, text: str) -> str:
         """The id of a one-token text, as logit_bias wants it."""
-        answer = httpx.post(f"{self.url}/tokenize", json={"prompt": text}, timeout=30).json()
-        (token,) = answer["tokens"]
+        (token,) = self.post("/tokenize", {"prompt": text}).json()["tokens"]
         return str(token)
 
     def stats(self) -> dict[str, Any]:
         body: dict[str, Any] = self.get("/stats").json()
         return body
 
-    def wait_for_health(self, status: str, seconds: float = 60) -> dict[str, Any]:
-        """Ask until the server says so."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+    def wait_for_health(self, status: str) -> dict[str, Any]:
+        """Ask until the server says so. It must not be a state that passes: see `wait_to_hear`."""
+        for _ in tries():
             body: dict[str, Any] = self.get("/health").json()
             if body["status"] == status:
                 return body
-            time.sleep(0.02)
         raise AssertionError(f"health did not become {status}: {body}")
 
-    def wait_until_idle(self, seconds: float = 30) -> dict[str, Any]:
+    def wait_to_hear(self, words: str) -> str:
+        """The line of standard error that has these words, as soon as there is one."""
+        for _ in tries():
+            for line in self.errors:
+                if words in line:
+                    return line
+        raise AssertionError(f"nothing was said of {words!r}: {self.errors}")
+
+    def wait_until_idle(self) -> dict[str, Any]:
         """Ask until nothing is open, runs, waits or is owned; returns the engine's numbers.
 
-        The engine reports four times a second: what it said first may be older than the call.
+        The engine reports several times a second. Two reports must say so that are newer than the
+        call. Each report has another time that messages have taken.
         """
-        deadline = time.monotonic() + seconds
-        seen = 0
-        while time.monotonic() < deadline:
+        reports: list[float] = []
+        for _ in tries():
             summary = self.stats()
             stats = summary["stats"]
-            idle = stats and not (stats["running"] or stats["waiting"] or summary["open_requests"])
-            if idle and not any(group[4] for group in stats["pages"]):
-                seen += 1
-            else:
-                seen = 0
-            if seen > 3:
+            if stats is None or stats["message_seconds"] in reports[-1:]:
+                continue
+            busy = stats["running"] or stats["waiting"] or summary["open_requests"]
+            if reports and (busy or any(group[4] for group in stats["pages"])):
+                reports.clear()
+            reports.append(stats["message_seconds"])
+            if len(reports) == 3:
                 return dict(stats)
-            time.sleep(0.2)
         raise AssertionError(f"the engine is not idle: {stats}")
 
     def log_lines(self) -> list[dict[str, Any]]:
         whole = self.log.read_text().rpartition("\n")[0]
         return [json.loads(line) for line in whole.splitlines()]
 
-    def logged(self, request_id: str, seconds: float = 30) -> dict[str, Any]:
+    def logged(self, request_id: str) -> dict[str, Any]:
         """The line about a request, which is written once its answer is on the way."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+        for _ in tries():
             for line in self.log_lines():
                 if line["id"] == request_id:
                     return line
-            time.sleep(0.02)
         raise AssertionError(f"nothing was logged about {request_id}")
 
     def stop(self) -> None:
         if self._process.poll() is None:
             self.signal(signal.SIGTERM)
             try:
-                self._process.wait(30)
+                self._process.wait(PATIENCE)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-        for pipe in (self._process.stdout, self._process.stderr):
-            assert pipe is not None
-        self._reader.join(5)
+        self._client.close()
+        self._reader.join()
         for pipe in (self._process.stdout, self._process.stderr):
             assert pipe is not None
             pipe.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
 import signal
@@ -18,10 +19,12 @@ import httpx
 import pytest
 
 from cairn.errors import ConfigError
+from cairn.server.log import LogHandler
 from cairn.server.options import ServeConfig
 from cairn.server.tools.hermes import Hermes
 from cairn.server.tools.parser import ToolParser
-from tests.server.process import COMMAND, ServerProcess
+from tests.patience import PATIENCE
+from tests.server.process import COMMAND, ServerProcess, connect
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
@@ -31,15 +34,12 @@ BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tok
 def strict(model_folder: Path) -> Iterator[ServerProcess]:
     """Little time for clients, few descriptors (for 48 connections), a full disk for the log."""
     log = Path("/dev/full")
-    flags = ("--client-timeout=1.5", "--allowed-host=cairn.example.org", "--engine-timeout=3")
-    with ServerProcess(model_folder, log, *flags, limits={resource.RLIMIT_NOFILE: 96}) as running:
+    flags = ("--client-timeout=3", "--allowed-host=cairn.example.org", "--engine-timeout=3")
+    limits = {resource.RLIMIT_NOFILE: 96}
+    with ServerProcess(
+        model_folder, log, *flags, "--max-queued-requests=6", limits=limits
+    ) as running:
         yield running
-
-
-def connect(server: ServerProcess) -> socket.socket:
-    host, _, port = server.url.removeprefix("http://").partition(":")
-    connection = socket.create_connection((host, int(port)), timeout=60)
-    return connection
 
 
 def read_all(connection: socket.socket) -> bytes:
@@ -70,7 +70,7 @@ def read_all(connection: socket.socket) -> bytes:
 def test_a_keyless_server_answers_to_its_names_only(
     strict: ServerProcess, host: str, status: int
 ) -> None:
-    answer = httpx.get(f"{strict.url}/v1/models", headers={"Host": host})
+    answer = strict.get("/v1/models", headers={"Host": host})
     assert answer.status_code == status
     if status == 403:
         assert "--allowed-host" in answer.json()["error"]["message"]
@@ -101,31 +101,39 @@ def test_a_client_that_sends_nothing_more_is_given_up(strict: ServerProcess) -> 
     whole = head + b"content-length: %d\r\n\r\n" % len(body)
     started = (b"", b"\r\n", b"GET /hea", head, whole, whole + body[:-1])
     with ExitStack() as stack:
-        connections = [stack.enter_context(connect(strict)) for _ in started]
-        for connection, start in zip(connections, started, strict=True):
-            connection.sendall(start)
+        connections = []
+        for start in started:
+            connections.append(stack.enter_context(connect(strict)))
+            connections[-1].sendall(start)
+        # After an answer too.
+        answered = stack.enter_context(connect(strict))
+        answered.sendall(whole + body)
+        assert answered.recv(15) == b"HTTP/1.1 200 OK"
+        answered.sendall(b"GET /hea")
+        assert b"HTTP/1.1 408" in read_all(answered)
         for connection in connections:
             assert read_all(connection).startswith(b"HTTP/1.1 408")
-    # After an answer too.
-    with connect(strict) as connection:
-        connection.sendall(whole + body)
-        assert connection.recv(15) == b"HTTP/1.1 200 OK"
-        connection.sendall(b"GET /hea")
-        assert b"HTTP/1.1 408" in read_all(connection)
+
+
+def test_a_full_queue_is_told(strict: ServerProcess) -> None:
+    full = strict.post(CHAT, {**BODY, "n": 7})
+    assert full.status_code == 429 and full.headers["retry-after"]
+    assert "max_queued_requests" in full.json()["error"]["message"]
 
 
 def test_idle_connections_do_not_keep_others_out(strict: ServerProcess) -> None:
     """Far more than there are descriptors. The oldest that wait for their client go."""
     idle: list[socket.socket] = []
+    before = len(strict.errors)
     try:
         for _ in range(300):
             idle.append(connect(strict))
             if len(idle) % 100 == 0:
-                assert httpx.post(strict.url + CHAT, json=BODY, timeout=30).status_code == 200
+                assert strict.post(CHAT, json=BODY).status_code == 200
     finally:
         for connection in idle:
             connection.close()
-    assert len("".join(strict.errors)) < 5000
+    assert len("".join(strict.errors[before:])) < 5000
 
 
 def test_a_client_that_leaves_in_its_body_is_logged_as_that(server: ServerProcess) -> None:
@@ -155,7 +163,7 @@ def test_long_names_are_cut(server: ServerProcess) -> None:
     name = "m" * 2**20
     for wrong in ({"model": name}, {"logit_bias": {name: 1}}):
         headers = {"X-Request-ID": f"long-{next(iter(wrong))}"}
-        answer = httpx.post(server.url + CHAT, json={**BODY, **wrong}, headers=headers)
+        answer = server.post(CHAT, json={**BODY, **wrong}, headers=headers)
         assert answer.status_code in (400, 404) and len(answer.content) < 5000
         assert len(json.dumps(server.logged(headers["X-Request-ID"]))) < 5000
 
@@ -169,7 +177,7 @@ def test_deep_nesting_is_no_failure(server: ServerProcess) -> None:
 
     def ask(called: dict[str, Any]) -> httpx.Response:
         messages = [BODY["messages"][0], {"role": "assistant", "tool_calls": [called]}]
-        return httpx.post(server.url + CHAT, json={**BODY, "messages": messages}, timeout=60)
+        return server.post(CHAT, json={**BODY, "messages": messages})
 
     answer = ask(call)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt"  # too long
@@ -188,6 +196,20 @@ def test_blanks_around_a_key_do_not_matter(key: str) -> None:
         ServeConfig(api_key=" ")
 
 
+def test_only_repeated_messages_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("cairn.server.log.time.monotonic", lambda: now)
+    lines: list[str] = []
+    logger = logging.Logger("test")
+    logger.addHandler(LogHandler(lines.append))
+    for words in ("one", "two", "one", "one"):
+        logger.info("%s", words)
+    assert lines == ["cairn: one", "cairn: two"]
+    now = 1.0
+    logger.info("%s", "one")
+    assert lines[2:] == ["cairn: one (2 times more)"]
+
+
 def test_an_unread_pipe_stops_nobody(model_folder: Path) -> None:
     """Standard error, where requests are logged, is a pipe that nobody reads."""
     read_end, write_end = os.pipe()
@@ -201,12 +223,12 @@ def test_an_unread_pipe_stops_nobody(model_folder: Path) -> None:
     try:
         address = process.stdout.readline().partition("at ")[2].partition("/ ")[0]
         body = {**BODY, "max_tokens": 1, "metadata": {f"{i:0>64}": "m" * 512 for i in range(16)}}
-        with httpx.Client(base_url=address, timeout=60) as client:
+        with httpx.Client(base_url=address, timeout=PATIENCE) as client:
             for _ in range(30):  # 270 KB of lines; a pipe holds 64
                 assert client.post(CHAT, json=body).status_code == 200
             assert client.get("/health").status_code == 200
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE) == 0
     finally:
         process.kill()
         process.wait()
@@ -222,7 +244,7 @@ def test_a_long_folder_for_sockets_is_said_at_once(model_folder: Path, tmp_path:
         [*COMMAND, f"--model={model_folder}", "--port=0"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         env={**os.environ, "TMPDIR": str(folder)},
     )
     assert done.returncode == 2
@@ -232,17 +254,17 @@ def test_a_long_folder_for_sockets_is_said_at_once(model_folder: Path, tmp_path:
 
 def test_an_engine_that_cannot_be_started_is_tried_again(strict: ServerProcess) -> None:
     """Descriptors are short when it is killed, and then there are some again."""
-    taken = [f"/proc/{strict.pid}/fd"]
-    few = len(os.listdir(taken[0])) + 1
-    resource.prlimit(strict.pid, resource.RLIMIT_NOFILE, (few, 96))
-    with httpx.Client(base_url=strict.url) as client:
-        assert client.get("/health").status_code == 200
+    with httpx.Client(base_url=strict.url, timeout=PATIENCE) as client:
+        for _ in range(3):  # connections of tests before this one are closed by then
+            assert client.get("/health").status_code == 200
+        few = len(os.listdir(f"/proc/{strict.pid}/fd"))
+        resource.prlimit(strict.pid, resource.RLIMIT_NOFILE, (few, 96))
         os.kill(strict.engine_pid(), signal.SIGKILL)
-        while "cannot be started" not in client.get("/health").json()["reason"]:
-            time.sleep(0.02)
+        strict.wait_to_hear("the engine is lost: it cannot be started")
+        assert "cannot be started" in client.get("/health").json()["reason"]
         resource.prlimit(strict.pid, resource.RLIMIT_NOFILE, (96, 96))
     strict.wait_for_health("ok")
-    assert httpx.post(strict.url + CHAT, json=BODY, timeout=30).status_code == 200
+    assert strict.post(CHAT, json=BODY).status_code == 200
 
 
 def test_a_pause_of_both_processes_loses_nothing(strict: ServerProcess) -> None:
@@ -254,5 +276,5 @@ def test_a_pause_of_both_processes_loses_nothing(strict: ServerProcess) -> None:
     os.kill(strict.pid, signal.SIGCONT)
     time.sleep(0.2)
     os.kill(engine, signal.SIGCONT)
-    assert httpx.post(strict.url + CHAT, json=BODY, timeout=60).status_code == 200
+    assert strict.post(CHAT, json=BODY).status_code == 200
     assert strict.engine_pid() == engine and strict.stats()["restarts"] == lost

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE
 from tests.server.process import ServerProcess
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +24,7 @@ BLOCKS = [block for text in TEXTS for block in re.findall(r"```sh\n(curl .*?)```
 @pytest.mark.parametrize("block", BLOCKS)
 def test_the_examples_run(server: ServerProcess, block: str) -> None:
     command = block.replace("http://127.0.0.1:8000", server.url).replace("smollm2", server.model)
-    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     if "/v1/messages" in block or "/v1/responses" in block:
         assert "usage" in done.stdout or "input_tokens" in done.stdout
@@ -51,7 +52,7 @@ def test_every_flag_is_in_the_help() -> None:
         [sys.executable, "-m", "cairn.cli.main", "serve", "--help"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     for flag in ("--host", "--port", "--api-key", "--cors-origin", "--max-body-mib", "--page-size"):
         assert flag in done.stdout
@@ -83,7 +84,7 @@ def run_schemathesis(server: ServerProcess, tmp_path: Path, *flags: str) -> None
             f"{server.url}/openapi.json",
             "--checks=not_a_server_error",
             "--seed=1",
-            "--request-timeout=60",
+            "--request-timeout=PATIENCE",
             "--workers=4",
             "--no-color",
             *flags,

@@ -33,7 +33,7 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]
 
 
 def post(server: ServerProcess, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, timeout=60)
+    return server.post(path, json=body)
 
 
 def ask(server: ServerProcess, **body: Any) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def test_unknown_fields_are_named(server: ServerProcess) -> None:
     ]
     headers = {"X-Request-ID": "unknown-1"}
     body = {"messages": history, "max_tokens": 2, "surprise": 1, "stream": True}
-    answer = httpx.post(server.url + CHAT, json=body, headers=headers, timeout=60)
+    answer = server.post(CHAT, json=body, headers=headers)
     assert answer.status_code == 200
     names = [
         "surprise",

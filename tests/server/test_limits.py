@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import subprocess
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import httpx
 import openai
 import pytest
 
-from tests.server.process import COMMAND, ServerProcess
+from tests.patience import PATIENCE, tries
+from tests.server.process import COMMAND, ServerProcess, connect
 
 CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "x"}]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +29,6 @@ def guarded(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any
         "--api-key=secret",
         "--max-body-mib=1",
         "--max-concurrent-requests=4",
-        "--request-timeout=1.5",
         "--cors-origin=https://example.org",
         "--served-model-name=named",
     )
@@ -34,10 +36,19 @@ def guarded(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any
         yield running
 
 
+@pytest.fixture(scope="module")
+def hurried(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Answers must be complete within a second."""
+    log = tmp_path_factory.mktemp("hurried") / "requests.jsonl"
+    flags = ("--max-concurrent-requests=4", "--request-timeout=1")
+    with ServerProcess(model_folder, log, *flags) as running:
+        yield running
+
+
 def ask(server: ServerProcess, path: str = CHAT, **options: Any) -> httpx.Response:
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
     given: dict[str, Any] = {"json": body, "headers": {"Authorization": "Bearer secret"}}
-    return httpx.post(server.url + path, timeout=30, **{**given, **options})
+    return server.post(path, **{**given, **options})
 
 
 def test_the_key_is_needed_where_something_is_done(guarded: ServerProcess) -> None:
@@ -65,7 +76,7 @@ def test_the_key_is_needed_where_something_is_done(guarded: ServerProcess) -> No
 
 def test_only_the_named_site_may_call(guarded: ServerProcess, server: ServerProcess) -> None:
     def allowed(target: ServerProcess, origin: str) -> str | None:
-        answer = httpx.get(f"{target.url}/health", headers={"Origin": origin})
+        answer = target.get("/health", headers={"Origin": origin})
         header: str | None = answer.headers.get("access-control-allow-origin")
         return header
 
@@ -97,29 +108,29 @@ def test_more_than_can_be_taken_on_gets_429(guarded: ServerProcess) -> None:
     assert ask(guarded, json={**body, "n": 4}).status_code == 200
 
 
-def test_an_answer_that_takes_too_long_ends_with_an_error(guarded: ServerProcess) -> None:
-    body = {
-        "messages": [{"role": "user", "content": "x"}],
-        "max_tokens": 4000,
-        "ignore_eos": True,
-    }
-    late = ask(guarded, json=body)
+def test_an_answer_that_takes_too_long_ends_with_an_error(hurried: ServerProcess) -> None:
+    """The engine is stopped meanwhile: no machine is so fast that it answers."""
+    client = openai.OpenAI(base_url=f"{hurried.url}/v1", api_key="unused", max_retries=0)
+    given: Any = {"model": hurried.model, "messages": MESSAGES, "max_tokens": 4000}
+    engine = hurried.engine_pid()
+    with pytest.raises(openai.APIError, match="request_timeout"):
+        for _ in client.chat.completions.create(
+            **given, stream=True, extra_body={"ignore_eos": True}
+        ):
+            os.kill(engine, signal.SIGSTOP)
+    try:
+        late = ask(hurried)
+    finally:
+        os.kill(engine, signal.SIGCONT)
     assert late.status_code == 504
     assert "request_timeout" in late.json()["error"]["message"]
-    client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="secret", max_retries=0)
-    given: Any = {**body, "model": "named", "extra_body": {"ignore_eos": True}}
-    del given["ignore_eos"]
-    with pytest.raises(openai.APIError, match="request_timeout"):
-        for _ in client.chat.completions.create(**given, stream=True):
-            pass
 
 
-def test_a_reader_that_stops_reading_is_given_up(guarded: ServerProcess) -> None:
+def test_a_reader_that_stops_reading_is_given_up(hurried: ServerProcess) -> None:
     """Its answer fills the connection; the deadline frees its place."""
-    host, _, port = guarded.url.removeprefix("http://").partition(":")
     body = json.dumps(
         {
-            "messages": [{"role": "user", "content": "x"}],
+            "messages": MESSAGES,
             "max_tokens": 3000,
             "ignore_eos": True,
             "stream": True,
@@ -128,40 +139,32 @@ def test_a_reader_that_stops_reading_is_given_up(guarded: ServerProcess) -> None
             "top_logprobs": 20,
         }
     ).encode()
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect((host, int(port)))
-        connection.sendall(
-            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            f"Authorization: Bearer secret\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-            + body
-        )
-        assert connection.recv(15) == b"HTTP/1.1 200 OK"
-        assert ask(guarded).status_code == 429  # all four places are taken
-        answered = threading.Event()
-
-        def retry() -> None:
-            while ask(guarded).status_code != 200:
-                pass
-            answered.set()
-
-        threading.Thread(target=retry, daemon=True).start()
-        assert answered.wait(20)
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    for _ in tries():
+        with connect(hurried) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            begun = connection.recv(15) == b"HTTP/1.1 200 OK"
+            if begun and ask(hurried).status_code == 429:  # all four places are taken
+                while ask(hurried).status_code != 200:
+                    pass
+                return
+    raise AssertionError("the server was never fast enough to begin an answer in time")
 
 
 def test_a_bad_request_id_and_a_bad_content_type(server: ServerProcess) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
-    bad = httpx.post(server.url + CHAT, json=body, headers={"X-Request-ID": "a b"})
+    bad = server.post(CHAT, json=body, headers={"X-Request-ID": "a b"})
     assert bad.status_code == 400 and "X-Request-ID" in bad.json()["error"]["message"]
     text = httpx.post(
         server.url + CHAT, content=json.dumps(body), headers={"content-type": "text/plain"}
     )
     assert text.status_code == 415
-    missing = httpx.get(server.url + "/nowhere")
+    missing = server.get("/nowhere")
     assert missing.status_code == 404 and missing.json()["error"]["type"] == "not_found_error"
     assert missing.headers["x-request-id"].startswith("req-")
-    assert httpx.get(server.url + CHAT).status_code == 405
-    assert httpx.get(server.url + "/web/..%2f..%2fpyproject.toml").status_code == 404
+    assert server.get(CHAT).status_code == 405
+    assert server.get("/web/..%2f..%2fpyproject.toml").status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -182,7 +185,7 @@ def test_what_cannot_be_served_is_said_at_the_start(
         [*COMMAND, *base, *flags],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert done.returncode == code
     assert said in done.stderr and "Traceback" not in done.stderr
@@ -194,6 +197,6 @@ def test_a_port_that_is_taken(server: ServerProcess, model_folder: Path) -> None
         [*COMMAND, f"--port={port}", f"--model={model_folder}"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert done.returncode == 2 and f"port {port} cannot be listened on" in done.stderr

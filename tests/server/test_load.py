@@ -6,15 +6,14 @@ import asyncio
 import functools
 import json
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from cairn import LLM
+from tests.patience import PATIENCE
 from tests.server.process import ServerProcess
 
 STREAMS = 200
@@ -70,7 +69,9 @@ def test_two_hundred_streams_lose_and_repeat_nothing(model_folder: Path, tmp_pat
 
         async def round_of() -> list[list[int]]:
             limits = httpx.Limits(max_connections=STREAMS)
-            async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=120) as client:
+            async with httpx.AsyncClient(
+                base_url=server.url, limits=limits, timeout=PATIENCE
+            ) as client:
                 body = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
                 return await asyncio.gather(
                     *(
@@ -100,39 +101,26 @@ def _spelling() -> dict[str, int]:
     return alphabet
 
 
-async def beside(server: ServerProcess, disturb: Any) -> tuple[int, float]:
-    """Tokens of a stream that came while something else was going on, and the longest wait."""
+async def beside(server: ServerProcess, disturb: Any) -> int:
+    """Number of tokens of a stream that came while something else was going on."""
     body = {"prompt": "tick", "max_tokens": 3500, "ignore_eos": True, "stream": True}
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
-        tokens, worst = 0, 0.0
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
+        tokens = 0
         async with client.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.aiter_lines()
             for _ in range(20):
                 await anext(lines)
             task = asyncio.create_task(disturb(client))
-            last = time.perf_counter()
-            while not task.done():
-                tokens += bool(await anext(lines))
-                now = time.perf_counter()
-                worst, last = max(worst, now - last), now
+            while not task.done() and (line := await anext(lines, None)) is not None:
+                tokens += bool(line)
             await task
-    return tokens, worst
+    return tokens
 
 
 def test_a_long_prompt_being_tokenised_holds_up_nobody(server: ServerProcess) -> None:
     # Were it done where streams are served, a token or two would come in between.
-    tries = (asyncio.run(beside(server, tokenise_much))[0] for _ in range(5))
+    tries = (asyncio.run(beside(server, tokenise_much)) for _ in range(5))
     assert any(tokens > 5 for tokens in tries)
-
-
-@pytest.mark.slow
-def test_how_long_others_wait_for_tokenising_and_for_large_bodies(server: ServerProcess) -> None:
-    """Times, which a loaded machine stretches: the shortest of a few tries counts."""
-    waits = [asyncio.run(beside(server, tokenise_much))[1] for _ in range(3)]
-    assert min(waits) < 0.1, waits
-    large_bodies()
-    waits = [asyncio.run(beside(server, send_large_bodies))[1] for _ in range(3)]
-    assert min(waits) < 0.2, waits
 
 
 async def tokenise_much(client: httpx.AsyncClient) -> None:
@@ -217,7 +205,7 @@ def test_fuzzed_bodies_get_4xx_and_disturb_nobody(server: ServerProcess) -> None
 
     async def main() -> None:
         body = {"prompt": "calm", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
-        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
             before = (await client.post("/v1/completions", json=body)).json()
             neighbour = asyncio.create_task(client.post("/v1/completions", json=body))
             await disturb(client)
@@ -225,7 +213,7 @@ def test_fuzzed_bodies_get_4xx_and_disturb_nobody(server: ServerProcess) -> None
 
     asyncio.run(main())
     assert seen[400] > 150 and seen[413] >= 2
-    tries = (asyncio.run(beside(server, send_large_bodies))[0] for _ in range(3))
+    tries = (asyncio.run(beside(server, send_large_bodies)) for _ in range(3))
     assert any(tokens > 10 for tokens in tries)
     assert server.get("/health").status_code == 200
     assert not [line for line in server.errors if "Traceback" in line]

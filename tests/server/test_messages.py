@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 
+from tests.patience import PATIENCE
 from tests.server.process import ServerProcess
 
 PATH = "/v1/messages"
@@ -25,7 +26,7 @@ TOOL = {
 
 def post(server: ServerProcess, path: str = PATH, **body: Any) -> httpx.Response:
     given = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, **body}
-    return httpx.post(server.url + path, json=given, timeout=60)
+    return server.post(path, json=given)
 
 
 def events(server: ServerProcess, **body: Any) -> list[dict[str, Any]]:
@@ -64,7 +65,7 @@ def test_a_message(server: ServerProcess) -> None:
             "max_tokens": 8,
             "temperature": 0,
         },
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert chat.json()["choices"][0]["message"]["content"] == block["text"]
 

@@ -8,7 +8,6 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from cairn.engine.request import Request
@@ -40,7 +39,7 @@ def test_metrics_count_what_happened(server: ServerProcess) -> None:
     before = read(server)
     body = {"prompt": "m" * 200, "max_tokens": 10, "ignore_eos": True}
     for _ in range(2):
-        assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
+        assert server.post("/v1/completions", json=body).status_code == 200
     steps = before["cairn_engine_steps_total"]
     while read(server)["cairn_engine_steps_total"] < steps + 20:
         pass  # the engine reports four times a second
@@ -136,7 +135,7 @@ def test_the_host_tier_is_told_too(model_folder: Path, tmp_path: Path) -> None:
     sizes = ("--kv-cache-gib=0.001", '--hisparse-config={"host_gib": 0.01}')
     with ServerProcess(model_folder, tmp_path / "log", *flags, *sizes) as server:
         body = {"prompt": "m" * 1500, "max_tokens": 100, "ignore_eos": True}
-        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
+        assert server.post("/v1/completions", json=body).status_code == 200
         stats = server.wait_until_idle()
         found = read(server)
         tier = stats["tier"]

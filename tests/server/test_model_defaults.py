@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from cairn.cli.main import chat_params as chat
@@ -99,7 +98,7 @@ def test_the_server_answers_as_the_model_would_have_it(folder: Path, tmp_path: P
 
         def answer(**fields: Any) -> str:
             body = {"prompt": "Where is", "max_tokens": 24, **fields}
-            said = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+            said = server.post("/v1/completions", json=body).json()
             return str(said["choices"][0]["text"])
 
         assert answer() == answer(temperature=0)

@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from tests.patience import PATIENCE
 from tests.server.process import ServerProcess
 
 QUESTION: list[Any] = [{"role": "user", "content": "Where is the cairn?"}]
@@ -229,7 +230,7 @@ def test_async_streams_side_by_side(server: ServerProcess) -> None:
 
 def test_tokenize_and_detokenize(server: ServerProcess) -> None:
     def post(path: str, body: Any) -> Any:
-        return httpx.post(server.url + path, json=body, timeout=30)
+        return server.post(path, json=body)
 
     answer = post("/tokenize", {"prompt": "héllo"}).json()
     assert answer["count"] == len("héllo".encode()) == len(answer["tokens"])
@@ -250,7 +251,7 @@ def test_tokenize_and_detokenize(server: ServerProcess) -> None:
 
 def test_the_trace_tells_pages_and_shares(server: ServerProcess) -> None:
     body = {"prompt": "z" * 300, "max_tokens": 4, "ignore_eos": True, "cairn": {"trace": True}}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).json()
+    answer = server.post("/v1/completions", json=body).json()
     told = answer["choices"][0]["cairn"]
     assert told["pages"]["prompt_tokens"] == 300
     assert "".join(told["pages"]["texts"]) == "z" * 300
@@ -266,12 +267,12 @@ def test_the_trace_tells_pages_and_shares(server: ServerProcess) -> None:
             assert max(layer["pages"]) < read["window_page"]
             assert sum(layer["weights"]) + layer["window"] == pytest.approx(1, abs=0.01)
     short = {"prompt": "all of it is window", "max_tokens": 2, "cairn": {"trace": True}}
-    near = httpx.post(f"{server.url}/v1/completions", json=short, timeout=30).json()
+    near = server.post("/v1/completions", json=short).json()
     for read in near["choices"][0]["cairn"]["reads"]:
         assert read["window_page"] == 0
         assert all(layer["pages"] == [] and layer["window"] == 1 for layer in read["layers"])
     with httpx.stream(
-        "POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=30
+        "POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=PATIENCE
     ) as stream:
         events = [
             json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")

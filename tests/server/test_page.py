@@ -29,7 +29,7 @@ def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield running
         # Both engines, if a test has started the second, end with the server.
         running.signal(signal.SIGTERM)
-        assert running.wait(30) == 0
+        assert running.wait() == 0
 
 
 @pytest.fixture(scope="module")
@@ -307,7 +307,7 @@ def test_a_needle_is_found_and_its_page_shown(browser: Browser, tmp_path: Path) 
     browser.run("document.querySelector('#n-tokens').selectedOptions[0].value = '1500'")
     browser.screenshot(tmp_path / "needle.png")
     browser.run("document.querySelector('#needle').requestSubmit()")
-    browser.until("document.querySelector('.verdict')", 120)
+    browser.until("document.querySelector('.verdict')")
     wait(browser)
     assert "48213" in answer(browser)
     assert "what was hidden" in text(browser, ".verdict.right")
@@ -334,7 +334,7 @@ def test_a_needle_is_found_and_its_page_shown(browser: Browser, tmp_path: Path) 
     change(browser, "#asked", "nano")
     assert all("access code" in chip for chip in texts(browser, ".chip"))
     browser.run("document.querySelector('.chip').click()")
-    browser.until("document.querySelector('.assistant .tools')", 120)
+    browser.until("document.querySelector('.assistant .tools')")
     wait(browser)
     assert "27415" in answer(browser) and "27415" in text(browser, "#page-detail .mattered")
     browser.screenshot(tmp_path / "sample.png")

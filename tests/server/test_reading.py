@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from cairn import LLM
@@ -17,7 +16,7 @@ PROMPT = "".join(f"stone {i} of the cairn. " for i in range(40))
 
 def complete(server: ServerProcess, **fields: Any) -> dict[str, Any]:
     body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True, **fields}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    answer = server.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     result: dict[str, Any] = answer.json()
     return result
@@ -57,7 +56,7 @@ def test_a_stream_tells_how_far_the_prompt_is_read(model_folder: Path, tmp_path:
     with ServerProcess(model_folder, tmp_path / "log", "--chunked-prefill-size=100") as server:
         body = {"messages": [{"role": "user", "content": PROMPT}], "max_completion_tokens": 3}
         stream = {**body, "stream": True, "cairn": {"reading": True}}
-        answer = httpx.post(f"{server.url}/v1/chat/completions", json=stream, timeout=60)
+        answer = server.post("/v1/chat/completions", json=stream)
         events = [json.loads(e[6:]) for e in answer.text.split("\n\n") if e.startswith("data: {")]
         told = [e["cairn"] for e in events if e["object"] == "cairn.reading"]
         total = len(PROMPT) + len("<user><assistant>")
@@ -67,5 +66,5 @@ def test_a_stream_tells_how_far_the_prompt_is_read(model_folder: Path, tmp_path:
         assert kinds.index("cairn.reading") < len(kinds) - 1 - kinds[::-1].index("cairn.reading")
         assert kinds[-1] == "chat.completion.chunk"
         refused = {**body, "cairn": {"reading": True}}
-        answer = httpx.post(f"{server.url}/v1/chat/completions", json=refused, timeout=60)
+        answer = server.post("/v1/chat/completions", json=refused)
         assert answer.status_code == 400 and "set stream" in answer.json()["error"]["message"]

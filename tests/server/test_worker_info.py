@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import httpx
-
 import cairn
 from tests.server.process import ServerProcess
 
@@ -44,15 +42,15 @@ def test_a_router_learns_what_it_needs(server: ServerProcess) -> None:
 
 def test_requests_as_a_router_forwards_them(server: ServerProcess) -> None:
     prompt = {"prompt": "hello", "max_tokens": 4, **ROUTER_DEFAULTS}
-    assert httpx.post(f"{server.url}/v1/completions", json=prompt).status_code == 200
+    assert server.post("/v1/completions", json=prompt).status_code == 200
     messages = [{"role": "user", "content": "hello"}]
     chat = {"messages": messages, "max_tokens": 4, **ROUTER_CHAT_DEFAULTS}
-    assert httpx.post(f"{server.url}/v1/chat/completions", json=chat).status_code == 200
+    assert server.post("/v1/chat/completions", json=chat).status_code == 200
 
 
 def test_a_value_that_asks_for_something_is_refused(server: ServerProcess) -> None:
     body = {"prompt": "hello", "max_tokens": 4, "return_hidden_states": True}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body)
+    answer = server.post("/v1/completions", json=body)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == "return_hidden_states" and "leave it out" in error["message"]

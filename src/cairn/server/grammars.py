@@ -226,7 +226,8 @@ class _Worker:
         self.pending: deque[Follower] = deque()  # in the order in which they are answered
         self.answered = False
         self.unsent = bytearray()
-        self.asked = 0.0  # when the first pending question was asked, or came to be the first
+        # When the first pending question was asked, came to be the first, or found a worker.
+        self.asked = 0.0
         self.idle_since = 0.0
         self._pid: int | None = None  # the first thing that a worker says
         self._received = bytearray()
@@ -249,6 +250,7 @@ class _Worker:
         if self._pid is None and len(self._received) >= HEADER.size:
             (self._pid,) = HEADER.unpack_from(self._received)
             del self._received[: HEADER.size]
+            self.asked = time.monotonic()  # its host may have taken long to start
         failed = []
         while len(self._received) >= HEADER.size:
             end = HEADER.size + HEADER.unpack_from(self._received)[0]

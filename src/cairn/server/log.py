@@ -65,7 +65,7 @@ class LogHandler(logging.Handler):
         self._written: dict[str, tuple[float, int]] = {}  # when, and times it was left out since
 
     def emit(self, record: logging.LogRecord) -> None:
-        message, now = str(record.msg)[:200], time.monotonic()
+        message, now = record.getMessage()[:200], time.monotonic()
         when, left_out = self._written.get(message, (-_REPEAT_SECONDS, 0))
         if now - when < _REPEAT_SECONDS:
             self._written[message] = when, left_out + 1
