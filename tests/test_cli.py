@@ -62,7 +62,8 @@ def test_unknown_flags_and_values_are_named(
     with pytest.raises(SystemExit) as exit_code:
         main(["generate", "hello", *arguments])
     assert exit_code.value.code == 2
-    assert named in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert named in line and line.endswith(" --help")
 
 
 @pytest.mark.parametrize(
@@ -84,6 +85,17 @@ def test_errors_go_to_stderr_with_code_2(
     assert printed.out == ""
     assert named in printed.err
     assert printed.err.startswith("cairn: error: ")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_an_error_and_no_traceback(folder: Path) -> None:
+    command = [sys.executable, "-m", "cairn.cli.main", "generate", "hello", "--model", str(folder)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*command, "--device", "cpu"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr == "cairn: error: [Errno 28] No space left on device\n"
 
 
 def test_doctor_tells_versions_devices_and_backends(capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,6 +118,8 @@ def test_fields_that_are_known_and_not_supported(server: ServerProcess) -> None:
         ({"messages": [{"content": "x"}]}, "messages[0].role is missing"),
         ({"messages": "x"}, "messages is 'x'; must be a list"),
         ({"messages": []}, "messages needs at least 1 entries"),
+        ({"messages": [{"role": "user", "content": "x"}], "stop": ["x"] * 17},
+         "stop has more than 16 entries"),
         ({"messages": [{"role": "user", "content": "x"}], "temperature": "hot"},
          "temperature is 'hot'; must be a number"),
         ({"messages": [{"role": "user", "content": "x"}], "n": 0}, "n is 0; must be at least 1"),

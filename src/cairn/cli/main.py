@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from cairn import __version__
 from cairn.bench.command import add_bench
@@ -40,14 +40,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("cairn: interrupted", file=sys.stderr)
         return _INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output is gone. Without this Python complains when it flushes.
+    except OSError as error:  # a file or a pipe that cannot be written to
+        if not isinstance(error, BrokenPipeError):  # then nobody reads our output any more
+            print(f"cairn: error: {error}", file=sys.stderr)
+        # Without this Python complains when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _FAILURE
 
 
+class _Parser(argparse.ArgumentParser):
+    """Subcommands are of this class too."""
+
+    def error(self, message: str) -> NoReturn:
+        """Without the list of flags, behind which the message would not be seen."""
+        self.exit(_USAGE_ERROR, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="cairn",
         description="Serve long-context language models from one machine.",
         allow_abbrev=False,

@@ -27,7 +27,7 @@ _ANTHROPIC = {
 }
 _ANTHROPIC_PATHS = ("/messages", "/messages/count_tokens")
 _FIELDS = {
-    "cache_salt",
+    *("prompt", "cache_salt"),
     *("response_format", "structured_outputs", "tools", "json_schema", "regex", "ebnf"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *(option.name for option in fields(SamplingParams)),

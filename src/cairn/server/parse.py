@@ -204,11 +204,11 @@ def _describe(problem: ErrorDetails) -> str:
 
 
 def _join(wrong: list[str]) -> str:
-    """One sentence from the errors of a union's branches."""
-    musts = [each.removeprefix("must be ") for each in wrong if each.startswith("must be ")]
-    if len(musts) == len(wrong) > 1:
-        return "must be " + " or ".join(musts)
-    return wrong[0]
+    """One sentence from the errors of a union's branches: of the one that fits, or of all."""
+    for each in wrong:
+        if not each.startswith("must be "):
+            return each
+    return "must be " + " or ".join(each.removeprefix("must be ") for each in wrong)
 
 
 def _show(value: object) -> str:
