@@ -147,7 +147,8 @@ def poison_free_memory(
     sparse_group = -1
     if landmarks is not None:
         sparse_group = pool.ids_of[landmarks.shape.layers[0]]
-        by_page_id += [*landmarks.vectors.values(), *landmarks.biases.values()]
+        of_units = [*landmarks.vectors.values(), *landmarks.biases.values()]
+        by_page_id += [own.unflatten(0, (-1, landmarks.shape.units)) for own in of_units]
     if engine.runner.tier is not None:
         sparse_group = engine.runner.tier.page_group
         by_page_id += engine.runner.tier._host.tensors()

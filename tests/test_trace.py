@@ -17,8 +17,8 @@ from tests.test_chat import TEMPLATE, talk
 
 PAGE, TOPK, WINDOW, HEADS, KV_HEADS = 16, 2, 20, 4, 2
 SPARSE: dict[str, Any] = {
-    "attention_backend": "hsa", "page_size": PAGE, "hsa_topk": TOPK, "hsa_window": WINDOW,
-    "hsa_prefill": "sparse", "hsa_dense_below": 0,
+    "attention_backend": "hsa", "page_size": 2 * PAGE, "hsa_topk": TOPK, "hsa_window": WINDOW,
+    "hsa_unit_size": PAGE, "hsa_prefill": "sparse", "hsa_dense_below": 0,
 }  # fmt: skip
 TEXT = "A cairn is a pile of stones that marks a path where none is to be seen, so that whoever "
 TEXT += "comes later finds the way over moors and mountains, even in fog or under snow."
@@ -314,7 +314,7 @@ def test_generate_writes_the_trace_as_json(
     file = tmp_path / "trace.json"
     code = main(
         ["generate", TEXT, "--model", str(folder), "--device", "cpu", "--max-tokens", "6",
-         "--trace", str(file), "--attention-backend", "hsa", "--page-size", str(PAGE),
+         "--trace", str(file), "--attention-backend", "hsa", "--hsa-unit-size", str(PAGE),
          "--hsa-topk", str(TOPK), "--hsa-window", str(WINDOW), "--hsa-prefill", "sparse",
          "--hsa-dense-below", "0"]
     )  # fmt: skip

@@ -222,9 +222,16 @@ class EngineConfig:
         "hsa: how pages are selected: spread (the default on a CPU), quest (on CUDA), mean, "
         "snapkv, streaming, or your own as module:Class.",
     )
+    hsa_unit_size: int | None = option(
+        None,
+        "hsa: rows that share a landmark and are selected together, a divisor of page_size. By "
+        "default page_size, with spread on a CPU 8.",
+        low=1,
+    )
     hsa_topk: int | None = option(
         None,
-        "hsa: pages a query reads outside its window. By default 32, with spread 111.",
+        "hsa: pages, or units of hsa_unit_size rows, that a query reads outside its window. By "
+        "default 32, with spread 111.",
         low=1,
     )
     hsa_selection_strategy: str | None = option(
@@ -243,7 +250,7 @@ class EngineConfig:
         None, "hsa: rows a query always reads. By default 512, with spread 128.", low=1
     )
     hsa_sinks: int | None = option(
-        None, "hsa: number of first pages that are always selected. By default 1.", low=0
+        None, "hsa: number of first pages or units that are always selected. By default 1.", low=0
     )
     hsa_top_p: float | None = option(
         None,

@@ -249,7 +249,7 @@ class Frontend(Driver[Output]):
                 request.token_ids,
                 request.prompt_len,
                 request.selections,
-                self.engine.scheduler.cache.geometry,
+                self.engine.selected,
                 None if self.tokenizer is None else self.tokenizer.decode,
             )
         return summarize(request, text, reason, trace)

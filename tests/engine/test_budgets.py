@@ -63,7 +63,15 @@ def test_each_layer_reads_its_own_number_of_pages(folder: Path) -> None:
 
 
 def test_auto_shares_out_as_many_pages_as_top_k(folder: Path) -> None:
-    with LLM(folder, device="cpu", page_size=16, hsa_budget="auto", hsa_topk=4, **SPARSE) as llm:
+    with LLM(
+        folder,
+        device="cpu",
+        page_size=16,
+        hsa_unit_size=16,
+        hsa_budget="auto",
+        hsa_topk=4,
+        **SPARSE,
+    ) as llm:
         sparse = llm.engine.sparse
         assert sparse is not None and sparse.budgets is not None
         assert sum(sparse.budgets) == 2 * 4 and max(sparse.budgets) == sparse.topk

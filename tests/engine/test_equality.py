@@ -34,8 +34,8 @@ CONFIGS["fp8"] = TINY_LLAMA
 CONFIGS["share"] = TINY_LLAMA
 SPARSE = {"attention_backend": "hsa", "hsa_topk": 2, "hsa_window": 20, "hsa_sinks": 1}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "quest": {**SPARSE, "hsa_prefill": "sparse"},
-    "prompts": SPARSE,  # read densely, answers sparsely
+    "quest": {**SPARSE, "hsa_policy": "quest", "hsa_prefill": "sparse"},
+    "prompts": {**SPARSE, "hsa_unit_size": 4},  # read densely, answers sparsely
     # Layer 0 is dense.
     "fp8": {**SPARSE, "hsa_policy": "mean", "hsa_layers": "1", "kv_cache_dtype": "fp8"},
     "share": {**SPARSE, "hsa_topk": 4, "hsa_top_p": 0.6, "hsa_policy": "spread"},

@@ -79,7 +79,7 @@ def test_the_device_lists_what_the_host_lists(seed: int) -> None:
     host = StepInputs.made_up(PAGE, new, new + past, tables).send(torch.device("cpu"), True)
     batch, groups = host.batch, SparseGroups(0, 0)
     found = completed_on_device(batch, groups)
-    seq, place, rows = completed_pages(batch)
+    seq, place, rows = completed_pages(batch, 1)
     real = found.pages > 0
     assert found.pages[real].tolist() == tables[0][seq, place].tolist()
     assert found.last_rows[real].tolist() == rows.tolist()

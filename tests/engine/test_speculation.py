@@ -56,7 +56,10 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "prompts": (TINY_LLAMA, SPARSE),
     "sparse": (
         TINY_LLAMA,
-        {"speculative": "sparse", "hsa_topk": 2, "hsa_window": 20, "hsa_dense_below": 0},
+        {
+            **{"speculative": "sparse", "hsa_topk": 2, "hsa_window": 20, "hsa_dense_below": 0},
+            "hsa_unit_size": 4,
+        },
     ),
 }
 PARAMS = [
@@ -127,10 +130,8 @@ def engine(
     name = "llama" if request.param == "sparse" else request.param
     folder = write_model(tmp_path_factory.mktemp(name), config)
     options = {"speculative": "ngram", "speculative_tokens": 5, **options}
-    drafts = {"speculative", "speculative_tokens", *(SPARSE if request.param == "sparse" else ())}
-    plain_options = {key: own for key, own in options.items() if key not in drafts}
-    if request.param == "sparse":
-        del plain_options["hsa_dense_below"]
+    drafts = ("speculative", "hsa_") if request.param == "sparse" else ("speculative",)
+    plain_options = {key: own for key, own in options.items() if not key.startswith(drafts)}
     plain: dict[Any, Any] = {}
     with load(folder, **plain_options) as llm:
         for length in (1, 47, 90):
@@ -311,13 +312,14 @@ def test_the_prefix_cache_holds_what_came_true(engine: tuple[LLM, dict[Any, Any]
     if not speculation.drafter.by_model:
         speculation.drafter = Liar([], 1, honest=0.0)
     prompt, expected = plain[47, PARAMS[0]]
-    llm.generate(prompt, PARAMS[0], cache_salt="turns")
     following = [*prompt, *expected.token_ids, 4]
-    again = llm.generate(following, max_tokens=8, ignore_eos=True, cache_salt="turns")
-    alone = llm.generate(
-        following, max_tokens=8, ignore_eos=True, cache_salt="alone", speculation=False
-    )
-    assert again.usage.cached_tokens >= 75 and again.token_ids == alone.token_ids
+    turns = [
+        llm.generate(ids, replace(PARAMS[0], speculation=drafts), cache_salt=f"turns, {drafts}")
+        for drafts in (True, False)
+        for ids in (prompt, following)
+    ]
+    assert turns[1].usage.cached_tokens >= 75
+    assert [own.token_ids for own in turns[:2]] == [own.token_ids for own in turns[2:]]
 
 
 def test_a_stop_string_ends_the_text_at_its_token(tmp_path: Path) -> None:

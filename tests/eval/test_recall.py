@@ -20,6 +20,7 @@ from cairn.engine.inputs import StepInputs
 from cairn.errors import ConfigError
 from cairn.eval.recall import keep, measure
 from cairn.eval.settings import Setting, make_settings, measure_settings
+from cairn.memory.geometry import PageGeometry
 from cairn.memory.groups import LayerGroup
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import CacheLayout
@@ -30,7 +31,8 @@ SIZE = 16
 HSA: dict[str, Any] = {
     "device": "cpu",
     "kv_cache_gib": 0.05,
-    "page_size": SIZE,
+    "page_size": 2 * SIZE,
+    "hsa_unit_size": SIZE,
     "attention_backend": "hsa",
     "hsa_window": SIZE,
     "hsa_prefill": "sparse",
@@ -139,9 +141,8 @@ def test_shares_of_a_batch_by_hand() -> None:
     tables = np.array([[7, 3, 12, 5], [9, 1, 0, 0]])
     inputs = StepInputs.made_up(size, [3, 1], [14, 6], [tables], traced_rows=[2, 3])
     batch = inputs.send(torch.device("cpu"), True).batch
-    watcher = DensePages(
-        TorchBackend(shape, pool), pool, layers=[0], scale=scale, landmark_rows=True
-    )
+    selected = PageGeometry(size, size - 1)
+    watcher = DensePages(TorchBackend(shape, pool), pool, selected, layers=[0], scale=scale)
     query = torch.randn(4, heads, dim, generator=generator, dtype=torch.float64)
     metadata = watcher.prepare(batch)
     watcher.begin(metadata)

@@ -12,8 +12,10 @@ CPU = torch.device("cpu")
 LAYERS, HEADS, WIDTH, PAGES = (1, 4), 3, 5, 6
 
 
-def shape(*, has_bias: bool = True, dtype: torch.dtype = torch.float32) -> LandmarkShape:
-    return LandmarkShape(LAYERS, HEADS, WIDTH, has_bias, dtype)
+def shape(
+    *, has_bias: bool = True, dtype: torch.dtype = torch.float32, units: int = 1
+) -> LandmarkShape:
+    return LandmarkShape(LAYERS, HEADS, WIDTH, has_bias, dtype, units)
 
 
 @pytest.fixture
@@ -121,14 +123,14 @@ def nbytes_of(pool: LandmarkPool) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("has_bias", "units"), [(False, 1), (True, 1), (True, 8)])
 def test_memory_is_what_the_shape_says_for_every_page_and_the_null_page(
-    dtype: torch.dtype, has_bias: bool
+    dtype: torch.dtype, has_bias: bool, units: int
 ) -> None:
-    own = shape(has_bias=has_bias, dtype=dtype)
+    own = shape(has_bias=has_bias, dtype=dtype, units=units)
     bias_bytes = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 4}[dtype]
     per_head = WIDTH * dtype.itemsize + (bias_bytes if has_bias else 0)
-    assert own.page_bytes == len(LAYERS) * HEADS * per_head + 4
+    assert own.page_bytes == units * (len(LAYERS) * HEADS * per_head + 4)
     assert nbytes_of(LandmarkPool(own, PAGES, CPU)) == (PAGES + 1) * own.page_bytes
 
 
@@ -144,6 +146,14 @@ def test_biases_are_wide_whatever_they_come_as(dtype: torch.dtype, wide: torch.d
     assert bias is not None
     assert (vectors.dtype, bias.dtype) == (dtype, wide)
     assert torch.equal(bias, third.to(wide))
+
+
+def test_units_of_the_null_page_are_never_valid() -> None:
+    pool = LandmarkPool(shape(units=4), PAGES, CPU)
+    assert len(pool.sealed) == 4 * (PAGES + 1)
+    seal(pool, [5], [1])
+    pool.invalidate([1, 3])
+    assert valid(pool, [0, 3, 4, 5], [0, 0, 0, 1]) == [False, False, True, True]
 
 
 def test_without_bias_none_is_kept(pool: LandmarkPool) -> None:

@@ -118,7 +118,7 @@ class Pages:
                 part[page] = NAN
         # A stale landmark would be selected before all others.
         for tensor in (*landmarks.vectors.values(), *landmarks.biases.values()):
-            tensor[page] = 1e4
+            torch.unflatten(tensor, 0, (-1, landmarks.shape.units))[page] = 1e4
 
     def _put(self, request: Running, place: int, page: int) -> None:
         begin = place * self.size

@@ -36,7 +36,7 @@ def test_pages_of_models_with_landmark_rows() -> None:
 @pytest.mark.parametrize(
     ("given", "spec", "page_size", "message"),
     [
-        ({"top_k": 3}, PLAIN, 16, r"cairn_hsa has top_k; known: policy, topk"),
+        ({"top_k": 3}, PLAIN, 16, r"cairn_hsa has top_k; known: policy, unit_size"),
         ({"topk": 0}, PLAIN, 16, r"hsa_topk is 0; it must be a whole number"),
         ("quest", PLAIN, 16, r"cairn_hsa is 'quest'; it must be an object"),
         ({}, PLAIN, 1, r"page_size is 1.*--page-size 64"),

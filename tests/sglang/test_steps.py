@@ -22,10 +22,10 @@ QUEST = {"policy": "quest", "topk": 2, "window": 20, "sinks": 1, "prefill": "spa
     ("chunk_size", "page_size", "options"),
     [
         (None, 8, QUEST),
-        (None, 8, {**QUEST, "policy": "mean", "layers": "1", "dense_below": 30}),
+        (None, 8, {**QUEST, "policy": "mean", "unit_size": 4, "layers": "1", "dense_below": 30}),
         (8, 7, {}),
     ],
-    ids=["quest", "mean", "hils"],
+    ids=["quest", "mean-in-units", "hils"],
 )
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]

@@ -309,6 +309,8 @@ class SparseBackend(Backend):
     """It supports the host tier."""
     reads_generations: bool = False
     """It needs the page generations on the device."""
+    units: int = 1
+    """See `SparseConfig.units`."""
 
     def __init__(self, parts: SparseParts) -> None:
         self._parts = parts
@@ -340,7 +342,7 @@ class SparseBackend(Backend):
         """Called when a step fails after `launching`."""
 
     def forget(self, pages: np.ndarray) -> None:
-        """Called before a step computes rows of these complete pages [groups, n] again, because
+        """Called before a step computes rows of these complete units [groups, n] again, because
         drafts in them were wrong."""
 
     def selections(self, metadata: Any, row: int) -> dict[int, Selection]:

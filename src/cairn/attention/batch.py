@@ -93,6 +93,15 @@ class AttentionBatch:
         return replace(self, kv_lens=kv_lens, device_kv_lens=on_device, groups=groups)
 
 
+def unit_ids(
+    table: np.ndarray, seqs: np.ndarray | int, places: np.ndarray, units: int
+) -> np.ndarray:
+    """Ids, int64, of the units at `places` of sequences, whose pages are in table [seqs, pages].
+    Unit j of page p is p * units + j."""
+    ids: np.ndarray = table[seqs, places // units].astype(np.int64) * units + places % units
+    return ids
+
+
 _AT_ONCE = 65536  # bytes; CUDA buffers copies up to this size, larger ones wait for the stream
 
 

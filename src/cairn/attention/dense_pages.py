@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from cairn.attention.backend import AttentionBackend, Graph, Replayable
-from cairn.attention.batch import AttentionBatch, Scoring
+from cairn.attention.batch import AttentionBatch, Scoring, unit_ids
+from cairn.memory.geometry import PageGeometry
 from cairn.memory.kv_pool import KVPool
 
 _BLOCK = 256  # pages at a time
@@ -22,7 +23,9 @@ class DenseRow:
 
     row: int  # of its step
     cache_row: int  # of its sequence
-    pages: tuple[np.ndarray, ...]  # page ids of its sequence up to this row, by layer group
+    pages: tuple[
+        np.ndarray, ...
+    ]  # ids of pages or units of its sequence up to this row, by layer group
     shares: dict[int, torch.Tensor] = field(default_factory=dict)
     """By layer, [heads, pages] float32 on the host."""
 
@@ -35,16 +38,18 @@ class DensePages:
         self,
         inner: AttentionBackend,
         pool: KVPool,
+        selected: PageGeometry,
         *,
         layers: Collection[int],
         scale: float,
-        landmark_rows: bool,
     ) -> None:
+        """`selected` is the geometry of what queries select: pages, or their units."""
         self._inner = inner
         self._pool = pool
         self._layers = frozenset(layers)
         self._scale = scale
-        self._landmark_rows = landmark_rows
+        self._selected = selected
+        self._units = pool.page_size // selected.page_size
         self._taken: list[DenseRow] = []
         self._rows: list[DenseRow] = []  # of the step that was prepared last
 
@@ -72,8 +77,10 @@ class DensePages:
         for row in batch.traced_rows.tolist():
             s = int(np.searchsorted(batch.cu_query, row, side="right")) - 1
             cache_row = int(row - batch.cu_query[s] + batch.kv_lens[s] - batch.query_lens[s])
-            count = cache_row // batch.page_size + 1
-            pages = tuple(group.host_pages[s, :count].astype(np.int64) for group in batch.groups)
+            places = np.arange(cache_row // self._selected.page_size + 1)
+            pages = tuple(
+                unit_ids(group.host_pages, s, places, self._units) for group in batch.groups
+            )
             self._rows.append(DenseRow(row, cache_row, pages))
         self._taken += self._rows
         return self._inner.prepare(batch, groups)
@@ -104,16 +111,16 @@ class DensePages:
     def _shares(self, layer: int, query: torch.Tensor, row: DenseRow) -> torch.Tensor:
         """Shares [heads, pages] of dense attention for query [heads, dim]."""
         wide = torch.promote_types(query.dtype, torch.float32)
-        kv_heads, size = self._pool.kv_heads(layer), self._pool.page_size
+        kv_heads, size = self._pool.kv_heads(layer), self._selected.page_size
         own = query.to(wide).view(kv_heads, -1, query.shape[-1]) * self._scale
         pages = torch.from_numpy(row.pages[self._pool.group_of[layer]]).to(query.device)
         masses = []
         for begin in range(0, len(pages), _BLOCK):
-            keys = self._pool.read_keys(layer, pages[begin : begin + _BLOCK], wide)
+            keys = self._pool.read_keys(layer, pages[begin : begin + _BLOCK], wide, self._units)
             scores = torch.einsum("hgd,pshd->hgps", own, keys)
             place = torch.arange(keys.shape[0] * size, device=query.device) + begin * size
             hidden = place > row.cache_row
-            if self._landmark_rows:
+            if self._selected.has_landmark_row:
                 hidden |= place % size == size - 1
             scores.masked_fill_(hidden.view(-1, size), float("-inf"))
             masses.append(scores.logsumexp(-1))

@@ -82,7 +82,7 @@ def _needle(arguments: argparse.Namespace) -> int:
         with console.status("reading"):
             result = llm.generate(prompt.tokens, max_tokens=_ANSWER_TOKENS, trace=trace)
         seconds = time.perf_counter() - begin
-        per_page = llm.engine.scheduler.cache.geometry.tokens_per_page
+        per_page = llm.engine.selected.tokens_per_page
         _show(console, result, secret, range(first // per_page, last // per_page + 1), seconds)
     return 0
 

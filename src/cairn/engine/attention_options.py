@@ -133,7 +133,7 @@ def _sparse_drafts(
         topk = _DRAFT_TOPK
     window = config.hsa_window or _DRAFT_WINDOW
     config = replace(config, hsa_policy=policy, hsa_topk=topk, hsa_window=window)
-    sparse, page_size = training_free(config, spec, "", kind)
+    sparse, page_size = training_free(config, spec, device, kind, drafts=True)
     summary = _summary(spec, sparse, page_size, kind)
     return AttentionPlan(tuple(names), sparse, page_size, kind, (f"drafts by {summary}",))
 
@@ -157,7 +157,7 @@ def _native(
             f"page_size is {config.page_size} and the model's chunk_size {native.chunk_size}; a "
             f"page must be a chunk: use page_size={native.chunk_size}"
         )
-    own = ("layers", "dense_layers", "window", "sinks", "top_p", "budget")
+    own = ("unit_size", "layers", "dense_layers", "window", "sinks", "top_p", "budget")
     for name in (*own, "fusion", "prefill", "dense_below"):
         value = getattr(config, f"hsa_{name}")
         if value is not None:
@@ -239,14 +239,17 @@ def _summary(
     if sparse.policy is None:
         layers = f"{len(sparse.layers)} of {len(spec.windows)} layers"
         return f"{backend.name}: {layers}, pages of {page_size} rows, window {sparse.window}"
-    name = policy_name(type(sparse.policy))
+    name, units = policy_name(type(sparse.policy)), sparse.units
+    kind, read = "pages", f"pages of {page_size} rows"
+    if units > 1:
+        kind, read = "units", f"units of {page_size // units} rows in {read}"
     summary = (
         f"{backend.name}: {name}, {len(sparse.layers)} of {len(spec.windows)} layers, "
-        f"top-{sparse.topk} pages of {page_size} rows, window {sparse.window}, "
+        f"top-{sparse.topk} {read}, window {sparse.window}, "
         f"sinks {sparse.sinks}, {sparse.strategy}, {sparse.fusion} weights"
     )
     if sparse.budgets is not None:
-        summary += f", pages by layer {','.join(map(str, sparse.budgets))}"
+        summary += f", {kind} by layer {','.join(map(str, sparse.budgets))}"
     if sparse.top_p is not None:
         summary += f", top-p {sparse.top_p}"
     if sparse.dense_below:

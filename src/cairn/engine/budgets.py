@@ -33,7 +33,7 @@ def choose_budgets(engine: Engine, text: Sequence[int]) -> tuple[int, ...]:
     """
     sparse = engine.sparse
     assert sparse is not None
-    page_size = engine.scheduler.cache.geometry.page_size
+    page_size = engine.selected.page_size
     wanted = 2 * sparse.topk * page_size + sparse.window
     ids = text[: min(max(_TOKENS, wanted * 5 // 4), engine.max_tokens - 2)]
     first = max(len(ids) // 2, min(wanted, len(ids) * 4 // 5))
@@ -42,8 +42,8 @@ def choose_budgets(engine: Engine, text: Sequence[int]) -> tuple[int, ...]:
         raise ConfigError(
             f"hsa_budget is 'auto' and hsa_topk {sparse.topk}; queries need more than top-k pages "
             f"of {page_size} rows before their window of {sparse.window}, in a text of about "
-            f"{least * 5 // 4} tokens, and {len(ids)} can be read: lower hsa_topk, page_size or "
-            "hsa_window, raise context_length or kv_cache_gib, or list the pages of each layer"
+            f"{least * 5 // 4} tokens, and {len(ids)} can be read: lower hsa_topk, hsa_unit_size "
+            "or hsa_window, raise context_length or kv_cache_gib, or list the pages of each layer"
         )
     watcher = watch(engine)
     rows = []
@@ -115,11 +115,8 @@ def watch(engine: Engine) -> DensePages:
     watchers: list[Any] = []
 
     def wrap(backend: AttentionBackend, pool: KVPool) -> AttentionBackend:
-        landmarks = cache.geometry.has_landmark_row
         scale = engine.spec.layers[layers[0]].scale
-        watchers.append(
-            DensePages(backend, pool, layers=layers, scale=scale, landmark_rows=landmarks)
-        )
+        watchers.append(DensePages(backend, pool, engine.selected, layers=layers, scale=scale))
         wrapped: AttentionBackend = watchers[0]
         return wrapped
 

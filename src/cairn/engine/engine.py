@@ -89,6 +89,9 @@ class Engine:
         self.stats = EngineStats()
         self.sparse = sparse
         """How sparse layers attend; None if there are none."""
+        units = 1 if sparse is None else sparse.units
+        self.selected = scheduler.cache.geometry.cut(units)
+        """Geometry of what queries select: pages, or their units."""
         self.notes = notes
         """Messages for the user about the loaded model."""
         self.context_length = context_length

@@ -72,7 +72,7 @@ class ModelDrafts:
         sparse = self._stepper.sparse
         if sparse is None:
             return
-        pages = self._tables.completed(slots, starts, reached)
+        pages = self._tables.completed(slots, starts, reached, sparse.units)
         if pages.size:
             sparse.forget(pages)
 

@@ -230,9 +230,8 @@ def landmark_shape(sparse: SparseConfig, dtype: torch.dtype) -> LandmarkShape | 
     policy = sparse.policy
     if policy is None:
         return None
-    return LandmarkShape(
-        sparse.layers, policy.landmark_heads, policy.landmark_width, policy.has_bias, dtype
-    )
+    own = policy.landmark_heads, policy.landmark_width, policy.has_bias
+    return LandmarkShape(sparse.layers, *own, dtype, sparse.units)
 
 
 def _cache_dtype(

@@ -26,12 +26,15 @@ class SlotTables:
         width = table_width(self._geometry.pages(stop))
         return self.pages[:, slots, :width], self.generations[:, slots, :width]
 
-    def completed(self, slots: np.ndarray, starts: np.ndarray, reached: np.ndarray) -> np.ndarray:
-        """The pages [groups, n] that slots [m] completed between `starts` and `reached` tokens."""
-        first, last = (self._geometry.complete_pages(own) for own in (starts, reached))
-        some = last > first
-        pages = [
-            self.pages[:, slot, begin:end]
-            for slot, begin, end in zip(slots[some], first[some], last[some], strict=True)
-        ]
-        return np.concatenate(pages or [self.pages[:, 0, :0]], axis=1)
+    def completed(
+        self, slots: np.ndarray, starts: np.ndarray, reached: np.ndarray, units: int
+    ) -> np.ndarray:
+        """The units [groups, n] that slots [m] completed between `starts` and `reached` tokens. A
+        page has so many units."""
+        geometry = self._geometry.cut(units)
+        first, last = (geometry.complete_pages(own) for own in (starts, reached))
+        found = [self.pages[:, 0, :0]]
+        for slot, begin, end in zip(slots, first, last, strict=True):
+            places = np.arange(begin, end)
+            found.append(self.pages[:, slot, places // units] * units + places % units)
+        return np.concatenate(found, axis=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 from cairn.attention.backend import SparseBackend
@@ -23,14 +24,14 @@ _SINKS = 1
 
 
 class _Defaults(NamedTuple):
-    page_size: int
+    unit_size: int | None  # None for whole pages
     topk: int
     window: int
 
 
-_PAGES: Mapping[str, _Defaults] = {"spread": _Defaults(8, 111, 128)}
-"""By policy. `spread` needs small pages; these are 1,024 rows, a quarter of 4,096."""
-_OTHERS = _Defaults(DEFAULT_PAGE_SIZE, 32, 512)
+_OWN: Mapping[str, _Defaults] = {"spread": _Defaults(8, 111, 128)}
+"""By policy. `spread` needs small units; these are 1,024 rows, a quarter of 4,096."""
+_OTHERS = _Defaults(None, 32, 512)
 
 _DENSE_PAYS = {"cuda": (16384, 24576)}
 """By device, where it was measured: positions of generated rows and of prompt rows below which
@@ -41,7 +42,7 @@ of the batch."""
 
 
 def _defaults(config: EngineConfig, device: str) -> tuple[str, _Defaults]:
-    """The policy, and its pages unless options say otherwise.
+    """The policy, and what it reads unless options say otherwise.
 
     On CUDA short texts are dense anyway, and the small pages of `spread` make dense rows slower
     (docs/sparse-attention.md). With pages in host memory, landmarks stay on the device: those of
@@ -51,25 +52,54 @@ def _defaults(config: EngineConfig, device: str) -> tuple[str, _Defaults]:
     if name is None:
         fast = device == "cuda" or config.enable_hisparse
         name = KERNEL_POLICY if fast else _POLICY
-    return name, _PAGES.get(name, _OTHERS)
+    return name, _OWN.get(name, _OTHERS)
 
 
 def default_page_size(config: EngineConfig) -> int:
     """Of an engine with pages in host memory."""
-    return _defaults(config, "")[1].page_size
+    return _sizes(replace(config, page_size=None), _defaults(config, "")[1], whole=True)[0]
+
+
+def _sizes(config: EngineConfig, defaults: _Defaults, *, whole: bool) -> tuple[int, int]:
+    """The page size and the number of units of a page. If `whole`, it is 1 unless an option says
+    otherwise: small units are small pages."""
+    unit, page_size = config.hsa_unit_size or defaults.unit_size, config.page_size
+    if page_size is None:
+        page_size = unit or DEFAULT_PAGE_SIZE if whole else DEFAULT_PAGE_SIZE
+    if config.hsa_unit_size is None and (unit is None or whole or page_size % unit):
+        return page_size, 1
+    assert unit is not None
+    if page_size % unit:
+        raise ConfigError(
+            f"hsa_unit_size is {unit} and page_size {page_size}; a page has whole units: use a "
+            f"divisor of {page_size}"
+        )
+    if config.enable_hisparse and unit != page_size:
+        raise ConfigError(
+            f"hsa_unit_size is {unit} and page_size {page_size}; enable_hisparse moves whole pages "
+            f"between host and device: use page_size={unit}, or leave hsa_unit_size out"
+        )
+    return page_size, page_size // unit
 
 
 def training_free(
-    config: EngineConfig, spec: ModelSpec, device: str, backend: type[SparseBackend]
+    config: EngineConfig,
+    spec: ModelSpec,
+    device: str,
+    backend: type[SparseBackend],
+    *,
+    drafts: bool = False,
 ) -> tuple[SparseConfig, int]:
     """How sparse layers select pages, and the page size.
 
-    Without a `device`, rows are not dense only because dense kernels are as fast for them.
+    Rows that draft are not dense only because dense kernels are as fast for them.
     """
     name, defaults = _defaults(config, device)
     if not backend.needs_landmarks:
         defaults = _OTHERS
-    page_size = config.page_size or defaults.page_size
+    # Kernels and the host tier read whole pages.
+    whole = device == "cuda" or config.enable_hisparse or "unit_size" not in backend.options
+    page_size, units = _sizes(config, defaults, whole=whole)
     policy, kind, topk, sinks, budgets = None, Policy, config.hsa_topk or 0, 0, None
     layers = _layers(config.hsa_layers, config.hsa_dense_layers, spec)
     window = config.hsa_window or defaults.window
@@ -108,8 +138,10 @@ def training_free(
         and not config.enable_hisparse
     ):
         # With top_p a row may leave out pages however few there are.
-        all_selected = (least + 1) * page_size + window - 1 if config.hsa_top_p is None else 0
-        generated, prompt = _DENSE_PAYS.get(device, (0, 0))
+        all_selected = (
+            (least + 1) * (page_size // units) + window - 1 if config.hsa_top_p is None else 0
+        )
+        generated, prompt = (0, 0) if drafts else _DENSE_PAYS.get(device, (0, 0))
         dense_below = max(all_selected, generated)
         dense_prompt_below = max(all_selected, prompt)
     if "prefill" in backend.options and config.hsa_prefill != "sparse":
@@ -124,6 +156,7 @@ def training_free(
         sinks=sinks,
         top_p=config.hsa_top_p,
         budgets=budgets,
+        units=units,
         dense_below=dense_below,
         dense_prompt_below=dense_prompt_below,
     )

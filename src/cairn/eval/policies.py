@@ -116,6 +116,7 @@ def make_points(
     plain = {name: own for name, own in given.items() if not name.startswith("hsa_")}
     plain.pop("attention_backend", None)
     common: dict[str, Any] = {"page_size": _PAGE_SIZE, **given, "attention_backend": AUTO_SPARSE}
+    common.setdefault("hsa_unit_size", common["page_size"])  # the same for all policies
     common["hsa_dense_below"] = 0  # the policy is what is measured
     points = [Point("dense", None, {**plain, "page_size": common["page_size"]})]
     for name in chosen:
@@ -127,7 +128,7 @@ def make_points(
 
 def _fitted(options: dict[str, Any], budget: float, tokens: int, full: int) -> dict[str, Any]:
     """The options with as many pages as the budget has room for."""
-    dense, size = options.get("hsa_dense_layers", 0), options["page_size"]
+    dense, size = options.get("hsa_dense_layers", 0), options["hsa_unit_size"]
     share = (budget * full - dense) / max(1, full - dense)
     pages = _pages(share, tokens, size)
     sinks = options.setdefault("hsa_sinks", _SINKS)
@@ -224,7 +225,7 @@ def _read(llm: LLM, ids: list[int], rows: int) -> dict[str, Any]:
     assert policy is not None
     part = len(sparse.layers) / _full_layers(spec)
     page = 2 * policy.shape.num_kv_heads * policy.shape.head_dim
-    page *= llm.engine.scheduler.cache.geometry.page_size
+    page *= llm.engine.selected.page_size
     landmark = policy.landmark_heads * policy.landmark_width
     if policy.sinks_only or policy.observed:
         landmark = 0

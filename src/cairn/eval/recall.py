@@ -114,6 +114,6 @@ def _keep_at(llm: LLM, watcher: DensePages, ids: list[int]) -> dict[int, Kept]:
     trace = llm.generate(ids, max_tokens=most, ignore_eos=True, trace=True).trace
     assert trace is not None
     record = watcher.take()[-1]
-    start = sparse.window_start(record.cache_row, llm.engine.scheduler.cache.geometry.page_size)
+    start = sparse.window_start(record.cache_row, llm.engine.selected.page_size)
     reads = trace.tokens[-1].layers
     return {read.layer: keep(record.shares[read.layer], read, start) for read in reads}

@@ -112,6 +112,7 @@ def make_settings(
     given_names = [name.strip() for name in backend.split(",")]
     sparse_kind = sparse_class(given_names)
     page_size = config.page_size or _PAGE_SIZE
+    unit_size = config.hsa_unit_size or page_size  # the same for all policies
     window = config.hsa_window or _WINDOW_PAGES * page_size
     common = {**given, "page_size": page_size}
     settings = []
@@ -123,13 +124,14 @@ def make_settings(
     sparse = {
         **common,
         "attention_backend": AUTO_SPARSE if sparse_kind is None else backend,
+        "hsa_unit_size": unit_size,
         "hsa_window": window,
         # The policy is being measured, so read nothing densely unless requested.
         "hsa_dense_below": config.hsa_dense_below or 0,
     }
     if "," not in backend:
         sparse["hsa_prefill"] = config.hsa_prefill or "sparse"
-    choices = _budgets(config.hsa_topk, tokens, page_size, window, budgets)
+    choices = _budgets(config.hsa_topk, tokens, unit_size, window, budgets)
     for policy in policies or [config.hsa_policy or "quest"]:
         own = {**sparse, "hsa_policy": policy}
         settings += [_setting(policy, *choice, own) for choice in choices]

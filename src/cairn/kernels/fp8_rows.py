@@ -145,10 +145,29 @@ def store_rows(
     scales.movedim(-1, 1)[places, offsets] = own
 
 
+def read_units(
+    slices: torch.Tensor, which: torch.Tensor, units: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Copies of units [n, rows, dim] of slices [slices, rows, dim] of any type, as numbers. A slice
+    has so many units; unit j of slice s is number s * units + j of `which` [n]."""
+    if units == 1:
+        return widen(slices.index_select(0, which), dtype)
+    if not is_narrow(slices.dtype):
+        cut = slices.view(len(slices) * units, -1, slices.shape[2])
+        return cut.index_select(0, which).to(dtype)
+    rows, scales = (part.unflatten(1, (units, -1)) for part in rows_and_scales(slices))
+    place = which // units, which % units
+    return _scaled(rows[place], scales[place], dtype)
+
+
 def widen(pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The rows of pages, or of slices of pages, as numbers: [..., page_size, dim] of `dtype`."""
     if not is_narrow(pages.dtype):
         return pages.to(dtype)
-    rows, scales = rows_and_scales(pages)
+    return _scaled(*rows_and_scales(pages), dtype)
+
+
+def _scaled(rows: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows [..., dim] of 8 bits and their scales [...] as numbers."""
     wide = torch.promote_types(dtype, torch.float32)
     return (rows.to(wide) * scales[..., None].to(wide)).to(dtype)

@@ -31,6 +31,13 @@ class PageGeometry:
                 "a page holds page_size tokens, or one fewer and a landmark row"
             )
 
+    def cut(self, units: int) -> PageGeometry:
+        """That of equal parts of a page. Pages with a landmark row cannot be cut."""
+        if units == 1:
+            return self
+        assert not self.has_landmark_row and self.page_size % units == 0
+        return PageGeometry(self.page_size // units, self.page_size // units)
+
     @property
     def has_landmark_row(self) -> bool:
         return self.tokens_per_page < self.page_size

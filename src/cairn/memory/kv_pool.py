@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from cairn.kernels.fp8_rows import store_rows, widen
+from cairn.kernels.fp8_rows import read_units, store_rows
 from cairn.memory.groups import LayerGroup
 from cairn.memory.layout import KV
 from cairn.memory.pinned import CudaRegistry, PinnedMemory
@@ -111,10 +111,28 @@ class KVPool(PagePool):
         tensor = next(iter(parts.values())) if name is None else parts[name]
         store_rows(tensor, pages, offsets, rows, self._given.get(layer))
 
-    def read_keys(self, layer: int, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A copy of the keys of pages [n], [n, page_size, kv_heads, head_dim]."""
-        keys = self.part(layer)[:, : self.kv_heads(layer)]
-        return widen(keys[pages], dtype).transpose(1, 2)
+    def slices(
+        self, layer: int, ids: torch.Tensor, heads: torch.Tensor, units: int = 1
+    ) -> torch.Tensor:
+        """Numbers of the slices of units: `ids` [...] of units, of which a page has so many, and
+        `heads` [...] of 2 * kv_heads, keys first."""
+        return (ids // units * self.part(layer).shape[1] + heads) * units + ids % units
+
+    def read_slices(
+        self, layer: int, slices: torch.Tensor, dtype: torch.dtype, units: int = 1
+    ) -> torch.Tensor:
+        """A copy of slices with these numbers [...], [..., rows of a unit, head_dim]."""
+        of_heads = self.part(layer).flatten(0, 1)
+        copied = read_units(of_heads, slices.flatten(), units, dtype)
+        return copied.view(*slices.shape, *copied.shape[1:])
+
+    def read_keys(
+        self, layer: int, ids: torch.Tensor, dtype: torch.dtype, units: int = 1
+    ) -> torch.Tensor:
+        """A copy of the keys of pages or units [n], [n, rows, kv_heads, head_dim]."""
+        heads = torch.arange(self.kv_heads(layer), device=ids.device)
+        keys = self.slices(layer, ids[:, None], heads, units)
+        return self.read_slices(layer, keys, dtype, units).transpose(1, 2)
 
     def clear(self, group: int, pages: torch.Tensor) -> None:
         """Zero pages, [n] ids, in all layers of a group."""

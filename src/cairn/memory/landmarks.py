@@ -1,4 +1,5 @@
-"""The landmarks that a policy keeps for every complete page, stored by page id.
+"""The landmarks that a policy keeps for every complete page, stored by page id; or for every
+complete unit of a page, by the unit's id.
 
 A landmark belongs to one generation of a page. The step that completes the page writes it, once.
 A reader passes the generation that its page table expects. If it differs, the landmark counts as
@@ -25,6 +26,8 @@ class LandmarkShape:
     width: int
     has_bias: bool
     dtype: torch.dtype
+    units: int = 1
+    """Landmarks of a page, see `SparseConfig.units`."""
 
     @property
     def vector(self) -> CachePart:
@@ -37,18 +40,19 @@ class LandmarkShape:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page's landmarks in all layers, and of its generation."""
+        """Bytes of a page's landmarks in all layers, and of their generations."""
         layout = CacheLayout((self.vector, self.bias) if self.has_bias else (self.vector,))
-        return len(self.layers) * layout.page_bytes(1) + 4
+        return self.units * (len(self.layers) * layout.page_bytes(1) + 4)
 
 
 class LandmarkPool:
     def __init__(self, shape: LandmarkShape, num_pages: int, device: torch.device) -> None:
-        """Room for page ids 0..num_pages, where 0 is the null page."""
+        """Room for page ids 0..num_pages, where 0 is the null page. Methods take ids of units."""
         self.shape = shape
+        count = (num_pages + 1) * shape.units
 
         def empty(part: CachePart) -> torch.Tensor:
-            return torch.empty(num_pages + 1, *part.shape, dtype=part.dtype, device=device)
+            return torch.empty(count, *part.shape, dtype=part.dtype, device=device)
 
         self.vectors = {layer: empty(shape.vector) for layer in shape.layers}
         self.biases = {
@@ -56,9 +60,9 @@ class LandmarkPool:
         }
         # Generation that each page was sealed in, 0 for never; on the device and, for checks, on
         # the host.
-        self.sealed = torch.zeros(num_pages + 1, dtype=torch.int32, device=device)
-        self._host_sealed = np.zeros(num_pages + 1, dtype=np.int32)
-        self.sealed[NULL_PAGE] = -1  # no generation matches the null page
+        self.sealed = torch.zeros(count, dtype=torch.int32, device=device)
+        self._host_sealed = np.zeros(count, dtype=np.int32)
+        self.sealed[: shape.units] = -1  # no generation matches the null page
         self.num_sealed = 0
         """Total number of pages whose landmarks were computed. Prefix hits do not count."""
 
@@ -106,7 +110,7 @@ class LandmarkPool:
     def invalidate(self, pages: Sequence[int] | np.ndarray) -> None:
         """Forget the landmarks of pages whose step failed."""
         index = np.asarray(pages, dtype=np.int64)
-        index = index[index != NULL_PAGE]
+        index = index[index // self.shape.units != NULL_PAGE]
         self._host_sealed[index] = 0
         # For `sealed[...] = 0` torch would copy the 0 to the device and wait for all work there.
         self.sealed.index_fill_(0, self._sent(index), 0)

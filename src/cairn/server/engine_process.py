@@ -62,7 +62,7 @@ class EngineLoop(Driver[int]):
         self._logged = time.monotonic()
         self._stopping = False
         self._reading = Reading()
-        self._reads = PageReads(engine.sparse, engine.scheduler.cache.geometry)
+        self._reads = PageReads(engine.sparse, engine.selected)
 
     def serve(self) -> None:
         # What exists now stays: the garbage collector need not visit it again between steps.
@@ -75,6 +75,8 @@ class EngineLoop(Driver[int]):
             eos_token_ids=sorted(engine.eos_token_ids),
             page_size=geometry.page_size,
             tokens_per_page=geometry.tokens_per_page,
+            unit_size=engine.selected.page_size,
+            tokens_per_unit=engine.selected.tokens_per_page,
             can_trace=engine.can_trace,
             can_read_densely=engine.can_read_densely,
             sparse_layers=[] if engine.sparse is None else list(engine.sparse.layers),

@@ -84,17 +84,17 @@ class ModelText:
         return ChatPrompt(ids, form.place(text, last))
 
     async def pages(self, ids: list[int], engine: Ready) -> dict[str, Any]:
-        """The prompt's pages, as the page map draws them."""
+        """The prompt's pages, or what queries select in their place, as the page map draws them."""
         if not engine.can_trace:
             raise bad_request(
                 "cairn",
                 "cairn.trace shows which pages sparse attention reads; start the server with "
                 "--attention-backend hsa",
             )
-        size = engine.tokens_per_page
+        size = engine.tokens_per_unit
         parts = [ids[begin : begin + size] for begin in range(0, len(ids), size)]
         return {
-            "page_size": engine.page_size,
+            "page_size": engine.unit_size,
             "tokens_per_page": size,
             "sparse_layers": engine.sparse_layers,
             "prompt_tokens": len(ids),

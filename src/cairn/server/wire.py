@@ -58,6 +58,8 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     eos_token_ids: list[int]
     page_size: int
     tokens_per_page: int
+    unit_size: int  # rows that queries select as a whole: a page, or a part of it
+    tokens_per_unit: int
     can_trace: bool
     can_read_densely: bool
     sparse_layers: list[int]

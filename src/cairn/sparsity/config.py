@@ -30,6 +30,10 @@ class SparseConfig:
     attention of every head."""
     budgets: tuple[int, ...] | None = None
     """Pages of each of `layers`, in place of `topk`."""
+    units: int = 1
+    """Number of units of a page of the cache. A unit has a landmark and is selected as a whole;
+    unit j of page p has the id p * units + j. Sparse attention reads units, and if a page has
+    several, its code means units where it says pages."""
     null_split: bool = False
     """The merge includes an empty split of weight exp(0) and output zero (softmax1)."""
     landmark_rows: bool = False

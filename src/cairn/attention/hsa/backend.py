@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from cairn.attention.backend import AttentionShape, Graph, Replayable, SparseBackend, SparseParts
-from cairn.attention.batch import AttentionBatch, GraphKind, Scoring, to_device
+from cairn.attention.batch import AttentionBatch, GraphKind, Scoring, to_device, unit_ids
 from cairn.attention.clearing import clear_begun_pages
 from cairn.attention.hsa.kernel_sparse import KernelMetadata, KernelSparse
 from cairn.attention.hsa.landmark_maker import LandmarkMaker
@@ -64,7 +64,16 @@ class HSABackend(SparseBackend):
     needs_landmarks = True
     options = frozenset(
         {
-            *("policy", "topk", "selection_strategy", "layers", "window", "sinks", "fusion"),
+            *(
+                "policy",
+                "unit_size",
+                "topk",
+                "selection_strategy",
+                "layers",
+                "window",
+                "sinks",
+                "fusion",
+            ),
             *("prefill", "dense_below", "dense_layers", "top_p", "budget"),
         }
     )
@@ -91,6 +100,7 @@ class HSABackend(SparseBackend):
             self.notes = (f"hsa runs in plain torch, its kernels cannot: {refused}",)
         self._pool = pool
         self._config = config
+        self.units = config.units
         self._policy = config.policy
         self._landmarks = landmarks
         self._dense = dense
@@ -170,13 +180,13 @@ class HSABackend(SparseBackend):
     def launching(self, batch: AttentionBatch, graph: Graph | None) -> None:
         if graph is not None and graph.kind == "kept":
             return  # pages that drafts complete get their landmarks when they are checked
-        seq, place, _ = completed_pages(batch)
+        seq, place, _ = completed_pages(batch, self.units)
         if not len(seq):
             return
         tables = batch.groups[self._groups.selected]
         self._landmarks.seal(
-            tables.host_pages[seq, place].astype(np.int64),
-            tables.host_generations[seq, place],
+            unit_ids(tables.host_pages, seq, place, self.units),
+            tables.host_generations[seq, place // self.units],
             on_device=not self._seals_itself(batch, graph),
         )
 
@@ -193,7 +203,7 @@ class HSABackend(SparseBackend):
         """Make the landmarks of pages that the step completed outside sparse kernels."""
         if graph.kind not in ("dense", "both"):
             return
-        seq, place, _ = completed_pages(batch)
+        seq, place, _ = completed_pages(batch, self.units)
         if len(seq):
             self._maker.of_all_layers(*self._sent(batch, seq, place))
 
@@ -202,7 +212,9 @@ class HSABackend(SparseBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids of pages [n] on the device: those of landmarks, and those of keys."""
         selected, kv = (
-            to_device(batch.groups[g].host_pages[seq, place].astype(np.int64), self._shape.device)
+            to_device(
+                unit_ids(batch.groups[g].host_pages, seq, place, self.units), self._shape.device
+            )
             for g in self._groups
         )
         return selected, kv
@@ -217,7 +229,7 @@ class HSABackend(SparseBackend):
             dense = self._dense.prepare(batch, self._dense_groups)
         if batch.recorded is not None:
             return self._prepare_recorded(batch, dense)
-        seq, place, rows = completed_pages(batch)
+        seq, place, rows = completed_pages(batch, self.units)
         completed = None
         if len(seq):
             pages, kv_pages = self._sent(batch, seq, place)
@@ -374,7 +386,8 @@ class HSABackend(SparseBackend):
         self._landmarks.invalidate(pages[self._groups.selected])
 
     def abandon(self, batch: AttentionBatch) -> None:
-        seq, place, _ = completed_pages(batch)
-        self._landmarks.invalidate(batch.groups[self._groups.selected].host_pages[seq, place])
+        seq, place, _ = completed_pages(batch, self.units)
+        pages = batch.groups[self._groups.selected].host_pages
+        self._landmarks.invalidate(unit_ids(pages, seq, place, self.units))
         if self._tiered is not None:
             self._tiered.abandon()

@@ -204,6 +204,8 @@ class KernelSparse:
             return f"{type(policy).__name__} scores pages in its own way"
         if policy.observed:
             return f"{type(policy).__name__} looks back at the prompt"
+        if config.units > 1:
+            return f"pages have {config.units} units; they have pages that are one unit"
         by_lse = config.fusion == "lse"
         if policy.reach and not by_lse:
             return f"{type(policy).__name__} has deviations, which they add with hsa_fusion=lse"

@@ -31,6 +31,7 @@ class LandmarkMaker:
     ) -> None:
         assert config.policy is not None
         self._layers = config.layers
+        self._units = config.units
         self._policy = config.policy
         self._shape = shape
         self._pool = pool
@@ -78,7 +79,7 @@ class LandmarkMaker:
         self, layer: int, pages: torch.Tensor, kv_pages: torch.Tensor, prior: torch.Tensor | None
     ) -> None:
         # [pages, size, kv_heads, dim]
-        keys = self._pool.read_keys(layer, kv_pages, self._shape.dtype)
+        keys = self._pool.read_keys(layer, kv_pages, self._shape.dtype, self._units)
         self._landmarks.save(layer, pages, *self._policy.landmark(keys, prior))
 
     @cached_property

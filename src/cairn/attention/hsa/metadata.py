@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from cairn.attention.backend import AttentionShape
-from cairn.attention.batch import AttentionBatch, to_device
+from cairn.attention.batch import AttentionBatch, to_device, unit_ids
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.pages import NULL_PAGE
 from cairn.sparsity.config import SparseConfig
@@ -83,10 +83,10 @@ class _Block:
         return self.count, self.window_pages
 
 
-def completed_pages(batch: AttentionBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The pages that this step completes: sequence, index in its table, and the row of the step
-    that completes the page."""
-    size = batch.page_size
+def completed_pages(batch: AttentionBatch, units: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The pages that this step completes: sequence, place in it, and the row of the step that
+    completes the page."""
+    size = batch.page_size // units
     completing = batch.kv_lens % size < batch.query_lens
     if not np.count_nonzero(completing):
         empty = np.zeros(0, dtype=np.int64)
@@ -142,14 +142,15 @@ def traced_tiles(
         if excluded[s]:
             continue
         first = int(row - batch.cu_query[s] + batch.kv_lens[s] - batch.query_lens[s])
-        start = config.window_start(first, batch.page_size)
-        block = _Block(s, first, 1, start, first // batch.page_size + 1 - start)
+        size = batch.page_size // config.units
+        start = config.window_start(first, size)
+        block = _Block(s, first, 1, start, first // size + 1 - start)
         tiles.append(_tile(batch, groups, config, [block]))
     return tuple(tiles)
 
 
 def _blocks(batch: AttentionBatch, config: SparseConfig, s: int) -> Iterator[_Block]:
-    size = batch.page_size
+    size = batch.page_size // config.units
     end = int(batch.kv_lens[s])
     row = end - int(batch.query_lens[s])
     dense_until = int(config.dense_until(batch.prompt_rows[s]))
@@ -183,7 +184,8 @@ def _runs(batch: AttentionBatch, blocks: list[_Block]) -> Iterator[list[_Block]]
 def _tile(
     batch: AttentionBatch, groups: SparseGroups, config: SparseConfig, blocks: list[_Block]
 ) -> Tile:
-    size, device = batch.page_size, batch.device
+    units, device = config.units, batch.device
+    size = batch.page_size // units
     tables, pool = batch.groups[groups.selected], batch.groups[groups.kv]
     count, width = blocks[0].shape
     seq = np.array([block.seq for block in blocks])
@@ -207,25 +209,27 @@ def _tile(
     if config.policy is not None and config.policy.observed and candidates:
         lengths = batch.prompt_rows[owners]
         held = -(-lengths // size)
-        table = tables.host_pages[owners, : held.max()].astype(np.int64)
-        table[np.arange(table.shape[1]) >= held[:, None]] = NULL_PAGE
+        places = np.arange(held.max())
+        table = unit_ids(tables.host_pages, owners[:, None], places, units)
+        table[places >= held[:, None]] = NULL_PAGE
         prompts = Prompts(to_device(table, device), to_device(lengths, device))
 
     def to(array: np.ndarray) -> torch.Tensor:
         return to_device(array, device)
 
-    pages = start[:, None] + np.arange(width)
-    own = pool.host_pages[seq[:, None], cache_rows // size]
+    window = unit_ids(pool.host_pages, seq[:, None], start[:, None] + np.arange(width), units)
+    own = unit_ids(pool.host_pages, seq[:, None], cache_rows // size, units)
+    before, own_seqs = np.arange(candidates), owners[:, None]
     return Tile(
         seqs=len(owners),
         blocks=len(blocks),
         rows=to(flat_rows),
         limits=to(limits.reshape(-1)),
-        window_pages=to(pool.host_pages[seq[:, None], pages].astype(np.int64)),
+        window_pages=to(window),
         hidden=to(hidden),
-        page_table=to(tables.host_pages[owners, :candidates].astype(np.int64)),
-        generations=to(tables.host_generations[owners, :candidates]),
-        own_pages=to(own.reshape(-1).astype(np.int64)),
+        page_table=to(unit_ids(tables.host_pages, own_seqs, before, units)),
+        generations=to(tables.host_generations[own_seqs, before // units]),
+        own_pages=to(own.reshape(-1)),
         traced=to(traced) if len(traced) else None,
         traced_rows=tuple(int(row) for row in flat_rows[traced]),
         prompts=prompts,

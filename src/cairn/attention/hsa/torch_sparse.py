@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 
 from cairn.attention.hsa.metadata import Prompts, Tile
-from cairn.kernels.fp8_rows import widen
 from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.landmarks import LandmarkPool
@@ -43,6 +42,7 @@ class TorchSparse:
         self._config = config
         self._policy = config.policy
         self._pool = pool
+        self._size = pool.page_size // config.units
         self._landmarks = landmarks
         self._scale = scale
         self._tier = tier
@@ -88,7 +88,7 @@ class TorchSparse:
         merged: list[torch.Tensor] = []
         weights: list[torch.Tensor] = []
         window_weight: list[torch.Tensor] = []
-        step = max(1, _ELEMENTS // (heads * index.shape[2] * self._pool.page_size))
+        step = max(1, _ELEMENTS // (heads * index.shape[2] * self._size))
         for part in self._parts(layer, page_ids, lives, step):
             # Padding reads the row's own page with weight zero, so that no foreign page is read.
             found = self._locate(layer, page_ids[part], lives[part])
@@ -131,9 +131,10 @@ class TorchSparse:
         rows, heads, dim = query.shape
         kv_heads, blocks = self._pool.kv_heads(layer), tile.blocks
         count, group = rows // blocks, heads // kv_heads
-        both = widen(self._pool.part(layer)[tile.window_pages], query.dtype)
-        # [blocks, pages, 2 * kv_heads, size, dim] -> [blocks, 2 * kv_heads, keys, dim]
-        both = both.transpose(1, 2).flatten(2, 3)
+        every, units = torch.arange(2 * kv_heads, device=query.device), self._config.units
+        slices = self._pool.slices(layer, tile.window_pages[:, None], every[:, None], units)
+        # [blocks, 2 * kv_heads, pages, size, dim] -> [blocks, 2 * kv_heads, keys, dim]
+        both = self._pool.read_slices(layer, slices, query.dtype, units).flatten(2, 3)
         key, value = both[:, :kv_heads], both[:, kv_heads:]
         # [blocks, kv_heads, group * count, dim]
         own = query.view(blocks, count, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
@@ -182,7 +183,7 @@ class TorchSparse:
         self, layer: int, tile: Tile, prompts: Prompts, scoring: torch.Tensor
     ) -> torch.Tensor:
         """Scores [rows, heads, pages] of all candidates, by the last rows of the prompts."""
-        policy, size, device = self._policy, self._pool.page_size, prompts.pages.device
+        policy, size, device = self._policy, self._size, prompts.pages.device
         count, width = prompts.pages.shape
         keys_each = width * size
         step = max(1, _ELEMENTS // (policy.shape.num_heads * policy.observed * keys_each))
@@ -191,8 +192,10 @@ class TorchSparse:
             pages, lengths = (own[begin : begin + step] for own in prompts)
             places = lengths[:, None] - torch.arange(policy.observed, 0, -1, device=device)
             known = places.clamp(min=0)
-            query = self._pool.part(layer, QUERY)[pages.gather(1, known // size), :, known % size]
-            keys = self._pool.read_keys(layer, pages.flatten(), scoring.dtype)
+            own, units = pages.gather(1, known // size), self._config.units
+            offsets = own % units * size + known % size
+            query = self._pool.part(layer, QUERY)[own // units, :, offsets]
+            keys = self._pool.read_keys(layer, pages.flatten(), scoring.dtype, units)
             hidden = torch.arange(keys_each, device=device) > places[..., None]
             votes.append(
                 policy.vote(
@@ -261,18 +264,16 @@ class TorchSparse:
     def _slice_ids(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
         """Indices in the pool of the key slices (page, kv head) of pages [rows, kv_heads, k]."""
         heads = torch.arange(pages.shape[1], device=pages.device)
-        return pages * self._pool.part(layer).shape[1] + heads[:, None]
+        return self._pool.slices(layer, pages, heads[:, None], self._config.units)
 
     def _slices(
         self, layer: int, slices: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of (page, kv head) slices, each [slices, rows, dim] without landmark
         rows."""
-        pool = self._pool.part(layer)
-        flat = pool.view(-1, *pool.shape[2:])
-        real = self._pool.page_size - self._config.landmark_rows
-        both = (slices, slices + self._pool.kv_heads(layer))
-        key, value = (widen(flat.index_select(0, own), dtype)[:, :real] for own in both)
+        units, real = self._config.units, self._size - self._config.landmark_rows
+        both = slices, slices + self._pool.kv_heads(layer) * units
+        key, value = (self._pool.read_slices(layer, own, dtype, units)[:, :real] for own in both)
         return key, value
 
     def _merge(
