@@ -214,7 +214,8 @@ class DSABackend(SparseBackend):
                     out[run.dense_rows] = run.dense.forward_latent(layer, own, heads, run.metadata)
                 if rows is not None and slots is not None:
                     out = kernels.forward(layer, query, heads, rows, slots, out)
-                    self._trace(layer, query, heads, step, rows, slots)
+                    if len(step.batch.traced_rows):
+                        self._trace(layer, query, heads, step, rows, slots)
         assert out is not None
         return out
 

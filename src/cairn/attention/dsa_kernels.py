@@ -39,7 +39,7 @@ _MOST_LATENT, _MOST_ROPE = 512, 64  # columns of a latent row that fit into a pr
 
 class Tile(NamedTuple):
     own: slice  # of the step's chosen rows
-    rows: torch.Tensor | None  # [n] rows of the step, int64; None for all rows of a decode step
+    rows: torch.Tensor | None  # [n] rows of the step, int64; None for all rows of the step
     listed: RowList
     length: int  # scores of a row
 
@@ -198,7 +198,8 @@ class RowKernels:
             sent = unpack(packed, [len(array) for array in arrays])
             plan = torch.empty(len(items) + 1, dtype=torch.int32, device=batch.device)
             listed = RowList(sent[0], sent[1], sent[2], sent[3], plan, per_item)
-            tiles.append(Tile(own, sent[0].long(), listed, longest))
+            whole = own.stop - own.start == batch.num_rows
+            tiles.append(Tile(own, None if whole else sent[0].long(), listed, longest))
         return RowStep(batch, every, tuple(tiles), self._positions(len(every)))
 
     def _positions(self, rows: int) -> torch.Tensor:
