@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from cairn import LLM
 from cairn.async_llm import AsyncLLM
 from cairn.errors import CairnError, QueueFullError, RequestError
 from cairn.frontend import Output
+from cairn.text.tokenizer import Tokenizer
 from tests.helpers import TINY_LLAMA, byte_tokenizer, write_model
 from tests.patience import PATIENCE
 
@@ -41,6 +43,24 @@ def test_concurrent_requests_get_what_they_would_alone(folder: Path) -> None:
         return [result.text for result in await asyncio.gather(*calls)]
 
     assert run(folder, body) == expected
+
+
+def test_texts_become_tokens_beside_the_engines_thread(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    encode = Tokenizer.encode
+
+    def watched(*given: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return encode(*given, **options)
+
+    async def body(llm: AsyncLLM) -> None:
+        monkeypatch.setattr(Tokenizer, "encode", watched)
+        await llm.generate("hello", max_tokens=2, ignore_eos=True)
+        assert len(threads) == 1 and threads[0] not in ("MainThread", llm._thread.name)
+
+    run(folder, body)
 
 
 def test_a_stream_that_is_left_is_aborted(folder: Path) -> None:

@@ -505,6 +505,8 @@ def test_bad_sampling_fields_are_refused(llm: LLM) -> None:
         llm.generate("x", SamplingParams(), max_tokens=3)
     with pytest.raises(RequestError, match="2 entries for 1 prompts"):
         llm.generate(["x"], [SamplingParams()] * 2)
+    with pytest.raises(RequestError, match=r"logit_bias is \[\(1, 2.0\), .*each id once"):
+        llm.generate("x", logit_bias=[(1, 2.0), (1, 3.0)])
     with pytest.raises(RequestError, match="cache_salt"):
         llm.generate("x", cache_salt=3)  # type: ignore[call-overload]
     with pytest.raises(RequestError, match="min_tokens is 9223372036854775808; it must be"):

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class AsyncLLM:
-    """Everything that touches the engine runs on one thread, in the order it was asked for."""
+    """Everything that touches the engine runs on one thread. Texts become tokens on others."""
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         if model is not None:
@@ -57,6 +57,8 @@ class AsyncLLM:
     ) -> AsyncIterator[Chunk]:
         """Chunks of a prompt's choices. Leaving the loop early aborts them."""
         params = make_params(sampling_params, sampling)
+        if isinstance(prompt, str):  # no step waits for a long text
+            prompt = await asyncio.to_thread(self._frontend.encode, prompt)
         loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
         ids: list[str] = []

@@ -150,6 +150,8 @@ def _bias(value: object) -> tuple[tuple[int, float], ...]:
         if not isinstance(bias, int | float) or isinstance(bias, bool) or not -100 <= bias <= 100:
             _refuse("logit_bias", bias, "a number from -100 to 100")
         result.append((token, float(bias)))
+    if len(dict(result)) < len(result):
+        _refuse("logit_bias", value, "a map from token ids to numbers, with each id once")
     return tuple(result)
 
 
