@@ -14,7 +14,8 @@ from cairn.attention.dsa_backend import DSABackend
 from cairn.attention.dsa_kernels import RowKernels
 from cairn.attention.torch_backend import TorchBackend
 from cairn.config import EngineConfig
-from cairn.engine.memory_plan import kv_budget, size_pools
+from cairn.engine.memory_budget import kv_budget
+from cairn.engine.memory_plan import size_pools
 from cairn.engine.resolve import resolve
 from cairn.errors import ConfigError
 from cairn.kernels import choose_rows

@@ -16,7 +16,7 @@ from cairn.attention.backend import AttentionShape
 from cairn.attention.dsa_backend import DSABackend
 from cairn.attention.hsa.backend import HSABackend
 from cairn.config import EngineConfig
-from cairn.engine import memory_plan
+from cairn.engine import tier_sizes
 from cairn.engine.attention_options import AttentionPlan
 from cairn.engine.hisparse_options import (
     HiSparseOptions,
@@ -26,8 +26,9 @@ from cairn.engine.hisparse_options import (
     split_group,
 )
 from cairn.engine.limits import Limits
-from cairn.engine.memory_plan import TierSizes, plan_memory, size_tier
+from cairn.engine.memory_plan import plan_memory
 from cairn.engine.resolve import EngineChoices, resolve
+from cairn.engine.tier_sizes import TierSizes, size_tier
 from cairn.errors import ConfigError
 from cairn.kernels.interface import MOST_HOT_SLOTS
 from cairn.memory.device_swap import SwapBytes
@@ -258,7 +259,7 @@ def test_a_prompt_of_a_million_tokens_in_three_gib(monkeypatch: pytest.MonkeyPat
         chunked_prefill_size=8192,
         device="cpu",
     )
-    monkeypatch.setattr(memory_plan, "free_memory", lambda _: 64 * GIB)
+    monkeypatch.setattr(tier_sizes, "free_memory", lambda _: 64 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100 * GIB, 140 * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     choices = resolve(config, spec, torch.bfloat16, torch.device("cpu"))

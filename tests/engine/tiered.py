@@ -14,8 +14,8 @@ import pytest
 
 from cairn import LLM, SamplingParams
 from cairn.engine.engine import Engine
-from cairn.engine.memory_plan import TierSizes, size_tier, slots_per_page
 from cairn.engine.resolve import EngineChoices
+from cairn.engine.tier_sizes import TierSizes, size_tier, slots_per_page
 from tests.engine.lanes import tier_of
 from tests.helpers import (
     TINY_DSA,

@@ -65,6 +65,13 @@ class LayerGroup:
         reach = -(-(self.window - 1) // geometry.page_size) + 1
         return min(pages, reach + geometry.pages(chunk_tokens) + 1)
 
+    def pages_of_all(
+        self, running: int, tokens: int, chunk_tokens: int, geometry: PageGeometry
+    ) -> int:
+        """Most pages that running requests of `tokens` tokens hold at once, if one of them prefills
+        a chunk and the others decode."""
+        return running * self.peak_pages(tokens, 1, geometry) + geometry.pages(chunk_tokens)
+
 
 def group_layers(
     windows: Sequence[int | None], layouts: Sequence[CacheLayout] | None = None

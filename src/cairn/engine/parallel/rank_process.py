@@ -19,7 +19,8 @@ import torch
 from cairn.config import EngineConfig
 from cairn.engine.build import build_runner, load_model
 from cairn.engine.locate import locate
-from cairn.engine.memory_plan import MemoryPlan, kv_budget
+from cairn.engine.memory_budget import kv_budget
+from cairn.engine.memory_plan import MemoryPlan
 from cairn.engine.parallel.rank_group import PeerLostError, RankGroup, rank_device
 from cairn.engine.plan import StepPlan
 from cairn.engine.resolve import resolve

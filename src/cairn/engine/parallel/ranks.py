@@ -26,7 +26,8 @@ import torch
 
 from cairn.config import EngineConfig
 from cairn.engine.build import build_runner
-from cairn.engine.memory_plan import MemoryPlan, kv_budget
+from cairn.engine.memory_budget import kv_budget
+from cairn.engine.memory_plan import MemoryPlan
 from cairn.engine.parallel import rank_group
 from cairn.engine.parallel.lead_runner import LeadRunner
 from cairn.engine.parallel.rank_group import PeerLostError, RankGroup, rank_device
