@@ -80,7 +80,15 @@ def test_only_the_named_site_may_call(guarded: ServerProcess, server: ServerProc
         header: str | None = answer.headers.get("access-control-allow-origin")
         return header
 
+    def may_send(headers: str) -> int:
+        """The answer to the question that browsers ask first."""
+        asked = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
+        asked["Access-Control-Request-Headers"] = headers
+        return httpx.options(guarded.url + CHAT, headers=asked, timeout=PATIENCE).status_code
+
     assert allowed(guarded, "https://example.org") == "https://example.org"
+    assert may_send("authorization,content-type,x-stainless-os,openai-organization") == 200
+    assert may_send("x-api-key,anthropic-version,anthropic-dangerous-direct-browser-access") == 200
     assert allowed(guarded, "https://example.com") is None
     assert allowed(server, "https://example.org") is None
 
@@ -164,6 +172,9 @@ def test_a_bad_request_id_and_a_bad_content_type(server: ServerProcess) -> None:
     assert missing.status_code == 404 and missing.json()["error"]["type"] == "not_found_error"
     assert missing.headers["x-request-id"].startswith("req-")
     assert server.get(CHAT).status_code == 405
+    for path in ("/", "/health"):  # as monitors ask
+        head = httpx.head(server.url + path, timeout=PATIENCE)
+        assert head.status_code == 200 and not head.content
     assert server.get("/web/..%2f..%2fpyproject.toml").status_code == 404
 
 

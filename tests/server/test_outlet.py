@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
+from cairn.server.answer import Answer
+from cairn.server.api_error import ApiError
+from cairn.server.formats import Format, FormOptions
 from cairn.server.outlet import Outlet
+from cairn.server.token_texts import TokenTexts
 
 
 class Client:
@@ -69,10 +73,24 @@ def test_a_client_that_is_given_up_is_sent_nothing_more() -> None:
         await asyncio.sleep(0)
         outlet.close()
         client.reads.set()
-        with pytest.raises(asyncio.CancelledError):
-            await outlet.drained()
+        await outlet.drained()
         outlet.write(b"c")
+        await asyncio.sleep(0)
         assert client.got == [] and len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main())
+
+
+def test_a_stop_is_told_to_a_client_that_does_not_read() -> None:
+    async def main() -> None:
+        answer = Answer([], Format("", "", [], [], TokenTexts(None), FormOptions()), 1, 0.0)
+        answer.outlet.open(Client().send)
+        answer.outlet.write(b"a")
+        await asyncio.sleep(0)
+        answer.fail(ApiError(503, "the server is stopping"))
+        answer.outlet.close()
+        with pytest.raises(ApiError, match="is stopping"):
+            await answer.complete()
 
     asyncio.run(main())
 

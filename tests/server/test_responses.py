@@ -78,6 +78,15 @@ def test_scores(client: openai.OpenAI, server: ServerProcess) -> None:
     scores = ask(client, server, **options).output[0].content[0].logprobs
     assert len(scores) == 8 and all(len(score.top_logprobs) == 2 for score in scores)
     assert ask(client, server).output[0].content[0].logprobs == []
+    # In a stream too. Some tokens are parts of characters: their scores come with the next text.
+    sent: list[Any] = []
+    for event in ask(client, server, stream=True, **options):
+        if event.type == "response.output_text.delta":
+            sent += event.logprobs
+        elif event.type == "response.incomplete":
+            (part,) = event.response.output[0].content
+            assert [score.logprob for score in part.logprobs] == [score.logprob for score in sent]
+    assert [score.logprob for score in sent] == [score.logprob for score in scores]
 
 
 def test_tools(client: openai.OpenAI, server: ServerProcess) -> None:

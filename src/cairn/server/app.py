@@ -107,7 +107,7 @@ def build_app(
             outer,
             allow_origins=list(serve.cors_origin),
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["authorization", "content-type", "x-api-key", "x-request-id"],
+            allow_headers=["*"],  # official clients send a dozen of their own
             expose_headers=["x-request-id", "retry-after", "x-cairn-ignored-fields"],
         )
     return outer
@@ -167,6 +167,7 @@ def _add_aliases(app: FastAPI) -> None:
 
 
 def _add_state_routes(app: FastAPI, service: Service, serve: ServeConfig) -> None:
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", tags=["state"], summary="200 if requests are answered, 503 if not.")
     async def health() -> Response:
         state = service.health
@@ -222,6 +223,7 @@ def _add_pages(app: FastAPI) -> None:
     def page(name: str) -> Response:
         return FileResponse(str(files[name]), headers=_PAGE_HEADERS)
 
+    @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
         return page("index.html")

@@ -8,7 +8,7 @@ from pydantic import Field
 from pydantic import field_validator as check_field
 
 from cairn.server.parse import chat_request
-from cairn.server.schema import Body, ChatRequest, Count, Name, OptDict, OptStr, only
+from cairn.server.schema import MAX_STOPS, Body, ChatRequest, Count, Name, OptDict, OptStr, only
 
 _TEXT_ONLY = "this server reads text only; leave the block out"
 _BLOCKS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
@@ -132,7 +132,7 @@ class MessagesRequest(Conversation):
     """https://docs.anthropic.com/en/api/messages"""
 
     max_tokens: Count
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
     top_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)

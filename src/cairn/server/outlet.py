@@ -48,10 +48,10 @@ class Outlet:
             await self._task
 
     def close(self) -> None:
-        """Drop what is not sent yet."""
+        """Drop what is not sent yet. Nothing is left to wait for."""
         if self._task is not None:
             self._task.cancel()
-        self._send = None
+        self._task = self._send = None
         self._waiting.clear()
 
     async def _catch_up(self, sending: Coroutine[Any, Any, None], send: Send) -> None:

@@ -34,6 +34,7 @@ class ResponsesFormat(Format):
         self._number = 0  # of the next event
         self._items: list[dict[str, Any]] = []
         self._open = ""  # type of the item that is being sent
+        self._unsent: list[dict[str, Any]] = []  # scores of tokens that brought no text yet
         begun = self._response("in_progress")
         # Made here: the first token may come before they are sent, and events are numbered.
         self._first = self._event("response.created", response=begun) + self._event(
@@ -51,8 +52,11 @@ class ResponsesFormat(Format):
         events = b""
         if new.reasoning:
             events += self._add_text("reasoning", new.reasoning, [])
-        if new.text:
-            events += self._add_text("message", new.text, self._scores(scores))
+        self._unsent += self._scores(scores)
+        ends_message = choice.reason is not None and (self._open == "message" or not self._items)
+        if new.text or (ends_message and self._unsent):
+            events += self._add_text("message", new.text, self._unsent)
+            self._unsent = []
         for call in new.calls:
             events += self._add_call(call)
         if choice.reason is not None:

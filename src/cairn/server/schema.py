@@ -19,7 +19,7 @@ from pydantic_core import CoreSchema, core_schema
 from cairn.engine.sampling_params import MAX_CHOICES, MAX_LOGPROBS, MAX_SEED
 
 MAX_PROMPTS = 1024
-_MAX_STOPS = 16
+MAX_STOPS = 16
 _MAX_TOOLS = 128
 _MAX_INT = 2**31 - 1
 _LOGGED = "Goes to the request log."
@@ -144,7 +144,7 @@ class Sampling(Body):
     seed: int | None = Field(
         None, ge=-(2**63), le=MAX_SEED, description="-1, like none, draws a seed."
     )
-    stop: str | Annotated[list[str], Field(max_length=_MAX_STOPS)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
