@@ -7,6 +7,7 @@ import functools
 import json
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +81,17 @@ def test_two_hundred_streams_lose_and_repeat_nothing(model_folder: Path, tmp_pat
                     )
                 )
 
-        rounds = [asyncio.run(round_of())]
-        used = memory_mib(server)
-        rounds.append(asyncio.run(round_of()))
-        grown = {pid: after - used[pid] for pid, after in memory_mib(server).items()}
+        rounds, used = [], []
+        for _ in range(3):
+            rounds.append(asyncio.run(round_of()))
+            used.append(memory_mib(server))
         server.wait_until_idle()
     spell = _spelling()
     expected = [[spell[c] for c in letters] for letters in spelled]
     assert all(found == expected for found in rounds)
-    assert all(mib < 12 for mib in grown.values()), grown
+    # What leaks, leaks in every round; what an allocator keeps, it takes once.
+    for pid in used[0]:
+        assert min(b[pid] - a[pid] for a, b in pairwise(used)) < 4, used
 
 
 def _spelling() -> dict[str, int]:

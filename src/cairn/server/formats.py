@@ -383,18 +383,7 @@ class ChatFormat(OpenAIFormat):
         return {**super().whole(), **self._of_prompt(self.choices[0])}
 
     def _scores(self, scores: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-        content = [
-            {
-                **self._entry(score.token_id, score.logprob),
-                "top_logprobs": [self._entry(token, value) for token, value in score.top],
-            }
-            for score in scores
-        ]
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        texts = self.token_texts
-        return {"token": texts.text(token), "logprob": logprob, "bytes": texts.bytes(token)}
+        return {"content": self.token_texts.scored(scores), "refusal": None}
 
 
 def _usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class ResponsesFormat(Format):
         events = b""
         if new.reasoning:
             events += self._add_text("reasoning", new.reasoning, [])
-        self._unsent += self._scores(scores)
+        self._unsent += self.token_texts.scored(scores)
         ends_message = choice.reason is not None and (self._open == "message" or not self._items)
         if new.text or (ends_message and self._unsent):
             events += self._add_text("message", new.text, self._unsent)
@@ -155,7 +155,7 @@ class ResponsesFormat(Format):
                 item = {**_item(kind), "status": status}
                 item["content"][0]["text"] = text
                 if kind == "message":
-                    item["content"][0]["logprobs"] = self._scores(choice.logprobs)
+                    item["content"][0]["logprobs"] = self.token_texts.scored(choice.logprobs)
                 self._items.append(item)
         self._items += [_call(call) for call in choice.calls]
         return self._done()
@@ -214,17 +214,6 @@ class ResponsesFormat(Format):
             "output_tokens_details": {"reasoning_tokens": choice.thought_tokens},
             "total_tokens": usage["total_tokens"],
         }
-
-    def _scores(self, scores: Scores) -> list[dict[str, Any]]:
-        texts = self.token_texts
-
-        def entry(token: int, logprob: float) -> dict[str, Any]:
-            return {"token": texts.text(token), "logprob": logprob, "bytes": texts.bytes(token)}
-
-        return [
-            {**entry(s.token_id, s.logprob), "top_logprobs": [entry(*each) for each in s.top]}
-            for s in scores
-        ]
 
 
 def _item(kind: str) -> dict[str, Any]:

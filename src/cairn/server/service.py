@@ -187,13 +187,7 @@ class Service:
             raise bad_request("cairn", "cairn.trace works with one prompt at a time")
         with self._hold((body.n or 1) * len(prompts)):
             grammar = completion_grammar(body)
-            special = body.add_special_tokens
-            ids = [
-                self._truncated(
-                    body, await text.encode(p, special=special) if isinstance(p, str) else p
-                )
-                for p in prompts
-            ]
+            ids = await self._tokens(body, prompts)
             params = completion_params(body, self._room(ids), self._defaults)
             options = FormOptions()
             if body.echo:
@@ -228,6 +222,13 @@ class Service:
                 record.client_fields[name] = value
         self.check_model(body.model)
         return self.text()
+
+    async def _tokens(
+        self, body: CompletionRequest | EmbeddingsRequest, prompts: Sequence[str | list[int]]
+    ) -> list[list[int]]:
+        text, special = self.text(), body.add_special_tokens
+        ids = [await text.encode(p, special=special) if isinstance(p, str) else p for p in prompts]
+        return [self._truncated(body, each) for each in ids]
 
     def _truncated(self, body: Sampling | EmbeddingsRequest, ids: list[int]) -> list[int]:
         """The part of a prompt that truncate_prompt_tokens keeps."""
@@ -313,12 +314,7 @@ class Service:
         prompts = _prompts("input", body.input)
         text, model = self._begin(body, record), self.check_model(body.model)
         with self._hold(len(prompts)):
-            ids = [
-                self._truncated(body, await text.encode(p, special=body.add_special_tokens))
-                if isinstance(p, str)
-                else self._truncated(body, p)
-                for p in prompts
-            ]
+            ids = await self._tokens(body, prompts)
             choices, messages = [], []
             for index, each in enumerate(ids):
                 choices.append(Choice(self.client.new_number(), index, len(each), None))

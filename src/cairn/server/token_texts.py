@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import lru_cache
+from typing import Any
 
 from tokenizers import pre_tokenizers
 
+from cairn.engine.logprobs import TokenLogprob
 from cairn.text.tokenizer import Tokenizer
 
 _CACHED_TOKENS = 1 << 17
@@ -22,6 +24,19 @@ class TokenTexts:
         self._alphabet = byte_alphabet(tokenizer)
         self.text = lru_cache(_CACHED_TOKENS)(self._text)
         self.bytes = lru_cache(_CACHED_TOKENS)(self._find_bytes)
+
+    def scored(self, scores: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+        """Tokens with their log-probabilities, as chats and responses tell them."""
+        return [
+            {
+                **self._entry(score.token_id, score.logprob),
+                "top_logprobs": [self._entry(*each) for each in score.top],
+            }
+            for score in scores
+        ]
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self.text(token), "logprob": logprob, "bytes": self.bytes(token)}
 
     def _text(self, token: int) -> str:
         if self._tokenizer is None:
