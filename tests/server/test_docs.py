@@ -84,7 +84,7 @@ def run_schemathesis(server: ServerProcess, tmp_path: Path, *flags: str) -> None
             f"{server.url}/openapi.json",
             "--checks=not_a_server_error",
             "--seed=1",
-            "--request-timeout=PATIENCE",
+            f"--request-timeout={PATIENCE}",
             "--workers=4",
             "--no-color",
             *flags,
