@@ -163,8 +163,8 @@ class EngineConfig:
     )
     page_size: int | None = option(
         None,
-        "Rows of the KV cache in a page. By default 64; 8 with hsa_policy=spread; 128 on CUDA "
-        "without hsa; for HiLS models their chunk size.",
+        "Rows of the KV cache in a page. By default 64; on CUDA 128 without hsa, and 8 with "
+        "hsa_policy=spread; for HiLS models their chunk size.",
         low=1,
     )
     kv_cache_gib: float | None = option(

@@ -40,6 +40,13 @@ def test_the_examples_run(server: ServerProcess, block: str) -> None:
             assert answer["choices"][0]["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", TEXTS[0], re.DOTALL))
+def test_the_python_examples_run(block: str, model_folder: Path) -> None:
+    """With a tiny model instead of the default one."""
+    given = f"model={str(model_folder)!r}, device='cpu', kv_cache_gib=0.05, "
+    exec(re.sub(r"LLM\((?=\)|\w)", f"LLM({given}", block), {})
+
+
 def test_there_are_examples_of_every_route(server: ServerProcess) -> None:
     routes = server.get("/openapi.json").json()["paths"]
     assert len(BLOCKS) >= 10
