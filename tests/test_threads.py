@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cairn import LLM
-from cairn.engine.threads import fastest
+from cairn.engine.threads import check_auto, fastest
 from cairn.errors import ConfigError
 from tests.helpers import TINY_LLAMA, write_model
 from tests.server.process import ServerProcess, write_chat_model
@@ -141,6 +141,8 @@ def test_auto_measures_and_says_what_it_chose(folder: Path, threads: int) -> Non
     torch.set_num_threads(threads)
     with pytest.raises(ConfigError, match=r"tp is 2 and threads is 'auto'.*threads=N"):
         LLM(folder, device="cpu", tp=2, threads="auto", kv_cache_gib=0.01)
+    with pytest.raises(ConfigError, match=r"threads is 'auto', .* the device is cuda; give a num"):
+        check_auto(torch.device("cuda"))
 
 
 def test_ranks_share_threads(folder: Path, threads: int) -> None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 Options = TypeVar("Options", bound="DataclassInstance")
 
 MODEL_IMPLS = ("cairn", "transformers")
+MOST_DRAFTS = 64
+"""Tokens to draft at most, whatever drafts them."""
 
 
 def option(
@@ -215,7 +217,10 @@ class EngineConfig:
         "(set by hsa_*); or your own as module:Class.",
     )
     speculative_tokens: int | None = option(
-        None, "speculative: most tokens to draft. By default 7, with sparse 4.", low=1, high=64
+        None,
+        "speculative: most tokens to draft. By default 7, with sparse 4.",
+        low=1,
+        high=MOST_DRAFTS,
     )
     hsa_policy: str | None = option(
         None,

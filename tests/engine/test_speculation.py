@@ -93,6 +93,10 @@ class Always(Pace):
         return True
 
 
+class Silent(Drafter):
+    tokens = 0
+
+
 class Liar(Drafter):
     """Knows the truth, and tells it for a while: then a wrong token, any tokens, or too many."""
 
@@ -369,6 +373,7 @@ def test_what_cannot_go_together_is_refused(tmp_path: Path) -> None:
     for folder, options, message in (
         (llama, {"speculative_tokens": 3}, "speculative is not"),
         (llama, {"speculative": "magic"}, "ngram"),
+        (llama, {"speculative": f"{__name__}:Silent"}, r"drafts 0 tokens at most, .* from 1 to 64"),
         (llama, {"speculative": "ngram", "enable_hisparse": True}, "host tier"),
         (llama, {"speculative": "sparse", "attention_backend": "hsa"}, "sparse already"),
         (llama, {"speculative": "sparse", "hsa_prefill": "sparse"}, "read densely"),

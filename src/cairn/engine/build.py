@@ -23,7 +23,7 @@ from cairn.engine.resolve import EngineChoices, resolve, resolve_device, resolve
 from cairn.engine.runner import Runner
 from cairn.engine.scheduler import Scheduler
 from cairn.engine.speculation import Speculation
-from cairn.engine.threads import choose_threads
+from cairn.engine.threads import check_auto, choose_threads
 from cairn.errors import ConfigError
 from cairn.kernels.fp8_rows import FP8
 from cairn.kernels.interface import COPY_THREADS
@@ -75,12 +75,14 @@ def build_engine(
         device = ranks.device
     elif isinstance(config.threads, int):
         torch.set_num_threads(config.threads)
+    elif config.threads == "auto":
+        check_auto(device)
     with nullcontext() if ranks is None else ranks.ended_by_failure():
         sampling_defaults(source)  # fail before the weights are read
         model, notes = load_model(config, source, dtype, device, progress, ranks or Alone())
         loaded = time.perf_counter()
         eos_token_ids = source.eos_token_ids(model.spec.vocab_size)
-        if config.threads == "auto" and device.type == "cpu":
+        if config.threads == "auto":
             notes.append(choose_threads(model))
         choices = resolve(config, model.spec, dtype, device)
         if ranks is not None:

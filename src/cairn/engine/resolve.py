@@ -22,7 +22,7 @@ from cairn.attention.backend import (
     resolve_backends,
 )
 from cairn.attention.widened import widened_bytes
-from cairn.config import EngineConfig
+from cairn.config import MOST_DRAFTS, EngineConfig
 from cairn.engine.attention_options import AttentionPlan, plan_attention
 from cairn.engine.drafters.drafter import Drafter, drafter_class
 from cairn.engine.hisparse_options import (
@@ -190,7 +190,14 @@ def _drafter(config: EngineConfig) -> type[Drafter] | None:
             "copies a page as soon as it is complete, and drafts that fail take pages back: use "
             "one of them"
         )
-    return drafter_class(config.speculative)
+    found = drafter_class(config.speculative)
+    if config.speculative_tokens is None and found.tokens not in range(1, MOST_DRAFTS + 1):
+        raise ConfigError(
+            f"speculative {config.speculative!r} drafts {found.tokens!r} tokens at most, as its "
+            f"class says; it must be a whole number from 1 to {MOST_DRAFTS}: change the class, or "
+            "give speculative_tokens"
+        )
+    return found
 
 
 def _check_plans(

@@ -13,11 +13,20 @@ from statistics import median
 
 import torch
 
+from cairn.errors import ConfigError
 from cairn.models.interface import LanguageModel
 from cairn.models.layers import Linear
 
 _MATRICES, _ROUNDS = 48, 9
 _GAIN = 0.95  # more threads must take at most this share of the time that fewer take
+
+
+def check_auto(device: torch.device) -> None:
+    if device.type != "cpu":
+        raise ConfigError(
+            "threads is 'auto', which measures products on a CPU, and the device is "
+            f"{device.type}; give a number, or leave it out"
+        )
 
 
 def choose_threads(model: LanguageModel) -> str:
