@@ -8,7 +8,8 @@ import os
 import random
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,14 @@ def test_a_killed_engine_is_told_to_all_and_replaced(fragile: ServerProcess) -> 
     assert again.status_code == 200
     assert "cairn_engine_lost_total 1.0" in fragile.get("/metrics").text
     # A stopped process says nothing: it is taken for stuck and replaced too.
-    os.kill(fragile.engine_pid(), signal.SIGSTOP)
-    fragile.wait_to_hear("the engine is lost: it said nothing for 4 s and was killed")
-    fragile.wait_for_health("ok")
+    with closing(HTTPConnection(fragile.url.removeprefix("http://"), timeout=PATIENCE)) as idle:
+        idle.request("GET", "/v1/models")
+        assert idle.getresponse().read()
+        os.kill(fragile.engine_pid(), signal.SIGSTOP)
+        fragile.wait_to_hear("the engine is lost: it said nothing for 4 s and was killed")
+        fragile.wait_for_health("ok")
+        idle.request("GET", "/v1/models")  # the connection is still there
+        assert idle.getresponse().read()
     # The third loss within ten minutes is one too many.
     os.kill(fragile.engine_pid(), signal.SIGKILL)
     dead = fragile.wait_for_health("dead")

@@ -28,6 +28,9 @@ from cairn.server.service import Service
 from cairn.server.text_threads import THREADS
 
 _BACKLOG = 2048
+# Seconds that an idle connection stays open. Proxies keep theirs for 60: were it closed here first,
+# a request that is just being sent would be lost.
+_KEEP_ALIVE = 75
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _AFTER_DRAIN = 2  # seconds to send errors for what is not complete
 _THREAD_SECONDS = 0.2  # for a thread without work to end
@@ -76,6 +79,7 @@ async def _serve(
             http=partial(Connection, limits),  # type: ignore[arg-type]
             ws="none",
             server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE,
             timeout_graceful_shutdown=int(serve.drain_timeout) + _AFTER_DRAIN,
         )
         server = _Server(config, service, serve.drain_timeout)
