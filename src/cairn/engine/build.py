@@ -28,7 +28,7 @@ from cairn.errors import ConfigError
 from cairn.kernels.fp8_rows import FP8
 from cairn.kernels.interface import COPY_THREADS
 from cairn.memory.cache import PagedCache
-from cairn.memory.copies import PageCopies
+from cairn.memory.copies import Mover, PageCopies
 from cairn.memory.device_swap import SwapShape
 from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.memory.kv_pool import HostPool, KVPool
@@ -98,37 +98,16 @@ def build_engine(
         attention = choices.attention
         for warning in attention.warnings:
             logging.getLogger("cairn").warning(warning)
-        copies = None
-        if runner.mover is not None:
-            copies = PageCopies(
-                memory.num_pages[choices.page_group], memory.num_pages[-1], runner.mover
-            )
-        cache = PagedCache(
-            choices.geometry,
-            choices.groups,
-            memory.num_pages,
-            eviction="lfu" if config.eviction == "lfu" else "lru",
-            prefix_caching=not config.disable_radix_cache,
-            copies=copies,
+        scheduler = Scheduler(
+            _build_cache(choices, memory, runner.mover),
+            memory.limits,
+            time.perf_counter,
+            speculation=_build_speculation(choices, model.spec.vocab_size),
         )
-        speculation = None
-        if choices.drafter is not None:
-            # Below this row drafting rows are dense, and save nothing.
-            dense = choices.sparse.dense_below if choices.sparse and choices.sparse_drafts else 0
-            # A GPU drafts while the host plans; a CPU does one after the other. Nothing tells
-            # other ranks to draft between steps.
-            ahead = choices.sparse_drafts and device.type == "cuda" and ranks is None
-            speculation = Speculation(
-                choices.drafter(),
-                choices.draft_tokens,
-                model.spec.vocab_size,
-                least=dense,
-                ahead=ahead,
-            )
         runner.mark_ready()
         return Engine(
             model.spec,
-            Scheduler(cache, memory.limits, time.perf_counter, speculation=speculation),
+            scheduler,
             runner,
             context_length=choices.context,
             eos_token_ids=eos_token_ids,
@@ -137,6 +116,35 @@ def build_engine(
             overlap=device.type == "cuda" and not config.disable_overlap_schedule,
             notes=(*notes, *more_notes, *attention.notes, *memory.notes, *attention.warnings),
         )
+
+
+def _build_cache(choices: EngineChoices, memory: MemoryPlan, mover: Mover | None) -> PagedCache:
+    copies = None
+    if mover is not None:
+        num_pages, num_frames = memory.num_pages[choices.page_group], memory.num_pages[-1]
+        copies = PageCopies(num_pages, num_frames, mover)
+    return PagedCache(
+        choices.geometry,
+        choices.groups,
+        memory.num_pages,
+        eviction="lfu" if choices.config.eviction == "lfu" else "lru",
+        prefix_caching=not choices.config.disable_radix_cache,
+        copies=copies,
+    )
+
+
+def _build_speculation(choices: EngineChoices, vocab_size: int) -> Speculation | None:
+    if choices.drafter is None:
+        return None
+    least, ahead = 0, False
+    if choices.sparse_drafts and choices.sparse is not None:
+        # Below this row drafting rows are dense, and save nothing.
+        least = choices.sparse.dense_below
+        # A GPU drafts while the host plans; a CPU does one after the other. Nothing tells other
+        # ranks to draft between steps.
+        ahead = choices.device.type == "cuda" and choices.config.tp == 1
+    drafter = choices.drafter()
+    return Speculation(drafter, choices.draft_tokens, vocab_size, least=least, ahead=ahead)
 
 
 def _start_note(begin: float, loaded: float, warm_up: Mapping[str, float]) -> str:

@@ -137,6 +137,7 @@ class Scheduler:
             raise
 
     def _fill(self, step: Step) -> None:
+        """Let running requests advance, then start waiting ones."""
         self.cache.poll()
         ready = [request for request in self._running.values() if request.can_advance]
         remaining = [request.remaining for request in ready]
