@@ -36,7 +36,7 @@ def test_a_whole_engine_on_recorded_steps(tmp_path: Path, monkeypatch: pytest.Mo
     config = {**TINY_LLAMA, "hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
     folder = write_model(tmp_path, config)
     prompts = [tokens_of(n, seed=n, vocab=64) for n in (45, 23)]
-    options: dict[str, Any] = {"page_size": 16, "hsa_topk": 2}
+    options: dict[str, Any] = {"page_size": 16, "hsa_unit_size": 16, "hsa_topk": 2}
     options |= {"hsa_window": 16, "hsa_dense_below": 26}
     answers, used = [], set()
     for records in (False, True):
