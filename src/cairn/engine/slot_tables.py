@@ -29,12 +29,13 @@ class SlotTables:
     def completed(
         self, slots: np.ndarray, starts: np.ndarray, reached: np.ndarray, units: int
     ) -> np.ndarray:
-        """The units [groups, n] that slots [m] completed between `starts` and `reached` tokens. A
-        page has so many units."""
+        """The units [groups, n] that slots [m] completed between `starts` and `reached` tokens.
+        Each page has `units` of them."""
         geometry = self._geometry.cut(units)
         first, last = (geometry.complete_pages(own) for own in (starts, reached))
         found = [self.pages[:, 0, :0]]
-        for slot, begin, end in zip(slots, first, last, strict=True):
+        some = last > first
+        for slot, begin, end in zip(slots[some], first[some], last[some], strict=True):
             places = np.arange(begin, end)
             found.append(self.pages[:, slot, places // units] * units + places % units)
         return np.concatenate(found, axis=1)

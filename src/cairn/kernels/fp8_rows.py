@@ -148,8 +148,8 @@ def store_rows(
 def read_units(
     slices: torch.Tensor, which: torch.Tensor, units: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Copies of units [n, rows, dim] of slices [slices, rows, dim] of any type, as numbers. A slice
-    has so many units; unit j of slice s is number s * units + j of `which` [n]."""
+    """Copies of units [n, rows, dim] of slices [slices, rows, dim] of any type, as numbers. Each
+    slice has `units` of them; in `which` [n], unit j of slice s is number s * units + j."""
     if units == 1:
         return widen(slices.index_select(0, which), dtype)
     if not is_narrow(slices.dtype):

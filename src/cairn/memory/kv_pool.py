@@ -114,8 +114,8 @@ class KVPool(PagePool):
     def slices(
         self, layer: int, ids: torch.Tensor, heads: torch.Tensor, units: int = 1
     ) -> torch.Tensor:
-        """Numbers of the slices of units: `ids` [...] of units, of which a page has so many, and
-        `heads` [...] of 2 * kv_heads, keys first."""
+        """Numbers of slices: `ids` [...] of units, with `units` of them in a page, and `heads`
+        [...] of 2 * kv_heads, keys first."""
         return (ids // units * self.part(layer).shape[1] + heads) * units + ids % units
 
     def read_slices(

@@ -205,7 +205,7 @@ class KernelSparse:
         if policy.observed:
             return f"{type(policy).__name__} looks back at the prompt"
         if config.units > 1:
-            return f"pages have {config.units} units; they have pages that are one unit"
+            return f"pages have {config.units} units, and they read whole pages"
         by_lse = config.fusion == "lse"
         if policy.reach and not by_lse:
             return f"{type(policy).__name__} has deviations, which they add with hsa_fusion=lse"
