@@ -63,9 +63,10 @@ def test_a_grammar_that_gives_up_is_an_error(server: ServerProcess) -> None:
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == "response_format"
     streamed = chat(server, **given, stream=True)
-    events = [line for line in streamed.text.splitlines() if line]
-    assert streamed.status_code == 200
-    assert "response_format cannot be followed" in events[-1]
+    *_, last = (line for line in streamed.text.splitlines() if line)
+    # On a busy machine it gives up before the answer begins.
+    assert streamed.status_code in (200, 400)
+    assert "response_format cannot be followed" in last
     assert 'finish_reason":"stop' not in streamed.text
     server.wait_until_idle()
 
