@@ -42,7 +42,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "experts": ({**TINY_EXPERTS, **LARGE}, {}),
     "fp8": ({**TINY_LLAMA, **LARGE}, {"quantization": "fp8"}),
     "fp8-experts": ({**TINY_EXPERTS, **LARGE}, {"quantization": "fp8"}),
-    "int4": ({**TINY_LLAMA, **LARGE}, {"quantization": "int4"}),
+    "int4": ({**TINY_LLAMA, **LARGE, "tie_word_embeddings": True}, {"quantization": "int4"}),
     "latents": ({**TINY_LATENT, **LARGE}, {}),
     "index": ({**TINY_LATENT, **LARGE, **INDEX}, {}),
     "index-8-bits": ({**TINY_LATENT, **LARGE, **INDEX}, {"kv_cache_dtype": "int8"}),
