@@ -29,6 +29,7 @@ def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 SPARSE = (
     "--attention-backend=hsa",
     "--page-size=16",
+    "--hsa-unit-size=16",
     "--hsa-window=32",
     "--hsa-topk=4",
     "--hsa-dense-below=0",
