@@ -126,6 +126,7 @@ def test_an_answer_that_takes_too_long_ends_with_an_error(hurried: ServerProcess
             **given, stream=True, extra_body={"ignore_eos": True}
         ):
             os.kill(engine, signal.SIGSTOP)
+    os.kill(engine, signal.SIGSTOP)  # if not even the stream has begun in time
     try:
         late = ask(hurried)
     finally:
