@@ -1,6 +1,8 @@
-"""Time a long prompt with dense and with sparse attention, in turn: a tiny model on this machine.
+"""Time a long prompt with dense and with sparse attention, in turn, on this machine: of a tiny
+model, or of one that you name, with the default options.
 
 python benchmarks/sparse_cpu.py --tokens 32768
+python benchmarks/sparse_cpu.py --tokens 3000 --model smollm2
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ _MODEL = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", help="the default is a tiny one with random weights")
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--output", type=int, default=32)
     parser.add_argument("--repeat", type=int, default=2)
@@ -43,9 +46,13 @@ def main() -> None:
     best: dict[str, tuple[float, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(_MODEL))
+        model = arguments.model or folder
         for _ in range(arguments.repeat):
-            for name, options in _MODES.items():
-                took = measure(folder, prompt, arguments.output, options)
+            for name, toy in _MODES.items():
+                options = {"load_format": "dummy", **toy}
+                if arguments.model:
+                    options = {"attention_backend": toy["attention_backend"]}
+                took = measure(model, prompt, arguments.output, options)
                 best[name] = min(best.get(name, took), took)
     for name, (first, each) in best.items():
         print(f"{name:6s} prompt {first:7.2f} s   token {each * 1e3:7.2f} ms")
@@ -56,12 +63,12 @@ def main() -> None:
 
 
 def measure(
-    folder: str, prompt: list[int], output: int, options: dict[str, Any]
+    model: str, prompt: list[int], output: int, options: dict[str, Any]
 ) -> tuple[float, float]:
     """Seconds to the first token, and per token after it."""
-    shared = {"load_format": "dummy", "device": "cpu", "max_running_requests": 1}
+    shared = {"device": "cpu", "max_running_requests": 1}
     length = len(prompt) + output
-    with LLM(folder, context_length=length, **shared, **options) as llm:
+    with LLM(model, context_length=length, **shared, **options) as llm:
         begin = time.perf_counter()
         result = llm.generate(prompt, max_tokens=output, ignore_eos=True)
         total = time.perf_counter() - begin

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from cairn.attention.backend import AttentionShape, SparseParts
-from cairn.attention.batch import Scoring
+from cairn.attention.batch import Scoring, unit_ids
 from cairn.attention.hsa.backend import HSABackend
 from cairn.attention.torch_backend import TorchBackend
 from cairn.engine.inputs import StepInputs
+from cairn.kernels.cpu import CpuKernels
 from cairn.kernels.fp8_rows import FP8
 from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
@@ -76,6 +77,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     cache: torch.dtype | None = None  # dtype
     prompt: Sequence[int] | None = None
+    units: int = 1
+    stale: bool = False  # every third landmark belongs to another generation of its page
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,14 @@ class Result:
     backend: HSABackend
 
 
-def run(case: Case, device: torch.device, *, kernels: bool, seed: int = 0) -> Result:
+def run(
+    case: Case,
+    device: torch.device,
+    *,
+    kernels: bool,
+    seed: int = 0,
+    cpu: CpuKernels | None = None,
+) -> Result:
     torch.manual_seed(seed)
     new, total = np.array(case.new), np.array(case.total)
     counts = -(-total // case.page_size)
@@ -105,6 +115,7 @@ def run(case: Case, device: torch.device, *, kernels: bool, seed: int = 0) -> Re
         device,
         groups,
         len(new),
+        cpu=cpu,
     )
     policy = make_policy(case.policy, PolicyShape(case.heads, case.kv_heads, case.dim, scale))
     native = policy.needs_landmark_rows
@@ -116,6 +127,7 @@ def run(case: Case, device: torch.device, *, kernels: bool, seed: int = 0) -> Re
         case.options.get("strategy", policy.strategy),
         case.options.get("fusion", policy.fusion),
         sinks=case.options.get("sinks", 0),
+        units=case.units,
         null_split=case.options.get("null_split", native),
         landmark_rows=native,
         dense_below=case.options.get("dense_below", 0),
@@ -123,7 +135,12 @@ def run(case: Case, device: torch.device, *, kernels: bool, seed: int = 0) -> Re
     )
     pool = KVPool(groups, [pages], case.page_size, device)
     landmark_shape = LandmarkShape(
-        (0,), policy.landmark_heads, policy.landmark_width, policy.has_bias, case.dtype
+        (0,),
+        policy.landmark_heads,
+        policy.landmark_width,
+        policy.has_bias,
+        case.dtype,
+        case.units,
     )
     landmarks = LandmarkPool(landmark_shape, pages, device)
     for tensor in (pool.part(0), *landmarks.vectors.values(), *landmarks.biases.values()):
@@ -139,16 +156,22 @@ def run(case: Case, device: torch.device, *, kernels: bool, seed: int = 0) -> Re
             held = rows[:, i * case.page_size : (i + 1) * case.page_size].to(device)
             # The reference multiplies what it masks; the kernels do not touch it.
             page = pool.part(0)[int(table[s, i])].view(torch.uint8)
-            page.fill_(0xFF if kernels and not config.reads_densely else 0)  # NaN or 0
+            by_kernels = kernels or (cpu is not None and new.max() == 1)
+            page.fill_(0xFF if by_kernels and not config.reads_densely else 0)  # NaN or 0
             offsets = torch.arange(held.shape[1], device=device)
             places = torch.full_like(offsets, int(table[s, i]))
             pool.write(0, places, offsets, held.transpose(0, 1))
-        sealed = table[s, : past[s] // case.page_size].astype(np.int64)
+        complete = np.arange(past[s] // (case.page_size // case.units))
+        sealed = unit_ids(table, s, complete, case.units)
         prior = torch.randn(len(sealed), case.heads, case.dim).to(case.dtype).to(device)
         if len(sealed):
             index = torch.from_numpy(sealed).to(device)
             landmarks.seal(sealed, np.ones_like(sealed))
-            landmarks.save(0, index, *policy.landmark(pool.read_keys(0, index, case.dtype), prior))
+            keys = pool.read_keys(0, index, case.dtype, case.units)
+            landmarks.save(0, index, *policy.landmark(keys, prior))
+            if case.stale:
+                landmarks.sealed[index[::3]] = 7
+                landmarks.vectors[0][index[::3]] = float("nan")
     inputs = StepInputs.made_up(
         case.page_size,
         new,
@@ -178,7 +201,8 @@ def run(case: Case, device: torch.device, *, kernels: bool, seed: int = 0) -> Re
     backend.begin(metadata)
     out = backend.forward(0, query, metadata, scoring)
     told = {row: backend.selections(metadata, row)[0] for row in case.traced}
-    mine = torch.from_numpy(np.unique(table)).long().to(device)
+    mine = torch.from_numpy(np.unique(table[..., None] * case.units + np.arange(case.units)))
+    mine = mine.long().to(device)
     return Result(out, landmarks.vectors[0][mine], landmarks.sealed, told, backend)
 
 

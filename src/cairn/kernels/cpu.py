@@ -3,7 +3,8 @@ file, and the operations between products.
 
 They are compiled for this machine's CPU when they are first needed, which takes a few seconds, and
 kept in the user's cache folder. Products are defined in `models/blocks.py` and `models/narrow.py`,
-rotation in `models/rope.py`, and attention in `attention/torch_backend.py`.
+rotation in `models/rope.py`, attention in `attention/torch_backend.py`, and sparse attention in
+`attention/hsa/torch_sparse.py`.
 """
 
 from __future__ import annotations
@@ -32,8 +33,11 @@ HEAD_DIMS = (32, 64, 96, 128, 256)
 _HEADERS, _SOURCES = (
     tuple(Path(__file__).with_name(name) for name in names)
     for names in (
-        ("cpu_vectors.h", "cpu_rows.h"),
-        ("cpu_products.cpp", "cpu_floats.cpp", "cpu_attention.cpp", "cpu_replay.cpp"),
+        ("cpu_vectors.h", "cpu_rows.h", "cpu_cache.h"),
+        (
+            *("cpu_products.cpp", "cpu_floats.cpp", "cpu_attention.cpp"),
+            *("cpu_sparse.cpp", "cpu_replay.cpp"),
+        ),
     )
 )
 # Sums must not depend on which operations a compiler fuses.
@@ -80,6 +84,29 @@ FLOAT_KINDS = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn
 """Types of a `FloatsPlace`, by number."""
 
 
+class SparseStep(ctypes.Structure):
+    """Rows that select units, and where everything is that they read: `Step` in the C++ source,
+    which describes each field. All numbers are float32, int64 or, for generations, int32."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("query", "mapped", "rows")),
+        *((name, _INT) for name in ("count", "heads")),
+        *((name, _POINTER) for name in ("positions", "limits", "window")),
+        ("window_stride", _LONG),
+        *((name, _POINTER) for name in ("table", "generations")),
+        ("candidates", _LONG),
+        *((name, _POINTER) for name in ("landmarks", "bias", "sealed")),
+        *((name, _INT) for name in ("landmark_heads", "width")),
+        *((name, _FLOAT) for name in ("scale", "score_scale", "reach")),
+        *((name, _INT) for name in ("strategy", "sinks", "topk")),
+        *((name, _POINTER) for name in ("out", "index")),
+    )
+
+
+STRATEGIES = ("group", "head", "softmax_head")
+"""Strategies of a `SparseStep`, by number."""
+
+
 class CpuKernels:
     def __init__(self, library: Path) -> None:
         try:
@@ -90,6 +117,7 @@ class CpuKernels:
             self._experts = loaded.cairn_experts
             self._rotate_and_store = loaded.cairn_rotate_and_store
             self._attend = loaded.cairn_attend
+            self._attend_sparse = loaded.cairn_attend_sparse
             self._replay = loaded.cairn_replay
         except (OSError, AttributeError) as error:
             raise CpuKernelsUnavailableError(f"{library} cannot be loaded: {error}") from error
@@ -109,10 +137,11 @@ class CpuKernels:
             *(_POINTER, _INT, _INT, _POINTER, _INT, _INT, _INT),
             *(_POINTER, _LONG, _POINTER, _POINTER, _FLOAT, _POINTER, _INT),
         )
+        self._attend_sparse.argtypes = (_POINTER, _POINTER, _INT, _INT, _INT, _INT, _INT)
         self._replay.argtypes = (_POINTER, _INT, _POINTER, _POINTER)
         # Those that can be recorded, by their numbers in the C++ source.
         self._kinds = [self._product, self._float_product, self._rotate_and_store, self._attend]
-        for function in (*self._kinds, self._experts, self._replay):
+        for function in (*self._kinds, self._experts, self._attend_sparse, self._replay):
             function.restype = None
         self._tape: Tape | None = None  # of the run that is being recorded
 
@@ -240,6 +269,17 @@ class CpuKernels:
             *(out.data_ptr(), torch.get_num_threads()),
         )
         return out
+
+    def attend_sparse(self, step: SparseStep, cache: torch.Tensor, units: int) -> None:
+        """Write the attention of the rows of a step over their window and the units they select,
+        and the places of these. `units` is the number of units of a page of the cache."""
+        if self._tape is not None:
+            self._tape.whole = False  # how far rows see differs from run to run
+        _, kv, size, dim = cache.shape
+        threads = torch.get_num_threads()
+        self._attend_sparse(
+            ctypes.addressof(step), cache.data_ptr(), kv // 2, size, dim, units, threads
+        )
 
     def _call(
         self,

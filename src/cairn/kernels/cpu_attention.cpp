@@ -1,24 +1,12 @@
 // What lies between the products of a decode step: rotation and storing of new rows, and attention over the pages of a cache.
 //
-// A cache is [pages, 2 * kv_heads, page_size, dim] float32, keys first. Every query is computed on its own, in a fixed order, so
-// that its result depends neither on the batch nor on the number of threads.
+// Every query is computed on its own, in a fixed order, so that its result depends neither on the batch nor on the number of threads.
 
 #include <vector>
 
-#include "cpu_vectors.h"
+#include "cpu_cache.h"
 
 namespace {
-
-constexpr int64_t kSerial = 1 << 15;  // numbers to read below which other threads are not worth waking
-
-struct Cache {
-    float* rows;
-    int kv_heads, page_size, dim;
-
-    float* at(int64_t page, int head, int64_t offset) const {
-        return rows + ((page * 2 * kv_heads + head) * page_size + offset) * dim;
-    }
-};
 
 // to = x normed, if there is a weight, and rotated: dimensions i and i + dim / 2 form a pair
 void rotate(const float* x, const float* weight, float eps, const float* cos, const float* sin, int dim, float* to) {
@@ -42,8 +30,8 @@ void rotate(const float* x, const float* weight, float eps, const float* cos, co
 
 template <int chunks>
 void attend(const float* query, const Cache& cache, int head, const int32_t* pages, int64_t first, int64_t last, float scale, float* out) {
-    const int64_t keys = last - first, padded = (keys + kLanes - 1) / kLanes * kLanes;
-    std::vector<float> weights(padded, -INFINITY);
+    const int64_t keys = last - first;
+    std::vector<float> weights(padded(keys), -INFINITY);
     f32x16 q[chunks], sum[chunks] = {};
     for (int c = 0; c < chunks; c++) q[c] = load<f32x16>(query + c * kLanes) * scale;
     for (int64_t i = 0; i < keys; i++) {
@@ -52,25 +40,13 @@ void attend(const float* query, const Cache& cache, int head, const int32_t* pag
         for (int c = 1; c < chunks; c++) product += q[c] * load<f32x16>(key + c * kLanes);
         weights[i] = total(product);
     }
-    f32x16 most = spread(-INFINITY), all{};
-    for (int64_t i = 0; i < padded; i += kLanes) {
-        const f32x16 own = load<f32x16>(&weights[i]);
-        most = own > most ? own : most;
-    }
-    float largest = most[0];
-    for (int i = 1; i < kLanes; i++) largest = most[i] > largest ? most[i] : largest;
-    for (int64_t i = 0; i < padded; i += kLanes) {
-        const f32x16 own = load<f32x16>(&weights[i]);
-        const f32x16 weight = own == -INFINITY ? f32x16{} : exp16(own - largest);
-        store(&weights[i], weight);
-        all += weight;
-    }
+    const float sum_of_weights = exponentials(weights.data(), weights.size(), largest(weights.data(), weights.size()), weights.data());
     for (int64_t i = 0; i < keys; i++) {
         const int64_t row = first + i;
         const float* value = cache.at(pages[row / cache.page_size], cache.kv_heads + head, row % cache.page_size);
         for (int c = 0; c < chunks; c++) sum[c] += weights[i] * load<f32x16>(value + c * kLanes);
     }
-    const float inverse = 1.0f / total(all);
+    const float inverse = 1.0f / sum_of_weights;
     for (int c = 0; c < chunks; c++) store(out + c * kLanes, sum[c] * inverse);
 }
 

@@ -12,6 +12,7 @@ import torch
 from cairn.attention.backend import AttentionShape, Graph, Replayable, SparseBackend, SparseParts
 from cairn.attention.batch import AttentionBatch, GraphKind, Scoring, to_device, unit_ids
 from cairn.attention.clearing import clear_begun_pages
+from cairn.attention.hsa.cpu_sparse import CpuSparse
 from cairn.attention.hsa.kernel_sparse import KernelMetadata, KernelSparse
 from cairn.attention.hsa.landmark_maker import LandmarkMaker
 from cairn.attention.hsa.metadata import (
@@ -39,7 +40,7 @@ class HSAMetadata:
     dense_seqs: np.ndarray  # [seqs] bool, those sequences
     kernels: KernelMetadata | None
     tiles: tuple[Tile, ...]
-    """Rows that are computed in torch; with kernels only the traced rows."""
+    """Rows that are computed on a CPU or in torch; with kernels only the traced rows."""
     completed: CompletedPages | None
     """Pages whose landmarks are made in torch."""
     batch: AttentionBatch
@@ -105,6 +106,9 @@ class HSABackend(SparseBackend):
         self._landmarks = landmarks
         self._dense = dense
         self._torch = TorchSparse(config, pool, landmarks, shape.scale, tier)
+        self._cpu: CpuSparse | None = None
+        if not by_kernels and tier is None and CpuSparse.serves(config, shape, pool, landmarks):
+            self._cpu = CpuSparse(config, shape, pool, landmarks)
         self._shape = shape
         self._sparse_layers = frozenset(config.layers)
         dense_layers = pool.group_of.keys() - self._sparse_layers
@@ -304,14 +308,20 @@ class HSABackend(SparseBackend):
         scores_with = query if scoring is None else scoring.query
         for tile in metadata.tiles:
             index = None
+            in_torch = self.kernels is None
             if metadata.kernels is not None and self.kernels is not None:
                 index = self.kernels.selected(metadata.kernels, tile.traced_rows, selected)
+            elif self._cpu is not None and tile.single:
+                index = self._cpu.forward(layer, tile, query, scores_with, out)
+                in_torch = False
+                if tile.traced is None:
+                    continue
             own, scored = (rows[tile.rows].to(self._wide) for rows in (query, scores_with))
             attended, selection = self._torch.forward(layer, tile, own, scored, index)
             if selection is not None:
                 for i, row in enumerate(tile.traced_rows):
                     metadata.selections.setdefault(row, {})[layer] = selection.row(i)
-            if self.kernels is None:
+            if in_torch:
                 out[tile.rows] = attended.to(out.dtype)
         return out
 

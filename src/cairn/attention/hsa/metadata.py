@@ -32,6 +32,7 @@ class Tile:
     blocks: int
     """Number of blocks. All have the same number of rows; each is within one sequence."""
     rows: torch.Tensor  # [rows] of the step
+    positions: torch.Tensor  # [rows] place of each row in its sequence
     limits: torch.Tensor  # [rows] pages below this index are candidates
     window_pages: torch.Tensor  # [blocks, window pages] in the pool
     hidden: torch.Tensor  # [blocks, rows of a block, window keys] True where not visible
@@ -42,6 +43,11 @@ class Tile:
     traced_rows: tuple[int, ...]  # the same rows, as rows of the step
     prompts: Prompts | None
     """For policies that look back at the prompt; otherwise None."""
+
+    @property
+    def single(self) -> bool:
+        """Whether each sequence has one row."""
+        return len(self.rows) == self.seqs
 
 
 class Prompts(NamedTuple):
@@ -224,6 +230,7 @@ def _tile(
         seqs=len(owners),
         blocks=len(blocks),
         rows=to(flat_rows),
+        positions=to(cache_rows.reshape(-1)),
         limits=to(limits.reshape(-1)),
         window_pages=to(window),
         hidden=to(hidden),
