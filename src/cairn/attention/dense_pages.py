@@ -23,9 +23,8 @@ class DenseRow:
 
     row: int  # of its step
     cache_row: int  # of its sequence
-    pages: tuple[
-        np.ndarray, ...
-    ]  # ids of pages or units of its sequence up to this row, by layer group
+    pages: tuple[np.ndarray, ...]
+    """Ids of the pages or units of its sequence up to this row, by layer group."""
     shares: dict[int, torch.Tensor] = field(default_factory=dict)
     """By layer, [heads, pages] float32 on the host."""
 

@@ -146,7 +146,7 @@ class _Tier:
         return {name: self.host_pages * taken for name, taken in for_each_page.items()}
 
     def pages(self, running: int, chunk_tokens: int) -> list[int]:
-        """Pages of each group for so many running requests, one of which prefills a chunk."""
+        """Pages of each group for `running` requests, one of which prefills a chunk."""
         choices = self.choices
         *others, frames = (
             group.pages_of_all(running, choices.context, chunk_tokens, choices.geometry)
@@ -200,7 +200,7 @@ class _Tier:
         )
 
     def note(self, frames: int, running: int) -> str:
-        """Tells the user about so many frames and running requests."""
+        """What the user is told about frames and running requests."""
         sparse, host_gib = self.choices.sparse, self.host_pages * self.frame_bytes / GIB
         rows = " rows" if sparse is not None and sparse.by_row else ""
         note = (

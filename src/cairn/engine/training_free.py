@@ -65,7 +65,7 @@ def _sizes(config: EngineConfig, defaults: _Defaults, *, whole: bool) -> tuple[i
     otherwise: small units are small pages."""
     unit, page_size = config.hsa_unit_size or defaults.unit_size, config.page_size
     if page_size is None:
-        page_size = unit or DEFAULT_PAGE_SIZE if whole else DEFAULT_PAGE_SIZE
+        page_size = unit if whole and unit is not None else DEFAULT_PAGE_SIZE
     if config.hsa_unit_size is None and (unit is None or whole or page_size % unit):
         return page_size, 1
     assert unit is not None

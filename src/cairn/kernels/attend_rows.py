@@ -29,7 +29,7 @@ _THREADS = 384
 SHARED_BYTES = 3 * 64 * 2 * (_LATENT + _ROPE) + 4 * (4 * 64 + 2 * 72) + 8 * 6 + 16 + 1024
 """Of a block: struct Gathered in the source, which is aligned to 1,024 bytes."""
 _MOST_PARTS = 8  # blocks of a cluster
-_FIXED = 4  # other shared memory of a block, in units of tiles
+_FIXED = 4  # time that a block needs beside its tiles, in tiles
 
 
 def constants_of(heads: int, dtype: torch.dtype) -> dict[str, int]:

@@ -51,7 +51,7 @@ class LanguageModel(Module):
         raise NotImplementedError
 
     def rehearse_head(self, row_counts: Iterable[int]) -> None:
-        """Have the output head multiply so many rows, if it is quantised and on a GPU."""
+        """Run a quantised output head once with each number of rows, so that it is compiled."""
 
     def excerpt(self, kind_of: Callable[[int], Hashable]) -> LanguageModel:
         """The same model with one layer of each kind, or the model itself.

@@ -50,7 +50,7 @@ class Follower:
         self._grammars = grammars
 
     def __call__(self, count: int) -> Allowed | None:
-        """What may follow an output of so many tokens; None if that is not known yet."""
+        """What may follow an output of `count` tokens; None if that is not known yet."""
         # A step may be planned before this object is told what the last one brought.
         return self.allowed if count == len(self.output) else None
 

@@ -65,17 +65,8 @@ class HSABackend(SparseBackend):
     needs_landmarks = True
     options = frozenset(
         {
-            *(
-                "policy",
-                "unit_size",
-                "topk",
-                "selection_strategy",
-                "layers",
-                "window",
-                "sinks",
-                "fusion",
-            ),
-            *("prefill", "dense_below", "dense_layers", "top_p", "budget"),
+            *("policy", "unit_size", "topk", "selection_strategy", "top_p", "budget"),
+            *("window", "sinks", "fusion", "layers", "dense_layers", "prefill", "dense_below"),
         }
     )
     serves_trained = True
