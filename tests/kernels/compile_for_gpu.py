@@ -135,8 +135,8 @@ def main() -> None:
         chosen_rows(pool)
     swapped_rows()
     types = {"kv_lens": I32, "item_seq": I32, "item_begin": I32, "item_count": I32}
-    types |= {"num_seqs": "i32", "num_items": "i32", "target": "i32"}
-    plan = {"PAGE_SIZE": 64, "WINDOW": 100, "ROWS": 5, "LEAST": 4, "BLOCK": 256, "BLOCK_ITEMS": 512}
+    types |= {"num_seqs": "i32", "num_items": "i32", "target": "i32", "least": "i32"}
+    plan = {"PAGE_SIZE": 64, "WINDOW": 100, "ROWS": 5, "BLOCK": 256, "BLOCK_ITEMS": 512}
     plan["COMPARED"] = 32
     compile_kernel(paged_decode._plan_kernel, types, plan)
     types = {"x": BF16, "residual": BF16, "weight": BF16, "out": BF16}

@@ -72,7 +72,8 @@ def test_paged_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(paged_decode_module, "target_items", lambda *_: 40)  # many splits
-    monkeypatch.setattr(paged_decode_module, "_LEAST_PAGES", 0)
+    for least in ("_LEAST_PAGES", "_LEAST_OF_MANY"):
+        monkeypatch.setattr(paged_decode_module, least, 0)
     monkeypatch.setattr(paged_extend_module, "can_describe", lambda *_: cache is None)
     torch.manual_seed(0)
     lengths, new, heads, kv_heads, dim, page_size, window, hide = case
@@ -148,6 +149,17 @@ def test_splits_of_8_bits_fill_the_device_twice(
     kv_lens = torch.tensor(lengths, dtype=torch.int32)
     plan_splits(splits, kv_lens, kv_heads=8, page_size=64, window=None)
     assert splits.item_count.tolist() == [count] * len(lengths)
+
+
+@pytest.mark.parametrize(("seqs", "count"), [(128, 1), (64, 3)])
+def test_short_sequences_are_split_if_there_are_few(
+    seqs: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_decode_module, "processors", lambda _: 132)
+    splits = DecodeSplits.empty(seqs, 9, 3, 16, CPU, torch.bfloat16)
+    kv_lens = torch.full((seqs,), 820, dtype=torch.int32)
+    plan_splits(splits, kv_lens, kv_heads=3, page_size=64, window=None)
+    assert splits.item_count.tolist() == [count] * seqs
 
 
 @pytest.mark.parametrize("ratio", [1, 2, 4])

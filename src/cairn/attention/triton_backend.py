@@ -247,6 +247,10 @@ class TritonBackend(DenseBackend):
         super().__init__(shape, pool)
         if shape.value_dim is None and _HeadKernels.reads_few(shape):
             self.graphs = (*DENSE_GRAPHS, Graph("dense", mixed=False, few=True))
+            # The output where sequences have few rows. Padding rows belong to no sequence, so
+            # nobody writes them, and they must be numbers.
+            size = shape.max_seqs * shape.most_rows, shape.num_heads, shape.head_dim
+            self._few_out = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         kernels = _HeadKernels if shape.value_dim is None else _LatentKernels
         self._kernels: _Kernels = kernels(shape, pool)
         self.notes = self._kernels.notes
@@ -329,9 +333,10 @@ class TritonBackend(DenseBackend):
         """With `out`, only the rows of `metadata` are written."""
         if out is None:
             width = self._shape.value_dim or query.shape[2]
-            # Where sequences have few rows, padding rows belong to none, and nobody writes them.
-            make = torch.zeros if metadata.batch.few else torch.empty
-            out = make(*query.shape[:2], width, dtype=query.dtype, device=query.device)
+            if metadata.batch.few:
+                out = self._few_out[: len(query)]
+            else:
+                out = query.new_empty(*query.shape[:2], width)
         if metadata.decode_rows is not None:
             self._kernels.decode(layer, query, metadata, out)
         if metadata.blocks is not None:

@@ -42,6 +42,7 @@ from cairn.kernels.softmax import LOG2E, softmax_result, softmax_shares
 
 MERGE = tl.constexpr(8)  # splits that are merged at once
 _LEAST_PAGES = 4  # fewest pages of 64 rows per split: less is not worth the merge
+_LEAST_OF_MANY = 16  # likewise, if there are programs enough for the device without splits
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +82,18 @@ class DecodeSplits:
         )
 
 
-def target_items(kv_heads: int, seqs: int, device: torch.device, narrow: bool) -> int:
+def target_items(
+    kv_heads: int, seqs: int, device: torch.device, narrow: bool, rows: int = 1
+) -> int:
     """Number of splits, beyond one per sequence, with which all kv heads fill the device.
 
-    With rows of 8 bits (`narrow`) few programs run on a multiprocessor at the same time, so a few
-    programs more take another turn. The number is then a multiple of the sequences: if these have
-    the same length, their splits together fill the device twice, and no more.
+    With rows of 8 bits (`narrow`), or several rows of a sequence, few programs run on a
+    multiprocessor at the same time, so a few programs more take another turn. The number is then a
+    multiple of the sequences: if these have the same length, their splits together fill the device
+    as often as planned, and no more.
     """
-    target = max(1, processors(device) * _depth(seqs, narrow).programs // kv_heads)
-    if narrow and 1 < seqs < min(_MANY, target):
+    target = max(1, processors(device) * _depth(seqs, narrow, rows).programs // kv_heads)
+    if (rows > 1 and seqs <= target) or (narrow and 1 < seqs < min(_MANY, target)):
         target -= target % seqs
     return target
 
@@ -99,14 +103,17 @@ class _Depth(NamedTuple):
     stages: int  # tiles in flight
 
 
-def _depth(seqs: int, narrow: bool) -> _Depth:
-    """Launch parameters for a number of sequences, measured on an H200.
+def _depth(seqs: int, narrow: bool, rows: int = 1) -> _Depth:
+    """Launch parameters for a number of sequences of up to `rows` rows, measured on an H200.
 
-    A single sequence waits for the merge of its splits, so fewer splits are better. Of many short
-    sequences, hardly any is split.
+    A single sequence waits for the merge of its splits, so fewer splits are better; likewise if
+    several rows are merged, unless there are many sequences. Of many short sequences, hardly any is
+    split.
     """
     if narrow:
         return _Depth(8 if 1 < seqs < _MANY else 4, 6)  # tiles of half the bytes
+    if rows > 1:
+        return _Depth(2 if seqs < _MANY else 6, 5)
     if seqs == 1:
         return _Depth(2, 5)
     return _Depth(8, 4) if seqs < _MANY else _Depth(4, 5)
@@ -133,7 +140,7 @@ def _pages_of(kv_lens, seq, num_seqs, PAGE_SIZE: tl.constexpr, WINDOW: tl.conste
 
 
 @direct
-@triton.jit(do_not_specialize=["num_seqs", "num_items", "target"])
+@triton.jit(do_not_specialize=["num_seqs", "num_items", "target", "least"])
 def _plan_kernel(
     kv_lens,
     item_seq,
@@ -142,10 +149,10 @@ def _plan_kernel(
     num_seqs: tl.int32,
     num_items: tl.int32,
     target: tl.int32,
+    least: tl.int32,  # pages of a split, unless its sequence has fewer
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0 for none
     ROWS: tl.constexpr,  # most rows of a sequence
-    LEAST: tl.constexpr,
     BLOCK: tl.constexpr,  # at least num_seqs of any step
     BLOCK_ITEMS: tl.constexpr,  # at least num_items of any step
     COMPARED: tl.constexpr,  # sequences that are compared with all others at once
@@ -153,7 +160,7 @@ def _plan_kernel(
     seq = tl.arange(0, BLOCK)
     valid = seq < num_seqs
     pages = _pages_of(kv_lens, seq, num_seqs, PAGE_SIZE, WINDOW, ROWS)
-    chunk = tl.maximum((tl.sum(pages) + target - 1) // target, LEAST)
+    chunk = tl.maximum((tl.sum(pages) + target - 1) // target, least)
     splits = (pages + chunk - 1) // chunk
     size = (pages + splits - 1) // tl.maximum(splits, 1)
     begin = tl.zeros_like(splits)
@@ -190,8 +197,11 @@ def plan_splits(
     between the two; in a step, `known_tokens` does.
     """
     seqs = len(kv_lens)
-    target = target_items(kv_heads, seqs, kv_lens.device, splits.narrow)
+    device = kv_lens.device
+    target = target_items(kv_heads, seqs, device, splits.narrow, rows_per_seq)
     items = seqs + target
+    enough = seqs * kv_heads >= 2 * processors(device)
+    least = _LEAST_OF_MANY if enough else _LEAST_PAGES
     _plan_kernel[(1,)](
         kv_lens,
         splits.item_seq,
@@ -200,10 +210,10 @@ def plan_splits(
         seqs,
         items,
         target,
+        max(1, least * 64 // page_size),
         PAGE_SIZE=page_size,
         WINDOW=window or 0,
         ROWS=rows_per_seq,
-        LEAST=max(1, _LEAST_PAGES * 64 // page_size),
         BLOCK=power_of_two(len(splits.arrivals)),
         BLOCK_ITEMS=power_of_two(len(splits.item_seq)),
         COMPARED=32,
@@ -213,8 +223,8 @@ def plan_splits(
 
 @triton.jit
 def merge_splits(
-    parts,  # output [items, HEADS, DIM] and log-sum-exp [items, HEADS] of the splits
-    to,  # the same of the merged row, [HEADS, DIM] and [HEADS]
+    parts,  # output [items, ROWS, HEADS, DIM] and log-sum-exp [items, ROWS, HEADS] of the splits
+    to,  # the same of the merged rows, [count, HEADS, DIM] and [count, HEADS]
     first_item,
     splits,
     kv_head,
@@ -224,26 +234,32 @@ def merge_splits(
     WITH_LSE: tl.constexpr,
     STRIDE: tl.constexpr = 1,  # items from one split to the next
     NULL_SPLIT: tl.constexpr = False,  # add a split whose log-sum-exp and output are zero
+    ROWS: tl.constexpr = 1,
+    count=1,  # rows to merge, at most ROWS
 ):
-    """Merge splits of one sequence for the query heads of one kv head."""
+    """Merge splits of one sequence for the query heads of one kv head, all rows at once."""
     partial, partial_lse = parts
     out, lse_out = to
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    MERGE_G: tl.constexpr = triton.next_power_of_2(GROUP)
+    MERGE_G: tl.constexpr = triton.next_power_of_2(GROUP * ROWS)
     BLOCK_D: tl.constexpr = max(16, triton.next_power_of_2(DIM))
+    # With several rows, fewer splits at a time, so that the tile fits in registers.
+    TILE: tl.constexpr = max(1, 4096 // (MERGE_G * BLOCK_D))
+    AT_ONCE: tl.constexpr = MERGE if ROWS == 1 else min(MERGE, TILE)
     offs_d = tl.arange(0, BLOCK_D)
     in_dim = offs_d < DIM
     group = tl.arange(0, MERGE_G)
-    head = kv_head * GROUP + group
+    in_rows = group < GROUP * count
+    own = group // GROUP * HEADS + kv_head * GROUP + group % GROUP  # [MERGE_G] row and head
     most = tl.full((MERGE_G,), 0.0 if NULL_SPLIT else float("-inf"), tl.float32)
     total = tl.full((MERGE_G,), 1.0 if NULL_SPLIT else 0.0, tl.float32)
     merged = tl.zeros((MERGE_G, BLOCK_D), tl.float32)
-    for start in range(0, splits, MERGE):
-        split = start + tl.arange(0, MERGE)
-        there = (split < splits)[:, None] & (group < GROUP)[None, :]
-        place = (first_item + split * STRIDE)[:, None] * HEADS + head[None, :]
+    for start in range(0, splits, AT_ONCE):
+        split = start + tl.arange(0, AT_ONCE)
+        there = (split < splits)[:, None] & in_rows[None, :]
+        place = (first_item + split * STRIDE)[:, None] * (ROWS * HEADS) + own[None, :]
         # Other programs wrote these, so the loads bypass this multiprocessor's L1 cache.
-        # lse [MERGE, MERGE_G]
+        # lse [AT_ONCE, MERGE_G]
         lse = tl.load(partial_lse + place, mask=there, other=float("-inf"), cache_modifier=".cg")
         part = tl.load(
             partial + place[:, :, None] * DIM + offs_d[None, None, :],
@@ -259,15 +275,14 @@ def merge_splits(
         total = total * fade + tl.sum(share, 0)
         most = new_most
     merged = merged / tl.where(total > 0, total, 1.0)[:, None]
-    place = head[:, None] * DIM + offs_d[None, :]
     tl.store(
-        out + place,
+        out + own[:, None] * DIM + offs_d[None, :],
         merged.to(out.dtype.element_ty),
-        mask=(group < GROUP)[:, None] & in_dim[None, :],
+        mask=in_rows[:, None] & in_dim[None, :],
     )
     if WITH_LSE:
         lse = tl.where(total > 0, most + tl.log(total), float("-inf"))
-        tl.store(lse_out + head, lse, mask=group < GROUP)
+        tl.store(lse_out + own, lse, mask=in_rows)
 
 
 @direct
@@ -436,37 +451,27 @@ def _decode_kernel(
             tl.store(counter, 0)
             # The result replaces the group's first split, or goes to `out` if it is the only group.
             parts = (partial, partial_lse)
-            for r in range(0, count):
-                to = (out + (row + r) * (HEADS * DIM), lse_out + (row + r) * HEADS)
-                begins = first * ROWS + r
-                into = (partial + begins * (HEADS * DIM), partial_lse + begins * HEADS)
-                if groups == 1:
-                    merge_splits(
-                        parts, to, begins, members, kv_head, HEADS, KV_HEADS, DIM, WITH_LSE, ROWS
-                    )
-                else:
-                    merge_splits(
-                        parts, into, begins, members, kv_head, HEADS, KV_HEADS, DIM, True, ROWS
-                    )
-            if groups > 1:
+            to = (out + row * (HEADS * DIM), lse_out + row * HEADS)
+            if groups == 1:
+                merge_splits(
+                    parts, to, first, members, kv_head, HEADS, KV_HEADS, DIM, WITH_LSE,
+                    ROWS=ROWS, count=count,
+                )  # fmt: skip
+            else:
+                begins = first * (ROWS * HEADS)
+                into = (partial + begins * DIM, partial_lse + begins)
+                merge_splits(
+                    parts, into, first, members, kv_head, HEADS, KV_HEADS, DIM, True,
+                    ROWS=ROWS, count=count,
+                )  # fmt: skip
                 tl.debug_barrier()
                 counter = arrivals + seq * KV_HEADS + kv_head
                 if tl.atomic_add(counter, 1, sem="acq_rel") == groups - 1:
                     tl.store(counter, 0)
-                    for r in range(0, count):
-                        to = (out + (row + r) * (HEADS * DIM), lse_out + (row + r) * HEADS)
-                        merge_splits(
-                            parts,
-                            to,
-                            first_item * ROWS + r,
-                            groups,
-                            kv_head,
-                            HEADS,
-                            KV_HEADS,
-                            DIM,
-                            WITH_LSE,
-                            MERGE * ROWS,
-                        )
+                    merge_splits(
+                        parts, to, first_item, groups, kv_head, HEADS, KV_HEADS, DIM, WITH_LSE,
+                        MERGE, ROWS=ROWS, count=count,
+                    )  # fmt: skip
 
 
 def paged_decode(
@@ -489,13 +494,13 @@ def paged_decode(
     heads, dim = query.shape[1:]
     kv_heads, page_size = pool.shape[1] // 2, page_rows(pool)
     seqs = len(kv_lens)
-    items = seqs + target_items(kv_heads, seqs, query.device, splits.narrow)
+    items = seqs + target_items(kv_heads, seqs, query.device, splits.narrow, rows_per_seq)
     block_n = min(64, max(16, power_of_two(page_size)))
     if page_size % block_n:
         block_n = 64
     stages, warps, registers = 2, 4, {}
     if query.dtype.itemsize == 2 and dim <= 128:
-        stages = _depth(seqs, splits.narrow).stages
+        stages = _depth(seqs, splits.narrow, rows_per_seq).stages
         if splits.narrow and heads // kv_heads * rows_per_seq <= 16:
             registers = {"maxnreg": 128}  # so that four programs run at the same time
             # Two warps wait less for each other. Other forms were not measured.
