@@ -258,6 +258,32 @@ def test_the_model_drafts_on_before_the_next_step_is_planned(
     assert runner.drafts._ahead == {} and 1 <= len(within) < (llm.engine.stats.steps - before) / 3
 
 
+def test_drafts_after_a_pause_do_not_hold_up_other_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are made ahead, with those of the others, when the request has got one more token."""
+    config, options = KINDS["sparse"]
+    monkeypatch.setattr(Speculation, "expects", lambda *_: True)
+    monkeypatch.setattr("cairn.engine.speculation._MISSES", 1000)
+    with load(write_model(tmp_path, config), **options) as llm:
+        speculation = llm.engine.scheduler.speculation
+        assert speculation is not None
+        prompts = [tokens_of(90), tokens_of(47)]
+        expected = llm.generate(prompts, replace(PARAMS[0], speculation=False))
+        speculation.pace, speculation.drafts_ahead, llm.engine.overlap = Always(), True, True
+        jobs = [llm.frontend.prepare(prompt, PARAMS[0])[0] for prompt in prompts]
+        llm.frontend.submit(jobs)
+        while min(own.num_output for own in jobs) < 4:
+            llm.frontend.step()
+        resting = jobs[1]
+        resting.rests_until, drafted = len(resting.token_ids) + 5, resting.drafted_tokens
+        within: list[Any] = []
+        monkeypatch.setattr(Drafting, "within", within.append)
+        run(llm, [])
+        assert [own.output_ids for own in jobs] == [list(own.token_ids) for own in expected]
+        assert not within and resting.drafted_tokens > drafted + 10
+
+
 def test_a_cpu_drafts_within_steps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And holds no pages for more."""
     plans: list[StepPlan] = []

@@ -57,12 +57,13 @@ class ModelDrafts:
         drafting = Drafting.after(plan, result.sampled, result.guesses)
         if not drafting.advances:
             return
-        # Drafts that failed may have completed pages.
+        # Drafts that failed may have completed pages, and so may those that were made behind them.
+        followed = self._followed is plan
         reached = np.array([own.stop for own in drafting.advances])
+        if followed:
+            reached = np.maximum(reached, drafting.stops)
         self.forget(drafting.slots, drafting.starts, reached)
-        if self._followed is plan:
-            self.forget(drafting.slots, drafting.starts, drafting.stops)
-        else:
+        if not followed:
             self._draft(drafting)
         self._ahead = drafting.made()
 

@@ -92,6 +92,8 @@ class Request:
     misses: int = 0  # checks in a row of which no draft came true
     rest: int = 0  # tokens of the last pause without drafts
     rests_until: int = 0  # no drafts before this many tokens are known
+    left_out: bool = False
+    """The model drafted behind the last step, but not for this request."""
     times: RequestTimes = field(default_factory=RequestTimes)
     # set by the engine
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one per output token, if requested

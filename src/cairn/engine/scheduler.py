@@ -293,6 +293,7 @@ class Scheduler:
             stop, samples = advance.stop, advance.samples
             request.reached = stop
             request.checking = samples > 1
+            request.left_out = plan.ahead > 0 and not advance.room
             request.computed = computed = stop - samples + 1 if samples else stop
             request.pending += samples > 0
             if computed >= pages.due:

@@ -65,8 +65,9 @@ class Speculation:
 
     def count(self, request: Request, most: int) -> int:
         """How many tokens to draft for this request now, of at most `most`. None while drafts are
-        being checked: nobody knows yet what they would follow."""
-        if most <= 0 or request.checking or not self.wants(request):
+        being checked: nobody knows yet what they would follow. And none if those of other requests
+        are made, which would wait."""
+        if most <= 0 or request.checking or request.left_out or not self.wants(request):
             return 0
         if self.drafter.by_model:
             # Requests draft together, and a step is as long as its longest drafts.
