@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from cairn.attention.backend import Graph
 from cairn.attention.hsa.metadata import SparseGroups, completed_on_device, completed_pages
-from cairn.engine.graphs import StepSize, mixed_sizes
+from cairn.engine.graphs import StepSize, mixed_sizes, recorded_sizes
 from cairn.engine.inputs import StepInputs
 from cairn.engine.plan import Advance, StepPlan
 from cairn.memory.geometry import PageGeometry
@@ -65,6 +66,19 @@ def test_mixed_sizes_leave_room_for_padding(seqs: int, most: int) -> None:
         assert max(sizes) == StepSize(most, seqs + 1)
         assert len(set(sizes)) == len(sizes)
         assert most < 5000 or geometry.rows(4096) in {size.rows for size in sizes}
+
+
+def test_mixed_steps_that_select_may_have_fewer_rows() -> None:
+    kinds = [Graph("dense", True), Graph("sparse", True), Graph("sparse", False)]
+    geometry = PageGeometry(64, 64)
+    sizes = recorded_sizes(
+        kinds, geometry, decode_rows=600, mixed_rows=4096, seqs=600, selecting_rows=512
+    )
+    largest = [max(sizes[kind]) for kind in kinds]
+    assert largest == [StepSize(4096, 601), StepSize(512, 601), StepSize(600, 600)]
+    assert set(sizes[kinds[1]]) < set(sizes[kinds[0]])
+    sizes = recorded_sizes(kinds, geometry, decode_rows=8, mixed_rows=0, seqs=8, selecting_rows=512)
+    assert [bool(sizes[kind]) for kind in kinds] == [False, False, True]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -92,6 +92,8 @@ def use(llm: LLM) -> None:
         llm.generate(prompts, GREEDY)
     llm.generate(tokens_of(200), GREEDY)  # from the prefix cache
     llm.generate(tokens_of(200), GREEDY)
+    for more in (1, 2, 15, 70, 300, 520):
+        llm.generate(tokens_of(200) + tokens_of(more, seed=more), GREEDY)
     if llm.engine.can_trace:
         for length in (5, 200, min(3000, longest)):
             llm.generate(tokens_of(length, seed=4), GREEDY, trace=True)
@@ -133,7 +135,7 @@ def test_long_chunks_of_prompts_compile_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("frames", [60, 2000], ids=["on the host", "resident"])
-@pytest.mark.parametrize("name", ["hils", "quest"])
+@pytest.mark.parametrize("name", ["hils", "quest", "index"])
 def test_serving_from_a_host_tier_compiles_nothing(name: str, frames: int, tmp_path: Path) -> None:
     config, _ = MODELS[name]
     folder = write_model(tmp_path / name, {**config, "max_position_embeddings": 4000})

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from cairn import LLM
+from cairn import LLM, SamplingParams
+from cairn.attention import dsa_kernels
+from cairn.attention.backend import Graph
 from cairn.attention.dsa_backend import DSABackend
-from tests.helpers import GOLDENS
+from tests.gpu.test_row_tier import watch_graphs
+from tests.helpers import GOLDENS, TINY_DSA, tokens_of, write_model
+from tests.kernels import row_case
 from tests.models.test_dsa import CASES, SHARED, check_selections, load, read_by
 
 pytestmark = pytest.mark.gpu
@@ -31,10 +36,8 @@ def test_goldens(case: str, chunk: int) -> None:
     with load(GOLDENS / case, **options(chunked_prefill_size=chunk)) as llm:
         stepper: Any = llm.engine.runner.stepper
         assert isinstance(stepper.backend, DSABackend) and stepper.backend._kernels is not None
-        assert {(kind.kind, kind.mixed) for kind, _ in stepper.graphs._graphs} >= {
-            ("sparse", False),
-            ("dense", False),
-        }
+        recorded = {(kind.kind, kind.mixed) for kind, _ in stepper.graphs._graphs}
+        assert recorded >= {("sparse", False), ("sparse", True), ("dense", False)}
         expected = golden["logits_a"].log_softmax(-1)
         torch.testing.assert_close(llm.logprobs(prompts["a"]), expected, rtol=0, atol=5e-4)
         check_selections(llm, case)
@@ -60,6 +63,40 @@ def test_recorded_steps_are_the_same_as_others(dtype: str) -> None:
             results = llm.generate(prompts, max_tokens=32, ignore_eos=True)
             answers.append([result.token_ids for result in results])
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("scores", [2**25, 1], ids=["one tile", "many tiles"])
+def test_recorded_prompts_say_what_others_say(
+    scores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New tokens behind a cached prefix, alone and beside decoding requests, in steps that are
+    padded, in steps of just the recorded sizes, and in steps of too many rows."""
+    monkeypatch.setattr(dsa_kernels, "_SCORES", scores)
+    config = {**TINY_DSA, "index_head_dim": 32, "max_position_embeddings": 9000}
+    folder = write_model(tmp_path, config)
+    sizes = {"chunked_prefill_size": 700, "max_running_requests": 12}
+    asked = SamplingParams(max_tokens=6, ignore_eos=True)
+    prefix = tokens_of(6000)  # 93 pages, and 48 tokens that are computed again
+    sets = [[prefix + tokens_of(n, seed=n)] for n in (1, 3, 16, 17, 64, 100, 333, 464, 465)]
+    sets.append([tokens_of(40), *(prefix + tokens_of(n, seed=n) for n in (2, 30, 31, 150, 260))])
+    sets.append([prefix + tokens_of(9, seed=n) for n in range(12)])
+    with LLM(folder, dtype="float32", **options(**sizes)) as llm:
+        stepper: Any = llm.engine.runner.stepper
+        used = watch_graphs(llm)
+        answers = []
+        for graphs in (stepper.graphs, None):
+            stepper.graphs = graphs
+            llm.engine.scheduler.cache.clear()
+            llm.generate(prefix, asked)
+            found = [llm.generate(prompts, asked) for prompts in sets]
+            answers.append([[own.token_ids for own in results] for results in found])
+        assert Graph("sparse", mixed=True) in used
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("case", row_case.LISTS, ids=str)
+def test_list_of_rows(case: tuple[list[int], list[int], int]) -> None:
+    row_case.check_list(*case, torch.device("cuda"))
 
 
 def test_a_trace_is_the_same_as_on_a_cpu() -> None:

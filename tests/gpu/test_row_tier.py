@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from cairn import LLM, SamplingParams
+from cairn.attention.backend import Graph
 from cairn.memory.prompt_stage import PromptStage
 from tests.engine.lanes import tier_of
 from tests.engine.test_hisparse_rows import golden_tier, leave_the_device
@@ -88,28 +89,30 @@ def test_recorded_steps_say_what_goldens_say(case: str) -> None:
     all of them."""
     golden = load_file(GOLDENS / case / "golden.safetensors")
     prompts = [golden[f"input_ids_{name}"].tolist() for name in NAMES]
-    for frames, kind in ((16, "sparse"), (200, "resident")):
+    resident = {Graph("resident", mixed=own) for own in (False, True)}
+    for frames, kinds in ((16, {Graph("sparse", mixed=False)}), (200, resident)):
         options = {**OPTIONS, "max_running_requests": 3, "overlap": True}
         with tiered(GOLDENS / case, frames=frames, hot=24, pages=200, **options) as llm:
             graphs = llm.engine.runner.stepper.graphs
             assert graphs is not None
-            assert {own.kind for own, _ in graphs._graphs} == {"sparse", "resident"}
+            recorded = {own for own, _ in graphs._graphs}
+            assert recorded == resident | {Graph("sparse", mixed=False)}
             used = watch_graphs(llm)
             for _ in range(2):
                 results = llm.generate(prompts, max_tokens=32, ignore_eos=True)
                 for name, result in zip(NAMES, results, strict=True):
                     assert result.token_ids == golden[f"greedy_ids_{name}"].tolist()
-            assert kind in used
+            assert kinds <= used
             assert (tier_of(llm.engine).stats.misses > 0) or frames == 200
             check_clean(llm.engine)
 
 
-def watch_graphs(llm: LLM) -> set[str]:
+def watch_graphs(llm: LLM) -> set[Graph]:
     """Kinds of graphs that are replayed from now on."""
-    used, run = set[str](), llm.engine.runner.stepper.replay
+    used, run = set[Graph](), llm.engine.runner.stepper.replay
 
     def noted(host: Any, form: Any, *given: Any, **options: Any) -> Any:
-        used.add(form.graph.kind)
+        used.add(form.graph)
         return run(host, form, *given, **options)
 
     llm.engine.runner.stepper.replay = noted  # type: ignore[method-assign]
@@ -126,6 +129,35 @@ def answers(llm: LLM) -> list[list[int]]:
 def expected(folder: Path) -> Iterator[list[list[int]]]:
     with load(folder, kv_cache_gib=0.1, max_running_requests=4, **OPTIONS) as llm:
         yield answers(llm)
+
+
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+def test_prompts_behind_a_prefix(graph: bool, folder: Path) -> None:
+    """On the device, in host memory, and on the device again; alone and beside decoding requests.
+    Answers are those without a tier."""
+    options = {**OPTIONS, "max_running_requests": 4, "disable_cuda_graph": not graph}
+    prefix = tokens_of(300)
+    alone, *together = [prefix + tokens_of(n, seed=n) for n in (50, 3, 40, 90)]
+
+    def say(llm: LLM, *, away: bool = False) -> list[list[int]]:
+        found = []
+        for prompts in ([alone], together):
+            if away:
+                leave_the_device(llm.engine)
+            found += [own.token_ids for own in llm.generate(prompts, DRAWN)]
+        return found
+
+    with load(folder, kv_cache_gib=0.1, **options) as llm:
+        llm.generate(prefix, DRAWN)
+        wanted = say(llm)
+    with tiered(folder, frames=200, hot=12, pages=200, overlap=True, **options) as llm:
+        used = watch_graphs(llm)
+        llm.generate(prefix, DRAWN)
+        assert say(llm) == wanted
+        assert (Graph("resident", mixed=True) in used) == graph
+        assert say(llm, away=True) == wanted
+        assert say(llm) == wanted
+        check_clean(llm.engine)
 
 
 @pytest.mark.parametrize("late", ["nothing", "before", "after", "steps", "stage"])

@@ -26,6 +26,7 @@ from cairn.kernels import (
     landmark,
     latent,
     latent_prompt,
+    list_rows,
     newest,
     norm,
     packed,
@@ -51,7 +52,7 @@ from cairn.kernels import (
     top_rows,
     widen_pages,
 )
-from cairn.kernels.interface import HOT_AGES, MOST_HOT_SLOTS
+from cairn.kernels.interface import HOT_AGES, LISTED_ROWS, MOST_HOT_SLOTS
 
 BF16, FP32, I32, I64, FP8, I8 = "*bf16", "*fp32", "*i32", "*i64", "*fp8e4nv", "*i8"
 ATTENTION = {"query": BF16, "pool": BF16, "page_table": I32, "kv_lens": I32, "out": BF16}
@@ -380,6 +381,10 @@ def chosen_rows(pool: str) -> None:
     types |= {**dict.fromkeys(sizes, "i32"), "scale": "fp32"}
     constants = {"PROGRAMS": 264, "TILE": 64, "LEAST": 4, "BLOCK": 1024}
     compile_kernel(index_scan._scan_plan_kernel, types, constants)
+    types |= dict.fromkeys(("cu_query", "kv_lens"), I32)
+    numbers = ("num_rows", "num_seqs", "halvings", "at_once", "most_items", "item_stride")
+    types |= dict.fromkeys(numbers, "i32")
+    compile_kernel(list_rows._list_kernel, types, {"PER_ITEM": 4, "BLOCK": LISTED_ROWS})
     for rows, page_size in ((1, 64), (4, 64), (4, 16)):
         tma = page_size == 64
         pairs = pool != BF16 and rows == 1

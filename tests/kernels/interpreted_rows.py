@@ -33,6 +33,12 @@ SCANS = [
 ]
 
 
+@pytest.mark.parametrize("per_item", [1, 4])
+@pytest.mark.parametrize("case", row_case.LISTS, ids=str)
+def test_list_of_rows(case: tuple[list[int], list[int], int], per_item: int) -> None:
+    row_case.check_list(*case, CPU, per_item=per_item)
+
+
 @pytest.mark.parametrize("described", [False, True])
 @pytest.mark.parametrize("case", SCANS, ids=str)
 def test_index_scan(
@@ -82,9 +88,12 @@ def indexed_model(folder: Path) -> Path:
     return write_model(folder, {**config, "index_topk": 12})
 
 
-def test_a_whole_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("few", [True, False], ids=["few rows", "many rows"])
+def test_a_whole_engine(tmp_path: Path, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of prompts in several tiles, mixed steps and decode over shared selections: every row
     reads what it reads in torch, and says the same."""
+    if not few:
+        monkeypatch.setattr(RowKernels, "take", staticmethod(lambda batch: batch.decodes))
     monkeypatch.setattr(dsa_kernels, "_SCORES", 1)
     monkeypatch.setattr(TritonBackend, "unavailable_reason", staticmethod(lambda _: None))
     folder = indexed_model(tmp_path)
@@ -109,26 +118,28 @@ def test_a_whole_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_whole_engine_on_recorded_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that are dense and steps that select, padded to recorded sizes, against the same steps
-    as they are. A request goes from one kind to the other."""
+    as they are. Requests go from one kind to the other: while they decode, and within a prompt,
+    whose scan has several tiles."""
     use_kernels(monkeypatch)
-    monkeypatch.setattr(graphs, "_MIXED_TOKENS", (16,))
+    monkeypatch.setattr(graphs, "_MIXED_TOKENS", (12, 24))
+    monkeypatch.setattr(dsa_kernels, "_SCORES", 1)
     rerun_steps(monkeypatch)
     folder = indexed_model(tmp_path)
-    prompts = [tokens_of(n, seed=n, vocab=64) for n in (9, 4, 6)]
+    prompts = [tokens_of(n, seed=n, vocab=64) for n in (9, 37, 2)]
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_gib": 0.02}
-    options |= {"page_size": 16, "chunked_prefill_size": 16, "max_running_requests": 3}
+    options |= {"page_size": 16, "chunked_prefill_size": 20, "max_running_requests": 3}
     answers, used = [], set()
     for records in (False, True):
         with LLM(folder, **options) as llm:
             runner = llm.engine.runner
             if records:
-                runner.stepper.record_graphs(16)
+                runner.stepper.record_graphs(24)
             poison_free_memory(llm.engine)
-            results = llm.generate(prompts, max_tokens=6, ignore_eos=True)
+            results = llm.generate(prompts, max_tokens=5, ignore_eos=True)
             answers.append([result.token_ids for result in results])
             if records:
                 assert runner.stepper.graphs is not None
                 steps: Any = runner.stepper.graphs._graphs
                 used = {key for (key, _), step in steps.items() if step.graph.replays}
     assert answers[0] == answers[1]
-    assert used == {Graph("dense", True), Graph("dense", False), Graph("sparse", False)}
+    assert used == {Graph(*own) for own in (("dense", True), ("sparse", True), ("sparse", False))}

@@ -10,7 +10,12 @@ import torch
 
 from cairn.kernels.fp8_rows import store_rows, widen
 from cairn.kernels.index_scan import RowList, cut_items, index_scan, plan_scan, rows_per_item
-from cairn.kernels.references import index_scan_reference, row_attention_reference
+from cairn.kernels.list_rows import ListedRows, list_rows
+from cairn.kernels.references import (
+    index_scan_reference,
+    list_rows_reference,
+    row_attention_reference,
+)
 from cairn.kernels.row_attention import row_attention
 from cairn.kernels.store_rows import store_narrow_rows
 from cairn.kernels.top_rows import slots_of, top_rows
@@ -25,15 +30,47 @@ class Sizes(NamedTuple):
 
 
 def make_list(lengths: list[int], new: list[int], per_item: int, device: torch.device) -> RowList:
-    """The last `new` rows of sequences, as rows of a step in which others lie between them."""
+    """The last `new` rows of sequences, as rows of a step in which others lie between them. Two
+    items are empty."""
     seqs = np.repeat(np.arange(len(new)), new)
     limits = np.concatenate([np.arange(n - m, n) + 1 for n, m in zip(lengths, new, strict=True)])
     rows = np.arange(len(seqs)) + seqs
-    items = cut_items(np.array(new), per_item)
-    arrays = (rows, seqs, limits, items)
+    items = np.append(cut_items(np.array(new), per_item), [len(seqs)] * 2)
+    arrays = (rows, np.append(seqs, 0), limits, items)
     own = [torch.from_numpy(array.astype(np.int32)).to(device) for array in arrays]
     tiles = torch.full((len(items) + 1,), -1, dtype=torch.int32, device=device)
-    return RowList(own[0], own[1], own[2], own[3], tiles, per_item)
+    return RowList(own[0], own[1][:-1], own[2], own[3], tiles, per_item)
+
+
+LISTS = [
+    ([70], [64], 64),
+    ([90, 70, 5, 1, 300], [9, 1, 5, 1, 40], 16),
+    ([8, 0, 600, 0, 0], [8, 0, 504, 0, 0], 512),  # padded, as recorded steps are
+    ([200] * 40, [1] * 39 + [20], 32),
+]
+"""Lengths of sequences, new rows of each, and rows of a tile."""
+
+
+def check_list(
+    lengths: list[int], new: list[int], at_once: int, device: torch.device, *, per_item: int = 4
+) -> None:
+    """The last `new` rows of sequences. Items are those of `cut_items`, tile by tile."""
+    cu_query = torch.tensor([0, *np.cumsum(new).tolist()], dtype=torch.int32)
+    kv_lens = torch.tensor(lengths, dtype=torch.int32)
+    listed = ListedRows.empty(sum(new), len(new), at_once, per_item, device)
+    for own in (listed.seqs, listed.limits, listed.items, listed.plans):
+        own.fill_(-9)
+    list_rows(cu_query.to(device), kv_lens.to(device), listed)
+    seqs, limits, items = list_rows_reference(cu_query, kv_lens, listed)
+    assert listed.seqs[:-1].tolist() == seqs.tolist()
+    assert listed.limits.tolist() == limits.tolist()
+    assert listed.items[:, : items.shape[1]].tolist() == items.tolist()
+    assert seqs.tolist() == np.repeat(np.arange(len(new)), new).tolist()
+    for tile, begin in enumerate(range(0, sum(new), listed.at_once)):
+        counts = np.unique(seqs[begin : begin + listed.at_once], return_counts=True)[1]
+        wanted = cut_items(counts, per_item).tolist()
+        assert items[tile, : len(wanted)].tolist() == wanted
+        assert set(items[tile, len(wanted) :].tolist()) <= {counts.sum()}
 
 
 def check_scan(

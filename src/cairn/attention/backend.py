@@ -311,6 +311,8 @@ class SparseBackend(Backend):
     """It needs the page generations on the device."""
     units: int = 1
     """See `SparseConfig.units`."""
+    selecting_rows: int | None = None
+    """Most rows of recorded mixed steps that are not dense; None if there is no limit."""
 
     def __init__(self, parts: SparseParts) -> None:
         self._parts = parts

@@ -23,6 +23,7 @@ from cairn.attention.dsa_tiered import TieredRows
 from cairn.attention.fused import attention
 from cairn.attention.latent import LatentHeads
 from cairn.kernels.fp8_rows import unpack_rows, widen
+from cairn.kernels.interface import LISTED_ROWS
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import INDEX, LATENT
 from cairn.sparsity.config import SparseConfig
@@ -38,6 +39,7 @@ class DSABackend(SparseBackend):
     reads_index = True
     reads_8_bits = True
     serves_tier = True
+    selecting_rows = LISTED_ROWS
 
     def __init__(self, parts: SparseParts) -> None:
         super().__init__(parts)
@@ -45,11 +47,13 @@ class DSABackend(SparseBackend):
         refused = RowKernels.refusal(parts.config, parts.shape)
         if refused is None:
             self._kernels = RowKernels(parts)
-            self.graphs = [graph for graph in parts.dense.graphs if graph.kind == "dense"]
-            if parts.tier is not None:  # dense backends do not find pages that left the device
-                self.graphs = [Graph("resident", mixed=False)]
+            if parts.tier is None:
+                dense = [graph for graph in parts.dense.graphs if graph.kind == "dense"]
+                self.graphs = [*dense, Graph("sparse", mixed=False), Graph("sparse", mixed=True)]
+            else:  # dense backends do not find pages that left the device
+                self.graphs = [Graph("resident", mixed=own) for own in (False, True)]
+                self.graphs.append(Graph("sparse", mixed=False))
                 self.reads_generations = True
-            self.graphs.append(Graph("sparse", mixed=False))
             self.notes = self._kernels.notes
         elif parts.shape.device.type == "cuda":
             self.notes = (f"dsa runs in plain torch, its kernels cannot: {refused}",)
@@ -84,21 +88,14 @@ class DSABackend(SparseBackend):
             return self._tiered.prepare(batch)
         if batch.recorded == "dense":
             return Step(batch, (Run(dense, dense.prepare(batch, groups), None, ()),))
-        by_kernels = self._kernels is not None
-        if batch.recorded is not None or (
-            by_kernels and batch.decodes and (batch.kv_lens > topk).any()
-        ):
-            return self._decode_step(batch)
+        kernels, selects = self._kernels, (batch.kv_lens > topk).any()
+        # They compute all rows alike, so that a recorded step gives the same result.
+        if kernels is not None and (batch.recorded or (selects and kernels.take(batch))):
+            return Step(batch, (Run(dense, None, None, (), kernels=kernels.whole(batch)),))
         run = split_rows(batch, np.arange(batch.num_seqs), topk, dense, groups)
-        if self._kernels is not None and run.pieces:
-            run = replace(run, kernels=self._kernels.chunks(batch, *run.listed))
+        if kernels is not None and run.pieces:
+            run = replace(run, kernels=kernels.chunks(batch, *run.listed))
         return Step(batch, (run,))
-
-    def _decode_step(self, batch: AttentionBatch) -> Step:
-        """Kernels compute all rows alike, so that a recorded step gives the same result."""
-        assert self._kernels is not None
-        own = self._kernels.decode(batch)
-        return Step(batch, (Run(self._parts.dense, None, None, (), kernels=own),))
 
     def begin(self, metadata: Step) -> None:
         for run in metadata.runs:

@@ -1,7 +1,7 @@
 """Kernels of DeepSeek sparse attention: scan the index, select rows, attend to them.
 
-The queries of a step are split into tiles, which bounds the memory of scores and absorbed queries.
-Only the device needs lengths and selections, so decode steps can be recorded.
+The queries of a step are split into tiles, which bounds the memory of scores. Decode steps, and
+other steps of few rows, can be recorded: only the device needs their lengths and selections.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cairn.attention.batch import AttentionBatch, IndexQuery, to_device
 from cairn.attention.flash_mla_rows import FlashRows
 from cairn.attention.latent import LatentHeads
 from cairn.kernels.fp8_rows import is_narrow, spans_refusal
-from cairn.kernels.interface import MOST_SCORES
+from cairn.kernels.interface import LISTED_ROWS, MOST_SCORES
 from cairn.kernels.packing import pack, unpack
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import INDEX, LATENT
@@ -27,6 +27,7 @@ from cairn.sparsity.config import SparseConfig
 if TYPE_CHECKING:
     from cairn.kernels.choose_rows import ChooseRows
     from cairn.kernels.index_scan import RowList
+    from cairn.kernels.list_rows import ListedRows
 
 _SCORES = 2**25  # scores at once
 _ROWS = 1024  # absorbed queries at once
@@ -39,7 +40,6 @@ _MOST_LATENT, _MOST_ROPE = 512, 64  # columns of a latent row that fit into a pr
 
 class Tile(NamedTuple):
     own: slice  # of the step's chosen rows
-    rows: torch.Tensor | None  # [n] rows of the step, int64; None for all rows of the step
     listed: RowList
     length: int  # scores of a row
 
@@ -52,6 +52,10 @@ class RowStep:
     rows: np.ndarray  # [n] of the step
     tiles: tuple[Tile, ...]
     positions: torch.Tensor  # [n, k] int32, chosen by the last layer with an index
+    device_rows: torch.Tensor | None = None
+    """[n] `rows` on the device, int64; None for all rows of the step."""
+    listed: ListedRows | None = None
+    """What tiles list, if `begin` makes the lists."""
     table: torch.Tensor | None = None
     """[seqs, pages] int32: where each page is, if the layers' page tables do not say."""
     pool: KVPool | None = None
@@ -87,7 +91,8 @@ class RowKernels:
             self._flash = FlashRows(shape.num_heads, shape.device)
         else:
             self.notes += (f"dsa reads selected rows by its own kernel, FlashMLA cannot: {why}",)
-        self._count = torch.arange(shape.max_seqs + 1, dtype=torch.int32, device=shape.device)
+        most = max(shape.max_seqs + 1, LISTED_ROWS)
+        self._count = torch.arange(most, dtype=torch.int32, device=shape.device)
 
     @staticmethod
     def refusal(config: SparseConfig, shape: AttentionShape) -> str | None:
@@ -148,13 +153,21 @@ class RowKernels:
                 self.notes += (f"dsa reads rows in Triton, not in CUDA C++: {error}",)
         return row_attention
 
-    def decode(self, batch: AttentionBatch) -> RowStep:
-        """All rows of a step in which every sequence has one."""
-        from cairn.kernels.index_scan import RowList
+    @staticmethod
+    def take(batch: AttentionBatch) -> bool:
+        """Whether `whole` takes a step: in which every sequence has one row, or of few rows."""
+        return batch.decodes or batch.num_rows <= LISTED_ROWS
 
+    def whole(self, batch: AttentionBatch) -> RowStep:
+        """All rows of a step, which may be recorded."""
         longest = self._longest
         if batch.recorded is None:
             longest = _blocks(int(batch.kv_lens.max())) * _BLOCK
+        return (self._decode if batch.decodes else self._mixed)(batch, longest)
+
+    def _decode(self, batch: AttentionBatch, longest: int) -> RowStep:
+        from cairn.kernels.index_scan import RowList
+
         rows, tiles = batch.num_seqs, []
         finds = None if self._swap is None or batch.resident else self._count[:rows]
         for own in _cut(rows, len(self._scores) // longest):
@@ -167,10 +180,30 @@ class RowKernels:
                 torch.empty(count + 2, dtype=torch.int32, device=batch.device),
                 per_item=1,
             )
-            whole = None if count == rows else self._count[own].long()
-            tiles.append(Tile(own, whole, listed, longest))
+            tiles.append(Tile(own, listed, longest))
         positions = self._positions(rows)
         return RowStep(batch, np.arange(rows), tuple(tiles), positions, finds=finds)
+
+    def _mixed(self, batch: AttentionBatch, longest: int) -> RowStep:
+        from cairn.kernels.index_scan import RowList, rows_per_item
+        from cairn.kernels.list_rows import ListedRows
+
+        rows, per_item = batch.num_rows, rows_per_item(self._shape.dtype)
+        at_once = _aligned(len(self._scores) // longest)
+        every = ListedRows.empty(rows, batch.num_seqs, at_once, per_item, batch.device)
+        tiles = []
+        for i, own in enumerate(_cut(rows, at_once)):
+            listed = RowList(
+                self._count[own],
+                every.seqs[own],
+                every.limits[own],
+                every.items[i, : every.most_items + 1],
+                every.plans[i, : every.most_items + 2],
+                per_item,
+            )
+            tiles.append(Tile(own, listed, longest))
+        positions = self._positions(rows)
+        return RowStep(batch, np.arange(rows), tuple(tiles), positions, listed=every)
 
     def decode_some(self, batch: AttentionBatch, seqs: np.ndarray) -> RowStep:
         """The rows of sequences that have one each, beside others; not recorded."""
@@ -189,6 +222,8 @@ class RowKernels:
         seq = np.repeat(seqs, [own.stop - own.start for own in rows])
         limits = (batch.kv_lens - batch.cu_query[1:])[seq] + every + 1
         per_item, longest = rows_per_item(self._shape.dtype), _blocks(int(limits.max())) * _BLOCK
+        whole = len(every) == batch.num_rows
+        device_rows = None if whole else to_device(every, batch.device)
         tiles = []
         for own in _cut(len(every), min(_ROWS, len(self._scores) // longest)):
             counts = np.unique(seq[own], return_counts=True)[1]
@@ -198,16 +233,18 @@ class RowKernels:
             sent = unpack(packed, [len(array) for array in arrays])
             plan = torch.empty(len(items) + 1, dtype=torch.int32, device=batch.device)
             listed = RowList(sent[0], sent[1], sent[2], sent[3], plan, per_item)
-            whole = own.stop - own.start == batch.num_rows
-            tiles.append(Tile(own, None if whole else sent[0].long(), listed, longest))
-        return RowStep(batch, every, tuple(tiles), self._positions(len(every)))
+            tiles.append(Tile(own, listed, longest))
+        return RowStep(batch, every, tuple(tiles), self._positions(len(every)), device_rows)
 
     def _positions(self, rows: int) -> torch.Tensor:
         return torch.empty(rows, self._topk, dtype=torch.int32, device=self._shape.device)
 
     def begin(self, step: RowStep) -> None:
         from cairn.kernels.index_scan import plan_scan
+        from cairn.kernels.list_rows import list_rows
 
+        if step.listed is not None:
+            list_rows(step.batch.device_cu_query, step.batch.device_kv_lens, step.listed)
         for tile in step.tiles:
             plan_scan(tile.listed, self._shape.dtype)
         if self._swap is not None and step.table is None and step.finds is None:
@@ -223,15 +260,15 @@ class RowKernels:
         slots: torch.Tensor,  # [n, k] what `chosen` returned
         out: torch.Tensor | None,  # [rows of the step, heads, value]; None if all are `step`'s
     ) -> torch.Tensor:
-        for tile in step.tiles:
-            own = query if tile.rows is None else query[tile.rows]
-            read = self.attend(layer, heads.absorb(own), slots[tile.own], step.pool)
+        for own in _cut(len(slots), _ROWS):
+            rows = own if step.device_rows is None else step.device_rows[own]
+            read = self.attend(layer, heads.absorb(query[rows]), slots[own], step.pool)
             values = heads.values(read)
-            if tile.rows is None:
+            if len(values) == len(query):
                 return values
             if out is None:
                 out = query.new_empty(*query.shape[:2], values.shape[2])
-            out[tile.rows] = values
+            out[rows] = values
         assert out is not None
         return out
 
@@ -323,8 +360,13 @@ def _blocks(rows: int) -> int:
     return -(-rows // _BLOCK)
 
 
+def _aligned(rows: int) -> int:
+    """As many rows of a tile, at least _ALIGNED."""
+    return rows // _ALIGNED * _ALIGNED
+
+
 def _cut(rows: int, most: int) -> Iterator[slice]:
     """Slices of at most `most` rows, which is at least _ALIGNED."""
-    size = most // _ALIGNED * _ALIGNED
+    size = _aligned(most)
     for begin in range(0, rows, size):
         yield slice(begin, min(begin + size, rows))

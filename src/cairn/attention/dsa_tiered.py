@@ -2,7 +2,7 @@
 
 A decoding sequence reads single rows, which the tier finds: by kernels (`memory/row_swap.py`), or
 in plain torch (`hot_rows`). The rows of a chunk together select nearly everything, so all pages of
-their sequence are staged, layer by layer (`placing`).
+their sequence are staged, layer by layer (`placing`), unless all are on the device.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class TieredRows:
 
     def prepare(self, batch: AttentionBatch) -> Step:
         dense, kernels = self._parts.dense, self._kernels
-        if kernels is not None and batch.decodes:
-            return Step(batch, (Run(dense, None, None, (), kernels=kernels.decode(batch)),))
+        # They compute all rows alike, so that a recorded step gives the same result.
+        if kernels is not None and (batch.decodes or (batch.resident and kernels.take(batch))):
+            return Step(batch, (Run(dense, None, None, (), kernels=kernels.whole(batch)),))
         if kernels is None:
             clear_begun_pages(self._parts.pool, batch)  # a backend over the stage does not do so
         decodes = batch.query_lens == 1

@@ -103,13 +103,20 @@ def recorded_sizes(
     mixed_rows: int,
     seqs: int,
     few_rows: Collection[int] = (),
+    selecting_rows: int | None = None,
 ) -> dict[Graph, list[StepSize]]:
-    """Sizes to record for each kind of step, up to these numbers of rows and sequences. A sequence
-    with few rows has one of `few_rows`, or fewer."""
+    """Sizes to record for each kind of step, up to these numbers of rows and sequences; none of
+    mixed steps if `mixed_rows` is 0. A sequence with few rows has one of `few_rows`, or fewer.
+    Mixed steps that are not dense have up to `selecting_rows` rows, if that is a number."""
     sizes = {}
     for graph in graphs:
-        if graph.mixed:
-            sizes[graph] = mixed_sizes(mixed_rows, seqs, geometry)
+        if graph.mixed and mixed_rows:
+            most = mixed_rows
+            if graph.kind != "dense" and selecting_rows is not None:
+                most = min(most, selecting_rows)
+            sizes[graph] = mixed_sizes(most, seqs, geometry)
+        elif graph.mixed:
+            sizes[graph] = []
         elif graph.few:
             sizes[graph] = [
                 StepSize(rows * count, count)

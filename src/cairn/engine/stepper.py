@@ -97,6 +97,7 @@ class Stepper:
                 seqs=num_slots,
                 # Where drafts keep failing, requests have one draft.
                 few_rows={1 + own for own in (1, min(drafts, FIRST_DRAFTS), drafts)},
+                selecting_rows=None if self.sparse is None else self.sparse.selecting_rows,
             ),
             page_size=self._geometry.page_size,
             tables=self._table_shape,

@@ -5,8 +5,8 @@ of a decode step. Queries of a prompt share a tile of keys. Keys are the rows of
 queries its columns, so that the sum over heads stays within a few lanes.
 
 The queries of a step are a list. `items` cuts it into runs of queries of one sequence, at most
-`rows_per_item` of them. As in `latent`, each program takes an equal share of all tiles of keys, of
-whichever items they are. The device plans the shares:
+`rows_per_item` of them; the last items may be empty. As in `latent`, each program takes an equal
+share of all tiles of keys, of whichever items they are. The device plans the shares:
 
     tiles: [items + 1] tiles of all items before each; [items + 1] holds the share
 """
@@ -112,8 +112,9 @@ def _scan_plan_kernel(
     for start in range(0, num_items, BLOCK):
         item = start + tl.arange(0, BLOCK)
         there = item < num_items
-        end = tl.load(items + item + 1, mask=there, other=1)
-        seen = tl.load(limits + end - 1, mask=there, other=0)
+        begin = tl.load(items + item, mask=there, other=0)
+        end = tl.load(items + item + 1, mask=there, other=0)
+        seen = tl.load(limits + end - 1, mask=begin < end, other=0)
         own = (seen + TILE - 1) // TILE
         tl.store(tiles + item, total + tl.cumsum(own, 0) - own, mask=there)
         total += tl.sum(own)

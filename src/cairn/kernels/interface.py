@@ -17,6 +17,9 @@ COPY_THREADS = 128
 MOST_SCORES = 2**21 - 128
 """Most scores of a row among which the best are chosen."""
 
+LISTED_ROWS = 512
+"""Most rows of a step with chunks that a kernel lists, so that the step can be recorded."""
+
 FEW_ROWS = 8
 """Products of at most this many rows use our own kernels, in which a tensor core multiplies tiles
 of 8 rows. With 16 rows cuBLAS is faster. Products of more rows with an FP8 matrix round the rows to

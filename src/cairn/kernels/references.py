@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from cairn.kernels.fp8_rows import store_rows
 from cairn.kernels.interface import RowInputs, ScoringHeads
 from cairn.kernels.sizes import blocks_of
+
+if TYPE_CHECKING:
+    from cairn.kernels.list_rows import ListedRows
 
 
 def paged_attention(
@@ -201,6 +206,26 @@ def stage_reference(
     found = torch.where(frames > 0, frames, -1 - slots.gather(1, ids)).masked_fill(ids == 0, 0)
     staged = [own.nonzero().squeeze(1) for own in marked]
     return staged, found.view(len(ids), len(pages), -1).transpose(0, 1).contiguous()
+
+
+def list_rows_reference(
+    cu_query: torch.Tensor,  # [seqs + 1]
+    kv_lens: torch.Tensor,  # [seqs]
+    listed: ListedRows,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """-> seqs [rows], limits [rows] and items [tiles, most_items + 1]"""
+    rows, at_once = len(listed.limits), listed.at_once
+    row = torch.arange(rows)
+    seqs = torch.searchsorted(cu_query[1:].contiguous(), row, right=True)
+    limits = kv_lens[seqs] - cu_query[seqs + 1] + row + 1
+    tile = row // at_once * at_once
+    begins = (row - torch.maximum(cu_query[seqs], tile)) % listed.per_item == 0
+    items = torch.empty(len(listed.items), listed.most_items + 1, dtype=torch.int64)
+    for own, begin in zip(items, range(0, rows, at_once), strict=True):
+        first = begins[begin : begin + at_once].nonzero()[:, 0]
+        own[:] = min(at_once, rows - begin)
+        own[: len(first)] = first
+    return seqs, limits, items
 
 
 def index_scan_reference(
