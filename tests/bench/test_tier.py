@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cairn.bench import engines
 from cairn.bench.tier_engines import SMALL_BATCHES, full_length
 from cairn.bench.tier_options import TierBench
 from cairn.cli.main import main
@@ -100,8 +101,16 @@ def test_tier_first_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert host["mb_in"] > 0
 
 
-def test_tier_contexts_beyond_the_device(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tier_contexts_beyond_the_device(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tells how far the prompt is."""
+    monkeypatch.setattr(engines, "_TELL_EVERY", 0.0)
+    told: list[str] = []
+    monkeypatch.setattr(engines, "print", lambda text, **_: told.append(text), raising=False)
     (row,) = rows_of("beyond", folder, capsys)
+    done = [int(text.split()[0]) for text in told]
+    assert done == sorted(done) and done[-1] == 3900 and "of 3900 prompt tokens" in told[0]
     assert row["context"] == 3900 and row["resident"] < 1 and row["prefill_s"] > 0
 
 

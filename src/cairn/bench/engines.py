@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from cairn.outputs import Chunk, Generation
 
 T = TypeVar("T")
 FIRST_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
+_TELL_EVERY = 5.0  # seconds
 
 
 @contextmanager
@@ -95,8 +97,17 @@ def first_token(llm: LLM, prompts: Sequence[Sequence[int]]) -> float:
 
 
 def step_to_first_tokens(llm: LLM, requests: Sequence[Request]) -> None:
+    """Step until each request has its first token. Long prompts tell how far they are."""
+    begin = told = time.perf_counter()
     while not all(request.num_output for request in requests):
         llm.frontend.step()
+        now = time.perf_counter()
+        if now - told >= _TELL_EVERY:
+            told = now
+            done = sum(min(request.computed, request.prompt_len) for request in requests)
+            whole = sum(request.prompt_len for request in requests)
+            so_far = f"{done} of {whole} prompt tokens after {now - begin:.1f} s"
+            print(so_far, file=sys.stderr, flush=True)
 
 
 class Arrivals:
