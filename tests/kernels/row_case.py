@@ -31,11 +31,12 @@ class Sizes(NamedTuple):
 
 def make_list(lengths: list[int], new: list[int], per_item: int, device: torch.device) -> RowList:
     """The last `new` rows of sequences, as rows of a step in which others lie between them. Two
-    items are empty."""
+    items are empty, if items have several rows."""
     seqs = np.repeat(np.arange(len(new)), new)
     limits = np.concatenate([np.arange(n - m, n) + 1 for n, m in zip(lengths, new, strict=True)])
     rows = np.arange(len(seqs)) + seqs
-    items = np.append(cut_items(np.array(new), per_item), [len(seqs)] * 2)
+    empty = [len(seqs)] * (2 if per_item > 1 else 0)
+    items = np.append(cut_items(np.array(new), per_item), empty)
     arrays = (rows, np.append(seqs, 0), limits, items)
     own = [torch.from_numpy(array.astype(np.int32)).to(device) for array in arrays]
     tiles = torch.full((len(items) + 1,), -1, dtype=torch.int32, device=device)
