@@ -22,7 +22,7 @@ from cairn.memory.layout import INDEX, LATENT, CacheLayout
 from cairn.sparsity.config import SparseConfig
 from cairn.sparsity.policy import Policy
 from tests.engine.lanes import tier_of
-from tests.engine.test_fp8_cache import exact
+from tests.engine.test_fp8_cache import exact_latents
 from tests.engine.tiered import check_clean, load, tiered
 from tests.helpers import (
     GOLDENS,
@@ -37,11 +37,6 @@ from tests.models.test_dsa import load as load_recording
 from tests.models.test_dsa import read_by
 
 INDEXED = {**TINY_DSA, "index_head_dim": 24}
-
-
-def exact_latents(rows: torch.Tensor) -> torch.Tensor:
-    """What latent rows should be widened to: every 128 columns have a scale of their own."""
-    return torch.cat([exact(span) for span in spans(rows)], -1)
 
 
 def spans(rows: torch.Tensor) -> list[torch.Tensor]:
@@ -87,7 +82,7 @@ def test_pages_hold_latent_rows_and_index_keys(dtype: torch.dtype) -> None:
     kept = unpack_rows(pool.part(0, LATENT)[[4, 2]], 300, torch.float64).flatten(0, 1)
     scored = widen(pool.part(0, INDEX)[[4, 2]], torch.float64).flatten(0, 1)
     if dtype == FP8:
-        assert torch.equal(kept, exact_latents(rows)) and torch.equal(scored, exact(keys))
+        assert torch.equal(kept, exact_latents(rows)) and torch.equal(scored, exact_latents(keys))
     for own, given in ((kept, rows), (scored, keys)):
         assert 0 < (own - given).norm() / given.norm() < 0.03
     pool.clear(0, torch.tensor([4]))
@@ -118,8 +113,7 @@ def write_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def rounded(pool: KVPool, layer: int, *given: Any) -> None:
         pages, offsets, rows, *part = given
-        own = exact(rows) if part == [INDEX] else exact_latents(rows)
-        write(pool, layer, pages, offsets, own.float(), *part)
+        write(pool, layer, pages, offsets, exact_latents(rows).float(), *part)
 
     monkeypatch.setattr(KVPool, "write", rounded)
 

@@ -170,7 +170,10 @@ def main() -> None:
     types |= {"projected": BF16, "scoring_weight": BF16, "scoring_out": BF16}
     types |= {"stride": "i32", "projected_stride": "i32", "rows": "i32"}
     types |= {"key_scale": "fp32", "value_scale": "fp32"}
-    constants = {**HEADS, "PAGE_SIZE": 64, "NORM": True, "BLOCK_H": 8}
+    constants = {**HEADS, "PAGE_SIZE": 64, "NORM": True, "BLOCK_H": 8, "SCORING": False}
+    constants |= {"ADD_QUERY": False, "HADAMARD": True, "ROWS": 4}
+    compile_kernel(rope_kv._rope_kv_kernel, {**types, "pool": FP8}, constants, num_warps=8)
+    constants["HADAMARD"] = False
     for scoring in (False, True):
         constants |= {"SCORING": scoring, "ADD_QUERY": scoring, "ROWS": 4 if scoring else 1}
         compile_kernel(rope_kv._rope_kv_kernel, types, constants)

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from cairn import LLM
 from cairn.attention import widened
 from cairn.attention.backend import AttentionShape
 from cairn.attention.batch import AttentionBatch
@@ -21,6 +24,10 @@ from cairn.kernels.widen_pages import WideTiles, widen_pages
 from cairn.memory.groups import group_layers
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import CacheLayout
+from cairn.models import layers, loader
+from cairn.models.module import Factory
+from tests.helpers import TINY_LLAMA, tokens_of, write_model
+from tests.kernels.kernel_engines import use_kernels
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, DIM = 2, 1, 24
@@ -219,3 +226,27 @@ def test_steps_that_do_not_fit_are_not_recorded(monkeypatch: pytest.MonkeyPatch)
         graph = backend.graph_for(batch_of(pool, table, lengths, new), mixed=True)
         assert (graph is not None) == fits
         assert backend.graph_for(batch_of(pool, table, lengths, [1, 1]), mixed=False) is not None
+
+
+def test_a_whole_engine_mixes_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of a prompt and decode over keys that were multiplied by a Hadamard matrix, by kernels
+    and in torch."""
+    folder = write_model(tmp_path, {**TINY_LLAMA, "num_hidden_layers": 1, "head_dim": 32})
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_gib": 0.02}
+    options |= {"page_size": 16, "chunked_prefill_size": 16, "quantization": "none"}
+    options |= {"kv_cache_dtype": "fp8", "max_running_requests": 1}
+    scores, answers = [], []
+    for in_kernels in (False, True):
+        if in_kernels:
+            use_kernels(monkeypatch)
+            monkeypatch.setattr(
+                loader, "Factory", lambda dtype, device, *_: Factory(dtype, device, fused=True)
+            )
+            monkeypatch.setattr(layers, "_column_blocks", lambda _: 0)  # weights lie as on a GPU
+        backend = "triton" if in_kernels else "torch"
+        with LLM(folder, attention_backend=backend, **options) as llm:
+            assert llm.engine.runner.stepper.pool.hadamard == {0}
+            scores.append(llm.logprobs(tokens_of(20)))
+            answers.append(llm.generate(tokens_of(20), max_tokens=3, ignore_eos=True).token_ids)
+    torch.testing.assert_close(*scores, rtol=0, atol=1e-3)
+    assert answers[0] == answers[1]

@@ -10,7 +10,7 @@ from cairn.attention.backend import AttentionBackend, Replayable, SparseBackend
 from cairn.attention.batch import AttentionBatch, IndexQuery, Scoring
 from cairn.attention.latent import LatentHeads
 from cairn.kernels.cpu import CpuKernels
-from cairn.kernels.fp8_rows import is_narrow
+from cairn.kernels.fp8_rows import hadamard, is_narrow
 from cairn.kernels.interface import Normed, ScoringHeads
 from cairn.memory.kv_pool import KVPool
 from cairn.memory.layout import INDEX, LATENT
@@ -46,7 +46,10 @@ class Attend:
         key_value: torch.Tensor,
         scoring: Scoring | None = None,
     ) -> torch.Tensor:
-        """`write`, then `forward`."""
+        """`write`, then `forward`; both with columns that are mixed where the layer wants it."""
+        if layer in self._pool.hadamard:
+            key, value = key_value.chunk(2, dim=1)
+            query, key_value = hadamard(query), torch.cat((hadamard(key), value), 1)
         self.write(layer, key_value)
         return self.forward(layer, query, scoring)
 
@@ -79,7 +82,10 @@ class Attend:
             rows = torch.arange(len(qkv), dtype=torch.int32)
             kept = qkv.new_empty(len(qkv), pool.shape[1], 1, pool.shape[3])
             query = cpu.rotate_and_store(qkv, heads, cos_sin, norm, kept, rows, 0 * rows)
-            self._pool.write(layer, *places, kept[:, :, 0])
+            key, value = kept[:, :, 0].chunk(2, dim=1)
+            if layer in self._pool.hadamard:
+                query, key = hadamard(query), hadamard(key)
+            self._pool.write(layer, *places, torch.cat((key, value), 1))
             return query, query
         from cairn.kernels.rope_kv import rope_kv
 
@@ -88,6 +94,7 @@ class Attend:
             *(qkv, *cos_sin, q_weight, k_weight, eps, pool, *places, heads),
             scoring,
             self._pool.scales.get(layer, (0.0, 0.0)),
+            hadamard=layer in self._pool.hadamard,
         )
 
     def forward(

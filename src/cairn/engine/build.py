@@ -254,9 +254,12 @@ def build_runner(
     shape = replace(choices.shape, max_seqs=max_seqs, most_rows=most_rows, cpu=model.cpu)
     page_size = choices.geometry.page_size
     pool = KVPool(groups, memory.num_pages, page_size, device, hot_pages=memory.hot_pages)
+    notes: list[str] = []
     if choices.shape.cache_dtype == FP8:
         pool.use_scales(model.cache_scales)
-    notes = [choices.dense_reason] if device.type == "cuda" else []
+        notes = pool.use_hadamard(() if sparse is None else sparse.layers)
+    if device.type == "cuda":
+        notes.append(choices.dense_reason)
     # The window of the frame group only says which frames may be freed. Dense attention must not
     # apply it: dense attention reads the missing pages from the stage.
     unbounded = (g if g.copy_of is None else replace(g, window=None) for g in groups)

@@ -13,9 +13,11 @@ import triton.language as tl
 from triton import knobs
 
 from cairn.kernels.fp8_rows import FP8, LEAST_SCALE, MOST
+from cairn.kernels.fp8_rows import SCALES as _SCALES
 from cairn.kernels.fp8_rows import SPAN as _SPAN
 
 SPAN = tl.constexpr(_SPAN)
+SCALES = tl.constexpr(_SCALES)
 _LEAST = tl.constexpr(LEAST_SCALE)
 _MOST, _MOST_INT8 = MOST[FP8], MOST[torch.int8]
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
@@ -190,7 +192,7 @@ def inverse_of(scale):
 
 @triton.jit
 def scale_of(most, pool):
-    """-> scales of rows whose largest absolute value is `most`, as `fp8_rows.quantize` has them"""
+    """-> scales of latent rows and index keys whose largest absolute value is `most`"""
     LARGEST: tl.constexpr = most_of(pool)
     scale = tl.maximum(tl.div_rn(most, LARGEST), _LEAST)
     if not is_int8(pool):  # a power of two: a mantissa that is not zero carries
@@ -200,11 +202,44 @@ def scale_of(most, pool):
 
 
 @triton.jit
+def best_scale(x, pool):
+    """-> scales [n] of keys or values x [n, columns] float32, as `fp8_rows.quantize` has them"""
+    LARGEST: tl.constexpr = most_of(pool)
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), LARGEST), _LEAST)
+    if not is_int8(pool):
+        smallest = scale
+        least = tl.full(scale.shape, float("inf"), tl.float32)
+        for i in tl.static_range(SCALES):
+            factor = 1 + i / SCALES
+            wide = x * inverse_of(smallest * factor)[:, None]
+            lost = wide - _as_e4m3(wide)
+            error = tl.sum(lost * lost, 1) * (factor * factor)
+            scale = tl.where(error < least, smallest * factor, scale)
+            least = tl.minimum(error, least)
+    return scale
+
+
+@triton.jit
+def _as_e4m3(x):
+    """-> x, at most 448, rounded to e4m3"""
+    if INTERPRETED:  # its conversion does not carry: it rounds 1.97 to 1.0
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -1048576
+        normal = bits.to(tl.float32, bitcast=True)
+        # Numbers below 2 ** -6 are multiples of 2 ** -9, as float32 is at 1.5 * 2 ** 14.
+        return tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, normal)
+    return x.to(tl.float8e4nv).to(tl.float32)
+
+
+@triton.jit
 def narrow(x, scale, pool):
     """-> numbers of 8 bits, for float32 and scales of the same shape"""
     x = tl.div_rn(x, scale)
     if is_int8(pool):
         # Rounds: float32 has no fractions at 1.5 * 2 ** 23.
         x = (tl.clamp(x, -127.0, 127.0) + 12582912.0) - 12582912.0
-    x = tl.clamp(x, -448.0, 448.0)
+    else:
+        x = tl.clamp(x, -448.0, 448.0)
+        if INTERPRETED:
+            x = _as_e4m3(x)
     return x.to(pool.dtype.element_ty)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cairn.kernels.fp8_rows import hadamard as multiply
 from cairn.kernels.fp8_rows import store_rows
 from cairn.kernels.interface import RowInputs, ScoringHeads
 from cairn.kernels.sizes import blocks_of
@@ -124,6 +125,8 @@ def rope_kv_reference(
     heads: int,
     scoring: ScoringHeads | None = None,
     scales: tuple[float, float] = (0.0, 0.0),
+    *,
+    hadamard: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     kv_heads, dim = pool.shape[1] // 2, pool.shape[3]
     x = qkv[:, : (heads + 2 * kv_heads) * dim].reshape(len(qkv), -1, dim)
@@ -138,10 +141,12 @@ def rope_kv_reference(
         query = rms_norm_reference(query, q_weight, eps)
         key = rms_norm_reference(key, k_weight, eps)
     query, key = (t * cos[:, None] + t.roll(dim // 2, -1) * sin[:, None] for t in (query, key))
-    rows = torch.cat((key, value), 1).to(qkv.dtype)
+    query, key = query.to(qkv.dtype), key.to(qkv.dtype)
+    if hadamard:
+        query, key = multiply(query), multiply(key)
+    rows = torch.cat((key, value), 1)
     given = torch.tensor(scales, device=pool.device).repeat_interleave(kv_heads)
     store_rows(pool, pages.long(), offsets.long(), rows, given)
-    query = query.to(qkv.dtype)
     return query, query if scoring is None else scored.to(qkv.dtype)
 
 

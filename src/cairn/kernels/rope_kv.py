@@ -1,7 +1,8 @@
 """The work between projections and attention, in one pass over the rows.
 
 It applies norm and rotation to query and key heads and writes keys and values to their pages. The
-queries that score pages get norm and rotation in the same pass.
+queries that score pages get norm and rotation in the same pass. For keys of e4m3 it also
+multiplies query and key heads by a Hadamard matrix (see `fp8_rows`).
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cairn.kernels.fp8_rows import page_rows
-from cairn.kernels.fp8_tiles import has_scales, narrow, scale_of, slice_size
+from cairn.kernels.fp8_rows import page_rows, takes_hadamard
+from cairn.kernels.fp8_tiles import best_scale, has_scales, narrow, slice_size
 from cairn.kernels.interface import ScoringHeads
 from cairn.kernels.launch import direct
 from cairn.kernels.pdl import pdl_options
@@ -24,6 +25,23 @@ _MANY_ROWS = 1024  # from here on, programs that take several rows still fill th
 def row_rungs() -> tuple[int, ...]:
     """Row counts at which `rope_kv` switches to another compiled form."""
     return 1, _MANY_ROWS
+
+
+@triton.constexpr_function
+def _log2(size):
+    return size.bit_length() - 1
+
+
+@triton.jit
+def _hadamard(x):
+    """-> rows of x [n, size] times the Hadamard matrix of 1 and -1, as `fp8_rows.hadamard` adds"""
+    N: tl.constexpr = x.shape[0]
+    SIZE: tl.constexpr = x.shape[1]
+    for _ in tl.static_range(_log2(SIZE)):
+        # Add neighbours. The lowest bit of a column becomes the highest.
+        low, high = tl.split(tl.reshape(x, (N, SIZE // 2, 2)))
+        x = tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 2, 1)), (N, SIZE))
+    return x
 
 
 @direct
@@ -54,6 +72,7 @@ def _rope_kv_kernel(
     NORM: tl.constexpr,
     SCORING: tl.constexpr,
     ADD_QUERY: tl.constexpr,
+    HADAMARD: tl.constexpr,  # multiply queries and keys by a Hadamard matrix
     BLOCK_H: tl.constexpr,
     ROWS: tl.constexpr,  # rows per program
     PDL: tl.constexpr,
@@ -121,6 +140,10 @@ def _rope_kv_kernel(
         high_sin = tl.load(sin + row * DIM + high, mask=known, other=0.0).to(tl.float32)[None, :]
         x = tl.where(is_value, x, a * low_cos + b * low_sin).to(out.dtype.element_ty)
         y = tl.where(is_value, y, b * high_cos + a * high_sin).to(out.dtype.element_ty)
+        if HADAMARD:
+            a, b = _hadamard(x.to(tl.float32)), _hadamard(y.to(tl.float32))
+            x = tl.where(is_value, x, ((a + b) * DIM**-0.5).to(x.dtype))
+            y = tl.where(is_value, y, ((a - b) * DIM**-0.5).to(y.dtype))
         mask = inside & there
         place = row * (HEADS * DIM) + head[:, None] * DIM
         tl.store(out + place + low[None, :], x, mask=mask & is_query)
@@ -131,19 +154,20 @@ def _rope_kv_kernel(
             tl.store(scoring_out + place + high[None, :], y, mask=more)
         slices = pool + (page * (2 * KV_HEADS) + head - HEADS) * slice_size(pool, PAGE_SIZE, DIM)
         kept = mask & (head >= HEADS)[:, None]
-        if has_scales(pool):
-            x, y = x.to(tl.float32), y.to(tl.float32)
-            most = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))
+        place = slices[:, None] + offset * DIM
+        if not has_scales(pool):
+            tl.store(place + low[None, :], x.to(pool.dtype.element_ty), mask=kept)
+            tl.store(place + high[None, :], y.to(pool.dtype.element_ty), mask=kept)
+        elif (tl.program_id(1) + 1) * BLOCK_H > HEADS:  # not only queries
+            first, second = x.to(tl.float32), y.to(tl.float32)
+            both = tl.reshape(tl.join(first, second), (BLOCK_H, 2 * x.shape[1]))
             given = tl.where(head < HEADS + KV_HEADS, key_scale, value_scale)
-            row_scale = tl.where(given > 0, given, scale_of(most, pool))
+            row_scale = tl.where(given > 0, given, best_scale(both, pool))
             stored = (head >= HEADS) & (head < HEADS + 2 * KV_HEADS) & there
             scales = (slices + PAGE_SIZE * DIM).to(tl.pointer_type(tl.float32), bitcast=True)
             tl.store(scales + offset, row_scale, mask=stored)
-            x = narrow(x, row_scale[:, None], pool)
-            y = narrow(y, row_scale[:, None], pool)
-        place = slices[:, None] + offset * DIM
-        tl.store(place + low[None, :], x.to(pool.dtype.element_ty), mask=kept)
-        tl.store(place + high[None, :], y.to(pool.dtype.element_ty), mask=kept)
+            tl.store(place + low[None, :], narrow(first, row_scale[:, None], pool), mask=kept)
+            tl.store(place + high[None, :], narrow(second, row_scale[:, None], pool), mask=kept)
 
 
 def rope_kv(
@@ -159,6 +183,8 @@ def rope_kv(
     heads: int,
     scoring: ScoringHeads | None = None,  # needs q_weight and k_weight
     scales: tuple[float, float] = (0.0, 0.0),  # of keys and values, see `KVPool.scales`
+    *,
+    hadamard: bool = False,  # see `KVPool.hadamard`; not with `scoring`
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write keys and values to the pool; return query and scoring query, both [rows, heads, dim].
 
@@ -168,9 +194,15 @@ def rope_kv(
     kv_heads, page_size, dim = pool.shape[1] // 2, page_rows(pool), pool.shape[3]
     out = torch.empty(rows, heads, dim, dtype=qkv.dtype, device=qkv.device)
     scored = out if scoring is None else torch.empty_like(out)
-    block_h = 8
-    total = heads + 2 * kv_heads + (0 if scoring is None else heads)
     own_rows = 4 if rows >= _MANY_ROWS else 1
+    block_h = 8
+    warps = max(1, min(4, block_h * dim // 256))
+    if hadamard:
+        assert scoring is None and takes_hadamard(dim)
+        # A thread has two neighbours, and gets others by shuffles within its warp.
+        block_h = 8 if own_rows > 1 else 4
+        warps = max(1, min(4, block_h * dim // 128))
+    total = heads + 2 * kv_heads + (0 if scoring is None else heads)
     _rope_kv_kernel[(blocks_of(rows, own_rows), blocks_of(total, block_h))](
         qkv,
         qkv if scoring is None else scoring.projected,
@@ -196,9 +228,10 @@ def rope_kv(
         NORM=q_weight is not None,
         SCORING=scoring is not None,
         ADD_QUERY=scoring is not None and scoring.add_query,
+        HADAMARD=hadamard,
         BLOCK_H=block_h,
         ROWS=own_rows,
-        num_warps=max(1, min(4, block_h * dim // 256)),
+        num_warps=warps,
         **pdl_options(qkv),
     )
     return out, scored

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from cairn.kernels.fp8_rows import read_units, store_rows
+from cairn.kernels.fp8_rows import FP8, read_units, store_rows, takes_hadamard
 from cairn.memory.groups import LayerGroup
 from cairn.memory.layout import KV
 from cairn.memory.pinned import CudaRegistry, PinnedMemory
@@ -60,6 +61,9 @@ class KVPool(PagePool):
         self.scales: dict[int, tuple[float, float]] = {}
         """By layer: a checkpoint's scales of keys and of values of 8 bits; 0 for a
         scale of each row. Layers that are not here have none."""
+        self.hadamard: frozenset[int] = frozenset()
+        """Layers whose keys are multiplied by a Hadamard matrix before they are stored, and whose
+        queries must be, too (`attention/attend.py`)."""
         self._given: dict[int, torch.Tensor] = {}  # the same on the device, [2 * kv_heads]
         self._parts = {}
         self._by_group: list[list[torch.Tensor]] = [[] for _ in groups]
@@ -86,6 +90,30 @@ class KVPool(PagePool):
         for layer, own in scales.items():
             of_heads = torch.tensor(own).repeat_interleave(self.kv_heads(layer))
             self._given[layer] = of_heads.to(self.device)
+
+    def use_hadamard(self, sparse: Collection[int]) -> list[str]:
+        """Set `hadamard` to all layers that can have it; `sparse` layers cannot. Returns notes for
+        the user about layers with keys of e4m3 that are left out."""
+        left_out: Counter[str] = Counter()
+        mixed = []
+        for layer, parts in self._parts.items():
+            if KV not in parts or parts[KV].dtype != FP8:
+                continue
+            dim = parts[KV].shape[-1]
+            if layer in sparse:  # policies make landmarks of single columns
+                left_out["they are sparse"] += 1
+            elif self.scales.get(layer, (0, 0))[0] > 0:  # for keys as they are
+                left_out["the checkpoint has scales of their keys"] += 1
+            elif not takes_hadamard(dim):
+                left_out[f"heads have {dim} columns, not a power of two"] += 1
+            else:
+                mixed.append(layer)
+        self.hadamard = frozenset(mixed)
+        return [
+            f"kv_cache_dtype is fp8, and keys of {count} layers are less precise: {why}, so no "
+            "Hadamard matrix is applied"
+            for why, count in left_out.items()
+        ]
 
     def kv_heads(self, layer: int) -> int:
         return self.part(layer).shape[1] // 2
