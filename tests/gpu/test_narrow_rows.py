@@ -1,4 +1,4 @@
-"""Latent rows and index keys of 8 bits: kernels against their references, and a whole model."""
+"""Rows of 8 bits: kernels against their references, and a whole model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 
 from cairn import LLM
 from cairn.attention.dsa_backend import DSABackend
-from cairn.kernels.fp8_rows import FP8
+from cairn.kernels.fp8_rows import FP8, widen
+from cairn.kernels.references import rope_kv_reference
+from cairn.kernels.rope_kv import rope_kv
 from tests.helpers import TINY_LATENT, tokens_of, write_model
 from tests.kernels import latent_case, row_case
 
@@ -25,6 +27,30 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 1e-2, torch.float32: 1e-5}
 @pytest.mark.parametrize("width", [576, 48])
 def test_rows_are_stored_as_in_torch(width: int, narrow: torch.dtype) -> None:
     row_case.check_store(width, CUDA, narrow)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("rows", [1, 70, 2000])
+def test_keys_and_values_are_stored_as_in_torch(rows: int, dim: int) -> None:
+    """Times a Hadamard matrix, with the best of four scales. In float32, so that rope rounds alike.
+    Where two scales are about as good, either is chosen."""
+    torch.manual_seed(0)
+    heads, kv_heads = 9, 3
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=CUDA)
+    cos, sin = torch.randn(2, rows, dim, device=CUDA)
+    place = torch.randperm(rows, device=CUDA)
+    places = (place // 64).int(), (place % 64).int()
+    more = -(-4 * 64 // dim)
+    found = []
+    for store in (rope_kv, rope_kv_reference):
+        pages = torch.zeros(-(-rows // 64), 2 * kv_heads, 64 + more, dim, device=CUDA).to(FP8)
+        arguments = qkv, cos, sin, None, None, 0.0, pages, *places, heads
+        query, _ = store(*arguments, hadamard=True)
+        found.append((query, widen(pages, torch.float32)))
+    (query, kept), (expected, expected_kept) = found
+    torch.testing.assert_close(query, expected, rtol=1e-5, atol=1e-4)
+    equal = ((kept - expected_kept).abs() <= 1e-5 * expected_kept.abs()).all(-1)
+    assert equal.float().mean() > 0.98
 
 
 @NARROW

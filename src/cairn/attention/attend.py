@@ -46,10 +46,8 @@ class Attend:
         key_value: torch.Tensor,
         scoring: Scoring | None = None,
     ) -> torch.Tensor:
-        """`write`, then `forward`; both with columns that are mixed where the layer wants it."""
-        if layer in self._pool.hadamard:
-            key, value = key_value.chunk(2, dim=1)
-            query, key_value = hadamard(query), torch.cat((hadamard(key), value), 1)
+        """`write`, then `forward`, of what `_mixed` returns."""
+        query, key_value = self._mixed(layer, query, key_value)
         self.write(layer, key_value)
         return self.forward(layer, query, scoring)
 
@@ -82,10 +80,8 @@ class Attend:
             rows = torch.arange(len(qkv), dtype=torch.int32)
             kept = qkv.new_empty(len(qkv), pool.shape[1], 1, pool.shape[3])
             query = cpu.rotate_and_store(qkv, heads, cos_sin, norm, kept, rows, 0 * rows)
-            key, value = kept[:, :, 0].chunk(2, dim=1)
-            if layer in self._pool.hadamard:
-                query, key = hadamard(query), hadamard(key)
-            self._pool.write(layer, *places, torch.cat((key, value), 1))
+            query, key_value = self._mixed(layer, query, kept[:, :, 0])
+            self._pool.write(layer, *places, key_value)
             return query, query
         from cairn.kernels.rope_kv import rope_kv
 
@@ -173,6 +169,16 @@ class Attend:
     def reads_index(self) -> bool:
         """Layers with an index must pass it to `latent`."""
         return self._indexed is not None
+
+    def _mixed(
+        self, layer: int, query: torch.Tensor, key_value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Query, and keys and values; with a layer in `KVPool.hadamard`, query and keys times a
+        Hadamard matrix."""
+        if layer not in self._pool.hadamard:
+            return query, key_value
+        key, value = key_value.chunk(2, dim=1)
+        return hadamard(query), torch.cat((hadamard(key), value), 1)
 
     def _places(self, layer: int, part: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Page of each new row, and its row within the page."""
