@@ -66,6 +66,13 @@ def test_tier_throughput(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert sum("best_with / best_without" in row for row in rows) == 2
 
 
+def test_no_ratio_is_shown_if_only_the_tier_has_room(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = rows_of("throughput", folder, capsys, "--contexts", "1024", "--concurrency", "4")
+    assert [(row["tier"], row["running"]) for row in rows] == [(True, 4)]
+
+
 def test_tier_small_batches_are_resident(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of("small", folder, capsys)
     assert [(row["tier"], row["batch"]) for row in rows] == [

@@ -107,8 +107,9 @@ def _throughput(bench: TierBench) -> Rows:
                     if "copies" not in row:
                         best[tier] = max(best.get(tier, 0.0), row["tokens_per_s"])
                     yield {"tier": tier, "context": context, **row}
-        ratio = round(best[True] / best[False], 2)
-        yield {"context": context, "best_with / best_without": ratio}
+        if len(best) == 2:  # no such number of requests may fit without the tier
+            ratio = round(best[True] / best[False], 2)
+            yield {"context": context, "best_with / best_without": ratio}
 
 
 def _by_concurrency(bench: TierBench, llm: LLM, context: int, most: int) -> Rows:
