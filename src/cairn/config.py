@@ -197,9 +197,9 @@ class EngineConfig:
     )
     attention_backend: str | None = option(
         None,
-        "Attention kernels: auto, torch, triton, sgl_kernel, flashinfer, flash_mla, hsa, dsa, your "
-        "own as module:Class, or a pair PREFILL,DECODE. By default ATTN_BACKEND in the "
-        "environment, or auto.",
+        "Attention kernels: auto, torch, triton, sgl_kernel, sgl_kernel_fp8, flashinfer, "
+        "flash_mla, hsa, dsa, your own as module:Class, or a pair PREFILL,DECODE. By default "
+        "ATTN_BACKEND in the environment, or auto.",
     )
     disable_dsa: bool = option(
         False,

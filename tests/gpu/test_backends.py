@@ -54,6 +54,9 @@ def test_backends_agree_with_the_reference(
     counts = -(-total // page_size)
     pages = int(counts.sum()) + 3
     pool = KVPool(groups, [pages] * 2, page_size, device)
+    rounds = backend == "sgl_kernel_fp8"  # queries and softmax weights
+    if rounds:
+        pool.use_scales({0: (0.013, 0.03), 1: (0.02, 0.04)})
     order = 1 + np.random.default_rng(0).permutation(pages)
     table = np.zeros((len(new), int(counts.max())), dtype=np.int32)
     used = 0
@@ -74,7 +77,12 @@ def test_backends_agree_with_the_reference(
     metadata = attention.prepare(step)
     attention.begin(metadata)
     for layer, window in enumerate((None, 100)):
-        out = attention.forward(layer, query, metadata).float()
+        try:
+            out = attention.forward(layer, query, metadata).float()
+        except RuntimeError as error:
+            if "does not support FP8" in str(error):
+                pytest.skip(f"sglang-kernel has no FP8 kernels: {error}")
+            raise
         expected, _ = paged_attention(
             query,
             widen(pool.part(layer), torch.bfloat16),
@@ -83,9 +91,13 @@ def test_backends_agree_with_the_reference(
             new.tolist(),
             scale=dim**-0.5,
             window=window,
+            fp8=rounds,
         )
         ratio = (out - expected).norm() / expected.norm()
-        assert ratio < 1e-2, f"layer {layer}: error ratio {ratio:.1e}"
+        # The kernel rounds weights relative to the largest score so far, the reference to that of
+        # all: both are rounded to four bits, but to other numbers.
+        most = 4e-2 if rounds else 1e-2
+        assert ratio < most, f"layer {layer}: error ratio {ratio:.1e}"
 
 
 @pytest.mark.parametrize("num_heads", [16, 128])

@@ -9,7 +9,7 @@ import torch
 
 from cairn.kernels import paged_decode as paged_decode_module
 from cairn.kernels import paged_extend as paged_extend_module
-from cairn.kernels.fp8_rows import FP8, widen
+from cairn.kernels.fp8_rows import FP8, page_rows, widen
 from cairn.kernels.gather_pages import gather_pages
 from cairn.kernels.paged_decode import DecodeSplits, paged_decode, plan_splits
 from cairn.kernels.paged_extend import ExtendBlocks, paged_extend
@@ -171,3 +171,13 @@ def test_gathered_pages(ratio: int) -> None:
     assert torch.equal(out, gather_pages_reference(pool, pages, ratio))
     third = torch.cat([pool[int(page)] for page in pages[2 * ratio : 3 * ratio]], 1)
     assert torch.equal(out[2], third)
+
+
+def test_gathered_pages_of_8_bits_leave_scales_behind() -> None:
+    pool = torch.randint(0, 100, (9, 4, 17, 64), dtype=torch.uint8).view(FP8)
+    rows = pool[:, :, : page_rows(pool)]
+    pages = torch.randint(0, 9, (6,), dtype=torch.int32)
+    out = torch.zeros(2, 4, 48, 64, dtype=FP8)
+    gather_pages(rows, pages, 3, out)
+    expected = gather_pages_reference(rows.view(torch.uint8), pages, 3)
+    assert rows.shape[2] == 16 and torch.equal(out.view(torch.uint8), expected)

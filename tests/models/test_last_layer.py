@@ -10,7 +10,7 @@ import torch
 
 from cairn import LLM
 from cairn.attention.attend import Attend
-from cairn.attention.sgl_kernel_backend import SglKernelBackend, _Metadata
+from cairn.attention.sgl_kernel_backend import SglKernelBackend, SglMetadata
 from cairn.attention.torch_backend import TorchBackend
 from cairn.models import decoder
 from tests.helpers import TINY_HILS, TINY_LLAMA, TINY_OLMO3, tokens_of, write_model
@@ -84,16 +84,16 @@ def test_rows_are_sequences_of_their_own_to_flash_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Three sequences of 4, 1 and 3 new rows, and one without any; rows in any order."""
-    seen: list[_Metadata] = []
+    seen: list[SglMetadata] = []
 
-    def attend(_: object, layer: int, query: torch.Tensor, metadata: _Metadata) -> torch.Tensor:
+    def attend(_: object, layer: int, query: torch.Tensor, metadata: SglMetadata) -> torch.Tensor:
         seen.append(metadata)
         return query
 
     monkeypatch.setattr(SglKernelBackend, "attend", attend)
     table = torch.arange(8).view(4, 2)
     cu_query = torch.tensor([0, 4, 5, 8, 8], dtype=torch.int32)
-    step = _Metadata(torch.tensor([20, 7, 30, 0], dtype=torch.int32), cu_query, 4, (table,), {})
+    step = SglMetadata(torch.tensor([20, 7, 30, 0], dtype=torch.int32), cu_query, 4, (table,), {})
     query, rows = torch.randn(8, 2, 4), torch.tensor([7, 3, 4, 0, 0, 5])
     backend = SglKernelBackend.__new__(SglKernelBackend)
     out = backend.forward_rows(0, query, rows, step)

@@ -366,6 +366,7 @@ class SparseBackend(Backend):
 
 _BACKENDS: Mapping[str, str] = {
     "sgl_kernel": "cairn.attention.sgl_kernel_backend:SglKernelBackend",
+    "sgl_kernel_fp8": "cairn.attention.sgl_kernel_fp8_backend:SglKernelFp8Backend",
     "flashinfer": "cairn.attention.flashinfer_backend:FlashInferBackend",
     "flash_mla": "cairn.attention.flash_mla_backend:FlashMLABackend",
     "triton": "cairn.attention.triton_backend:TritonBackend",

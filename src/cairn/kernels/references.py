@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cairn.kernels.fp8_rows import FP8, MOST, store_rows
 from cairn.kernels.fp8_rows import hadamard as multiply
-from cairn.kernels.fp8_rows import store_rows
 from cairn.kernels.interface import RowInputs, ScoringHeads
 from cairn.kernels.sizes import blocks_of
 
@@ -25,8 +25,13 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     hide_last: bool = False,
+    fp8: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> output [rows, heads, dim] and log-sum-exp [rows, heads], both float32 or wider"""
+    """-> output [rows, heads, dim] and log-sum-exp [rows, heads], both float32 or wider
+
+    With `fp8`, queries and softmax weights are rounded as FlashAttention-3 does for products of
+    e4m3. It scales weights to at most 256.
+    """
     wide = torch.promote_types(query.dtype, torch.float32)
     kv_heads, page_size = pool.shape[1] // 2, pool.shape[2]
     outs, lses, row = [], [], 0
@@ -35,6 +40,7 @@ def paged_attention(
         both = pages.transpose(1, 2).flatten(0, 1)[:length]  # [length, 2 * kv_heads, dim]
         key, value = both[:, :kv_heads], both[:, kv_heads:]
         own = query[row : row + count].to(wide)
+        own = _e4m3(own) if fp8 else own
         group = own.shape[1] // kv_heads
         key, value = (t.repeat_interleave(group, 1) for t in (key, value))
         scores = torch.einsum("qhd,khd->qhk", own, key) * scale
@@ -47,10 +53,18 @@ def paged_attention(
             seen = seen & (n % page_size != page_size - 1)
         scores = scores.masked_fill(~seen[:, None], float("-inf"))
         lse = scores.logsumexp(-1)
-        outs.append(torch.einsum("qhk,khd->qhd", (scores - lse[..., None]).exp(), value))
+        weights = (scores - lse[..., None]).exp()
+        if fp8:
+            unit = weights.amax(-1, keepdim=True) / 256
+            weights = _e4m3(weights / unit) * unit
+        outs.append(torch.einsum("qhk,khd->qhd", weights, value))
         lses.append(lse)
         row += count
     return torch.cat(outs), torch.cat(lses)
+
+
+def _e4m3(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(-MOST[FP8], MOST[FP8]).to(FP8).to(x.dtype)
 
 
 def latent_attention(

@@ -77,6 +77,7 @@ class PromptStage(KVPool):
         self.page_size = pool.page_size
         self.device = device = pool.device
         self.group_of = pool.group_of
+        self.scales = pool.scales
         self._staged: dict[int, torch.Tensor] = {}
         self.room = room
         self.bytes_in = 0
