@@ -51,21 +51,24 @@ DEVICE void gather_all(const Arguments& p, Gathered& s, int tiles) {
   look_up(0);
   for (int tile = 0; tile < tiles; ++tile) {
     const int buffer = tile & 1;
-    if (tile >= 2) barrier_wait(s.empty + buffer, (tile / 2 - 1) & 1);
     const u32 to = shared_address(s.tile[buffer]) + target;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const u16* from = p.pool + (long long)max(slot[i], 0) * WIDTH + chunk * 8;
+    for (int piece = 0; piece < 2; ++piece) {
+      if (tile >= 2) barrier_wait(&s.empty[buffer][piece], (tile / 2 - 1) & 1);
 #pragma unroll
-      for (int box = 0; box < BOXES; ++box)
-        gather(to + box * BOX_BYTES + i * 2048, from + box * 64, slot[i] >= 0);
+      for (int i = 0; i < 4; ++i) {
+        const u16* from = p.pool + (long long)max(slot[i], 0) * WIDTH + chunk * 8;
+#pragma unroll
+        for (int box = first_box(piece); box < end_box(piece); ++box)
+          gather(to + box * BOX_BYTES + i * 2048, from + box * 64, slot[i] >= 0);
+      }
+      arrive_after_gathering(&s.full[buffer][piece]);
     }
-    arrive_after_gathering(s.full + buffer);
     if (warp < 2) {
       const u32 there = __ballot_sync(0xffffffffu, bit >= 0);
       if (lane == 0) {
         s.there[buffer][warp] = there;
-        barrier_arrive(s.full + buffer);
+        barrier_arrive(&s.full[buffer][1]);
       }
     }
     if (tile + 1 < tiles) look_up(tile + 1);
@@ -74,11 +77,12 @@ DEVICE void gather_all(const Arguments& p, Gathered& s, int tiles) {
 
 // Which rows of a gathered tile are in the list.
 struct Rows {
+  const u32* listed;
   u64 bits;  // from the first row of this thread on
 
-  DEVICE Rows(const Gathered& s, int buffer) {
-    bits = (s.there[buffer][0] | (u64)s.there[buffer][1] << 32) >> threadIdx.x % 4 * 2;
-    fence_for_copies();  // the tile was not written by the copies that products know of
+  DEVICE void arrived(int piece) {
+    if (piece == 1) bits = (listed[0] | (u64)listed[1] << 32) >> threadIdx.x % 4 * 2;
+    fence_for_copies();  // the piece was not written by the copies that products know of
   }
 
   DEVICE bool there(int eighth, int, int i) const { return bits >> (eighth + i) & 1; }
@@ -90,7 +94,7 @@ DEVICE void attend(const Arguments& p, Gathered& s, int tiles) {
   u32 used[2] = {0, 0};
   barrier_wait(&s.query_full);
   attend_tiles<GROUP>(own, s, tiles, used, p.scale, [&](int, int buffer) {
-    return Rows(s, buffer);
+    return Rows{s.there[buffer]};
   });
   sync_threads(BOTH, 256);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -169,15 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Gathered& s =
       *reinterpret_cast<Gathered*>(memory + ((1024 - shared_address(memory) % 1024) % 1024));
   let_successor_start();
-  if (threadIdx.x == 0) {
-    barrier_init(&s.query_full, 1);
-    barrier_init(&s.query_empty, 8);
-    for (int buffer = 0; buffer < 2; ++buffer) {
-      barrier_init(s.empty + buffer, 8);
-      barrier_init(s.full + buffer, 128 + 2);
-    }
-    fence_for_copies();
-  }
+  if (threadIdx.x == 0) init_barriers(s, 128, 128 + 2);
   __syncthreads();
   wait_for_predecessor();
   const int all = (p.k + 63) / 64;
@@ -186,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (group == 2) {
     shrink_registers<40>();
     if (threadIdx.x == 256)
-      copy_tile(&p.queries, blockIdx.z * HEADS + blockIdx.y * 64, s.query, &s.query_full);
+      copy_boxes(&p.queries, blockIdx.z * HEADS + blockIdx.y * 64, s.query, 0, BOXES, &s.query_full);
     __syncwarp();
     gather_all(p, s, tiles);
     wait_for_gathering();

@@ -26,7 +26,7 @@ _FOLDER = Path(__file__).parent
 _ARGUMENTS = struct.Struct("128s3Q2if28x")  # struct Arguments in the source
 _LATENT, _ROPE = 512, 64
 _THREADS = 384
-SHARED_BYTES = 3 * 64 * 2 * (_LATENT + _ROPE) + 4 * (4 * 64 + 2 * 72) + 8 * 6 + 16 + 1024
+SHARED_BYTES = 3 * 64 * 2 * (_LATENT + _ROPE) + 4 * (4 * 64 + 2 * 72) + 8 * 10 + 16 + 1024
 """Of a block: struct Gathered in the source, which is aligned to 1,024 bytes."""
 _MOST_PARTS = 8  # blocks of a cluster
 _FIXED = 4  # time that a block needs beside its tiles, in tiles

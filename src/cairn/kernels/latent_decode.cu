@@ -53,15 +53,19 @@ DEVICE void copy_all(const Arguments& p, Shared& s, int first_seq, int last_seq,
     if (!find(p, seq, last_seq, first, last, own)) continue;
     if (segments > 0) barrier_wait(&s.query_empty, (segments - 1) & 1);
     ++segments;
-    copy_tile(&p.queries, own.row * HEADS + blockIdx.x * 64, s.query, &s.query_full);
+    const int head = own.row * HEADS + blockIdx.x * 64;
+    copy_boxes(&p.queries, head, s.query, 0, BOXES, &s.query_full);
     int page = own.table[own.first_tile / TILES_PER_PAGE];
     for (int i = 0; i < own.tiles; ++i) {
       const int buffer = i & 1, tile = own.first_tile + i;
       const int row = (page * TILES_PER_PAGE + tile % TILES_PER_PAGE) * 64;
       if (i + 1 < own.tiles) page = own.table[(tile + 1) / TILES_PER_PAGE];
-      if (used[buffer] > 0) barrier_wait(s.empty + buffer, (used[buffer] - 1) & 1);
+      for (int piece = 0; piece < 2; ++piece) {
+        if (used[buffer] > 0) barrier_wait(&s.empty[buffer][piece], (used[buffer] - 1) & 1);
+        copy_boxes(&p.tiles, row, s.tile[buffer], first_box(piece), end_box(piece),
+                   &s.full[buffer][piece]);
+      }
       ++used[buffer];
-      copy_tile(&p.tiles, row, s.tile[buffer], s.full + buffer);
     }
   }
 }
@@ -69,13 +73,14 @@ DEVICE void copy_all(const Arguments& p, Shared& s, int first_seq, int last_seq,
 // The rows of a tile before the end of the sequence. Those behind it are not the sequence's: they are
 // cleared, since they may hold NaN.
 struct Rows {
-  int count;
+  u8* tile;
+  int count, group;
 
-  DEVICE Rows(Shared& s, int buffer, int count, int group) : count(count) {
+  DEVICE void arrived(int piece) {
     if (count >= 64) return;
     const int thread = threadIdx.x % 128, words = (64 - count) * 8;
-    for (int box = 0; box < BOXES; ++box) {
-      uint4* rows = reinterpret_cast<uint4*>(s.tile[buffer] + box * BOX_BYTES + count * 128);
+    for (int box = first_box(piece); box < end_box(piece); ++box) {
+      uint4* rows = reinterpret_cast<uint4*>(tile + box * BOX_BYTES + count * 128);
       for (int i = thread; i < words; i += 128) rows[i] = make_uint4(0, 0, 0, 0);
     }
     fence_for_copies();
@@ -93,7 +98,7 @@ DEVICE void attend(const Arguments& p, Shared& s, const Segment& seg, u32 (&used
   barrier_wait(&s.query_full, query_phase);
   const int rows = seg.end - seg.first_tile * 64;
   attend_tiles<GROUP>(own, s, seg.tiles, used, p.scale, [&](int tile, int buffer) {
-    return Rows(s, buffer, min(64, rows - tile * 64), GROUP);
+    return Rows{s.tile[buffer], min(64, rows - tile * 64), GROUP};
   });
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   sync_threads(BOTH, 256);
@@ -149,15 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     first_seq += __syncthreads_count(end <= first);
     last_seq += __syncthreads_count(end < last);
   }
-  if (threadIdx.x == 0) {
-    barrier_init(&s.query_full, 1);
-    barrier_init(&s.query_empty, 8);
-    for (int buffer = 0; buffer < 2; ++buffer) {
-      barrier_init(s.empty + buffer, 8);
-      barrier_init(s.full + buffer, 1);
-    }
-    fence_for_copies();
-  }
+  if (threadIdx.x == 0) init_barriers(s, 1, 1);
   __syncthreads();
   const int group = threadIdx.x / 128;
   if (group == 2) {

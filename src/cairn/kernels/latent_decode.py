@@ -20,7 +20,7 @@ _FOLDER = Path(__file__).parent
 _ARGUMENTS = struct.Struct("128s128s7Qqf60x")  # struct Arguments in the source
 _LATENT, _ROPE = 512, 64
 _THREADS = 384
-_SHARED = 3 * 64 * 2 * (_LATENT + _ROPE) + 4 * 3 * 64 + 8 * 6 + 1024  # struct Shared, aligned
+_SHARED = 3 * 64 * 2 * (_LATENT + _ROPE) + 4 * 3 * 64 + 8 * 10 + 1024  # struct Shared, aligned
 
 
 def tiles_refusal(
