@@ -318,8 +318,7 @@ def quantised() -> None:
             fp8._many_rows_kernel, {**types, "x": FP8}, own, num_warps=8, num_stages=3
         )
         assert compiled.metadata.shared <= SHARED_MEMORY
-    types |= {"words": I32, "scale": "*fp16", "minimum": "*fp16", "ids": I64, "count": "i32"}
-    types |= {"sub_scale": "*i8", "sub_minimum": "*i8"}
+    types |= {"words": I32, "scale": "*fp16", "inner": "*i8", "ids": I64, "count": "i32"}
     for bits, subs, has_sub in ((4, 1, False), (4, 1, True), (8, 2, True)):
         form: dict[str, Any] = {"IN": 4096, "BITS": bits, "OFFSET": 8, "SUPER": 4, "SUBS": subs}
         form |= {"MINIMUM": has_sub, "SUB_SCALE": has_sub, "SUB_MINIMUM": has_sub}

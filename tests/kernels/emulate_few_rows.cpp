@@ -15,9 +15,11 @@ int run_all(const Given* given, int bytes, int blocks) {
   return 0;
 }
 
+#if ROWS > 1
 extern "C" int prepare_all(const RowArguments* given, int bytes, int blocks) {
   return run_all<RowArguments, prepare_rows>(given, bytes, blocks);
 }
+#endif
 
 extern "C" int multiply_all(const Arguments* given, int bytes, int blocks) {
   return run_all<Arguments, few_rows>(given, bytes, blocks);

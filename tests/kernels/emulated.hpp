@@ -261,6 +261,35 @@ inline void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   });
 }
 
+inline void multiply_bytes(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  struct Brought {
+    int* c;
+    const u32* a;
+    u32 b[2];
+  } own{c, a, {b0, b1}};
+  meet_warp(&own, [](auto& all) {
+    int left[16][32], right[32][8];
+    for (int lane = 0; lane < 32; ++lane) {
+      auto* each = static_cast<Brought*>(all[lane]);
+      for (int byte = 0; byte < 4; ++byte) {
+        const int row = lane / 4, column = lane % 4 * 4 + byte;
+        for (int part = 0; part < 4; ++part)
+          left[row + part % 2 * 8][column + part / 2 * 16] = each->a[part] >> 8 * byte & 0xff;
+        for (int part = 0; part < 2; ++part)
+          right[column + part * 16][row] = int8_t(each->b[part] >> 8 * byte);
+      }
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        for (int k = 0; k < 32; ++k)
+          static_cast<Brought*>(all[lane])->c[i] += left[row][k] * right[k][column];
+      }
+    }
+  });
+}
+inline float largest(float a, float b) { return a != a || b != b ? NAN : max(a, b); }
+
 inline float to_tf32(float x) { return __uint_as_float(__float_as_uint(x) + 0x1000 & ~0x1fffu); }
 inline void multiply_four(float (&c)[4], float a0, float a1, float b) {
   struct Brought {
@@ -417,12 +446,13 @@ struct Gathering {
   int fiber;
   u64* barrier;
   std::vector<std::pair<u8*, const void*>> copies;
+  bool awaited;
 };
-static std::vector<Gathering> gatherings;  // those with a barrier may be done
+static std::vector<Gathering> gatherings;  // those with a barrier, and awaited ones, may be done
 inline Gathering& own_gathering() {
   for (Gathering& each : gatherings)
     if (each.fiber == current && each.barrier == nullptr) return each;
-  gatherings.push_back({current, nullptr, {}});
+  gatherings.push_back({current, nullptr, {}, false});
   return gatherings.back();
 }
 inline void gather(u32 target, const void* source, bool there) {
@@ -439,12 +469,15 @@ inline void gather_now(Gathering& gathering) {
     else
       std::memcpy(to, from, 16);
   }
-  change_barrier(gathering.barrier, 1, 0);
+  if (gathering.barrier != nullptr) change_barrier(gathering.barrier, 1, 0);
 }
 inline void wait_for_gathering() {
   for (bool all = false; !all;) {
     all = true;
-    for (Gathering& each : gatherings) all &= each.fiber != current;
+    for (Gathering& each : gatherings) {
+      all &= each.fiber != current;
+      each.awaited |= each.fiber == current;
+    }
     if (!all) yield_fiber();
   }
 }
@@ -566,7 +599,8 @@ bool run_block(const Arguments& given, int threads, int together = 1) {
       copies.erase(copies.begin() + which);
     }
     for (size_t i = gatherings.size(); i-- > 0;) {
-      if (gatherings[i].barrier == nullptr || chance() % 4 != 0) continue;
+      const bool may = gatherings[i].barrier != nullptr || gatherings[i].awaited;
+      if (!may || chance() % 4 != 0) continue;
       gather_now(gatherings[i]);
       gatherings.erase(gatherings.begin() + i);
     }

@@ -29,7 +29,7 @@ from cairn.kernels.sizes import blocks_of
 _FOLDER = Path(__file__).parent
 _ROWS = "2Q2if4x"  # struct Rows in the source
 _ROW_ARGUMENTS = struct.Struct(f"{_ROWS}3Q")  # struct RowArguments
-_ARGUMENTS = struct.Struct(f"{_ROWS}9Q6i")  # struct Arguments
+_ARGUMENTS = struct.Struct(f"{_ROWS}7Q6i")  # struct Arguments
 _TILE = 16  # rows of the matrix
 
 
@@ -51,15 +51,14 @@ class Form(NamedTuple):
     whole: bool = False
     gated: bool = False
 
-    @property
-    def spread(self) -> bool:
-        """SPREAD in the source, if there is one row."""
-        return not self.fp8 and not self.whole and self.subs == 1
+    def in_whole_numbers(self, rows: int) -> bool:
+        """WHOLE_NUMBERS in the source."""
+        return rows == 1 and not self.fp8 and self.subs == 1
 
     def floats(self, rows: int) -> int:
         """Of a chunk; FLOATS in the source."""
-        if rows == 1 and self.spread and self.minimum:
-            return 9
+        if self.in_whole_numbers(rows):
+            return 8
         return 1 + (0 if self.fp8 else 1 if self.whole else 4 * self.subs)
 
     @property
@@ -97,18 +96,16 @@ class Matrix(NamedTuple):
 
     form: Form
     weight: torch.Tensor
-    scale: torch.Tensor  # [outputs, scales]
+    scale: torch.Tensor  # [outputs, scales], or as `Packed` has it
     shift: int  # 2**shift chunks (FP8) or blocks of 32 columns (codes) have one scale
     outputs: int
     columns: int
-    minimum: torch.Tensor | None = None
-    sub_scale: torch.Tensor | None = None
-    sub_minimum: torch.Tensor | None = None
+    inner: torch.Tensor | None = None
     offset: int = 0
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        return self.weight, self.scale, self.minimum, self.sub_scale, self.sub_minimum
+        return self.weight, self.scale, self.inner
 
 
 def fp8_matrix(
@@ -168,11 +165,12 @@ def _shared(form: Form, rows: int, plan: Plan, chunks: int) -> int:
     if rows > 1:
         return sums
     floats = blocks_of(chunks * form.floats(1), 4) * 16
-    return sums + 4 * plan.warps + floats + 2 * (chunks + form.spread) * form.chunk
+    per_column = 4 if form.in_whole_numbers(rows) else 2
+    return sums + blocks_of(plan.warps, 4) * 16 + floats + per_column * chunks * form.chunk
 
 
 class _Kernels(NamedTuple):
-    prepare: CudaKernel
+    prepare: CudaKernel | None
     multiply: CudaKernel
 
 
@@ -182,10 +180,11 @@ def _kernels(
 ) -> _Kernels:
     cubin = compile_source(source(), constants_of(form, rows, plan, dtype), "sm_90a")
     threads = 32 * plan.warps
-    return _Kernels(
-        CudaKernel(cubin, "prepare_rows", threads, 8 * plan.warps, device),
-        CudaKernel(cubin, "few_rows", threads, MOST_SHARED // plan.blocks - 1024, device),
-    )
+    prepare = None
+    if rows > 1:
+        prepare = CudaKernel(cubin, "prepare_rows", threads, 8 * plan.warps, device)
+    most = MOST_SHARED // plan.blocks - 1024
+    return _Kernels(prepare, CudaKernel(cubin, "few_rows", threads, most, device))
 
 
 class Call(NamedTuple):
@@ -249,7 +248,7 @@ def _launch(call: Call, x: torch.Tensor) -> None:
     kernels = _kernels(call.form, call.rows, call.plan, x.dtype, x.device)
     if is_collecting():
         return
-    if call.prepare:
+    if kernels.prepare is not None:
         kernels.prepare.launch((call.prepare_blocks,), call.prepare, pdl=True)
     kernels.multiply.launch(
         (call.multiply_blocks,), call.multiply, shared_bytes=call.shared, pdl=True

@@ -1,16 +1,10 @@
-"""Products x @ W.T with a matrix of codes of 4 or 8 bits (`Codes` in models/blocks.py).
-
-A word of 32 bits has eight codes of 4 bits, or four of 8. A block of 32 columns is a run of words:
-code i of word j is column words * i + j. So neighbouring words go with neighbouring inputs, and
-where 16 columns have a scale of their own, these are the first or last half of each word's codes.
+"""Products x @ W.T with a matrix of codes of 4 or 8 bits, stored as packed_layout.py says.
 
 A code becomes a float without arithmetic: as the mantissa of a number with exponent zero it is a
 tiny (subnormal) number, which is multiplied like any other. Inputs are scaled up to make up for it.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +16,11 @@ from cairn.kernels.activation import silu_and_mul
 from cairn.kernels.interface import FEW_CODE_ROWS
 from cairn.kernels.launch import direct
 from cairn.kernels.norm import rms_norm
+from cairn.kernels.packed_layout import Packed
 from cairn.kernels.pdl import pdl_options
 from cairn.kernels.processors import staying
 from cairn.kernels.sizes import blocks_of, power_of_two
 
-BLOCK = 32
 _ONE_ROW_OUTPUTS = 4  # of a tile
 _MOST_WIDENED = 2**25  # weights that are in float at the same time
 
@@ -34,51 +28,6 @@ _MOST_WIDENED = 2**25  # weights that are in float at the same time
 def row_rungs() -> tuple[int, ...]:
     """Row counts at which products switch to another compiled form."""
     return 1, 2, 9, 17, FEW_CODE_ROWS + 1
-
-
-class Packed(NamedTuple):
-    """A matrix as the kernels read it. Weight: scale * sub_scale * (code - offset) + minimum *
-    sub_minimum, where a scale that is None is 1 and a minimum that is None is 0."""
-
-    words: torch.Tensor  # [outputs, columns * bits / 32] int32
-    scale: torch.Tensor  # [outputs, supers] float16
-    minimum: torch.Tensor | None  # [outputs, supers] float16
-    sub_scale: torch.Tensor | None  # [outputs, blocks, subs] int8
-    sub_minimum: torch.Tensor | None  # [outputs, blocks, subs] int8
-    offset: int
-    bits: int
-
-    @property
-    def columns(self) -> int:
-        return self.words.shape[1] * 32 // self.bits
-
-    @property
-    def subs(self) -> int:
-        """Inner scales of a block."""
-        sub = self.sub_scale if self.sub_scale is not None else self.sub_minimum
-        return 1 if sub is None else sub.shape[2]
-
-    @property
-    def constants(self) -> dict[str, int | bool]:
-        """Of its form, for the kernels."""
-        blocks = self.columns // BLOCK
-        return {
-            "IN": self.columns,
-            "BITS": self.bits,
-            "OFFSET": self.offset,
-            "SUPER": blocks // self.scale.shape[1],
-            "SUBS": self.subs,
-            "MINIMUM": self.minimum is not None,
-            "SUB_SCALE": self.sub_scale is not None,
-            "SUB_MINIMUM": self.sub_minimum is not None,
-        }
-
-    @property
-    def pointers(self) -> tuple[torch.Tensor, ...]:
-        """All tensors; those that are None are not read, and replaced by another."""
-        given = self.minimum, self.sub_scale, self.sub_minimum
-        others = (self.scale if own is None else own for own in given)
-        return (self.words, self.scale, *others)
 
 
 _SHRUNK = tl.constexpr(2.0**43)  # what products of `_tiny` and `_grown` lack
@@ -112,11 +61,15 @@ def _growth(i, bits):
 
 
 @triton.jit
+def _word(row, at, CHUNKS: tl.constexpr):
+    """Where word `at` of a row is. Both broadcast."""
+    return ((row // 8 * CHUNKS + at // 16) * 8 + row % 8) * 16 + at % 16
+
+
+@triton.jit
 def _load_scales(
     scale,
-    minimum,
-    sub_scale,
-    sub_minimum,
+    inner,
     row,  # of the matrix, int64, in a shape that broadcasts with `block`
     block,
     mask,
@@ -131,16 +84,16 @@ def _load_scales(
     """Outer scale and minimum of blocks, and the inner ones, as they are stored. Those that the
     matrix does not have are copies of the outer scale."""
     BLOCKS: tl.constexpr = IN // 32
-    outer = row * (BLOCKS // SUPER) + block // SUPER
-    inner = (row * BLOCKS + block) * SUBS + sub
-    own = tl.load(scale + outer, mask=mask, other=0.0)
+    outer = scale + ((row // 8 * (BLOCKS // SUPER) + block // SUPER) * 8 + row % 8) * (1 + MINIMUM)
+    at = ((row // 8 * BLOCKS + block) * 8 + row % 8) * ((SUB_SCALE + SUB_MINIMUM) * SUBS) + sub
+    own = tl.load(outer, mask=mask, other=0.0)
     least, own_sub, least_sub = own, own, own
     if SUB_SCALE:
-        own_sub = tl.load(sub_scale + inner, mask=mask, other=0)
+        own_sub = tl.load(inner + at, mask=mask, other=0)
     if MINIMUM:
-        least = tl.load(minimum + outer, mask=mask, other=0.0)
+        least = tl.load(outer + 1, mask=mask, other=0.0)
     if SUB_MINIMUM:
-        least_sub = tl.load(sub_minimum + inner, mask=mask, other=0)
+        least_sub = tl.load(inner + at + SUB_SCALE * SUBS, mask=mask, other=0)
     return own, least, own_sub, least_sub
 
 
@@ -197,9 +150,7 @@ def _one_row_kernel(
     x,  # [IN], or [2 * IN] with GATED
     words,
     scale,
-    minimum,
-    sub_scale,
-    sub_minimum,
+    inner,
     out,  # [out_features], added to if ADD
     norm_weight,  # [IN], if NORM
     eps,
@@ -223,6 +174,7 @@ def _one_row_kernel(
     next tile before it multiplies the one that has arrived."""
     CODES: tl.constexpr = 32 // BITS  # of a word
     WORDS: tl.constexpr = 32 // CODES  # of a block
+    CHUNKS: tl.constexpr = (IN // CODES + 15) // 16
     QUADS: tl.constexpr = WORDS // 4  # of a block: four words, which a thread loads at once
     HALF: tl.constexpr = CODES // 2
     lane = tl.arange(0, BLOCK_N)
@@ -263,16 +215,16 @@ def _one_row_kernel(
     n = tl.program_id(0) * BLOCK_N + lane
     row = n.to(tl.int64)
     here = (n < out_features)[:, None] & inside[None, :]
-    place = words + row[:, None, None] * (IN // CODES) + word[None]
+    place = words + _word(row[:, None, None], word[None], CHUNKS)
     w = tl.load(place, mask=here[:, :, None], other=0)
     a, b, c, d = _load_scales(
-        scale, minimum, sub_scale, sub_minimum, row[:, None], block, here, 0,
+        scale, inner, row[:, None], block, here, 0,
         IN, SUPER, SUBS, MINIMUM, SUB_SCALE, SUB_MINIMUM,
     )  # fmt: skip
     e, f = c, d
     if SUBS == 2:
         _, _, e, f = _load_scales(
-            scale, minimum, sub_scale, sub_minimum, row[:, None], block, here, 1,
+            scale, inner, row[:, None], block, here, 1,
             IN, SUPER, SUBS, MINIMUM, SUB_SCALE, SUB_MINIMUM,
         )  # fmt: skip
     for _ in range(tl.program_id(0) * BLOCK_N, out_features, step):
@@ -280,16 +232,16 @@ def _one_row_kernel(
         n += step
         row = n.to(tl.int64)
         here = (n < out_features)[:, None] & inside[None, :]
-        place = words + row[:, None, None] * (IN // CODES) + word[None]
+        place = words + _word(row[:, None, None], word[None], CHUNKS)
         next_w = tl.load(place, mask=here[:, :, None], other=0)
         next_a, next_b, next_c, next_d = _load_scales(
-            scale, minimum, sub_scale, sub_minimum, row[:, None], block, here, 0,
+            scale, inner, row[:, None], block, here, 0,
             IN, SUPER, SUBS, MINIMUM, SUB_SCALE, SUB_MINIMUM,
         )  # fmt: skip
         next_e, next_f = next_c, next_d
         if SUBS == 2:
             _, _, next_e, next_f = _load_scales(
-                scale, minimum, sub_scale, sub_minimum, row[:, None], block, here, 1,
+                scale, inner, row[:, None], block, here, 1,
                 IN, SUPER, SUBS, MINIMUM, SUB_SCALE, SUB_MINIMUM,
             )  # fmt: skip
         there = own_n < out_features
@@ -324,9 +276,7 @@ def _few_rows_kernel(
     x,  # [rows, IN]
     words,
     scale,
-    minimum,
-    sub_scale,
-    sub_minimum,
+    inner,
     out,  # [rows, out_features], added to if ADD
     norm_weight,  # [IN], if NORM
     eps,
@@ -350,6 +300,7 @@ def _few_rows_kernel(
 ):
     CODES: tl.constexpr = 32 // BITS
     WORDS: tl.constexpr = 32 // CODES
+    CHUNKS: tl.constexpr = (IN // CODES + 15) // 16
     HALF: tl.constexpr = CODES // SUBS
     m = tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -365,11 +316,11 @@ def _few_rows_kernel(
         at = start + word
         inside = at < IN // CODES
         here = there & inside[:, None, :]
-        w = tl.load(words + row * (IN // CODES) + at[:, None, :], mask=here, other=0)
+        w = tl.load(words + _word(row, at[:, None, :], CHUNKS), mask=here, other=0)
         block = at // WORDS
         for sub in tl.static_range(SUBS):
             a, b, c, d = _load_scales(
-                scale, minimum, sub_scale, sub_minimum, row, block[:, None, :], here, sub,
+                scale, inner, row, block[:, None, :], here, sub,
                 IN, SUPER, SUBS, MINIMUM, SUB_SCALE, SUB_MINIMUM,
             )  # fmt: skip
             own, added = _combined(a, b, c, d, OFFSET, MINIMUM, SUB_SCALE, SUB_MINIMUM)
@@ -424,9 +375,7 @@ def _widen_kernel(
     ids,  # [count] int64 rows of the matrix, if CHOSEN
     words,
     scale,
-    minimum,
-    sub_scale,
-    sub_minimum,
+    inner,
     out,  # [count, IN]
     count: tl.int32,
     IN: tl.constexpr,
@@ -444,6 +393,7 @@ def _widen_kernel(
 ):
     CODES: tl.constexpr = 32 // BITS
     WORDS: tl.constexpr = 32 // CODES
+    CHUNKS: tl.constexpr = (IN // CODES + 15) // 16
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     at = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
     if PDL:
@@ -453,17 +403,17 @@ def _widen_kernel(
     if CHOSEN:
         row = tl.load(ids + n, mask=n < count, other=0)[:, None]
     here = (n < count)[:, None] & (at < IN // CODES)[None, :]
-    w = tl.load(words + row * (IN // CODES) + at[None, :], mask=here, other=0)
+    w = tl.load(words + _word(row, at[None, :], CHUNKS), mask=here, other=0)
     block = at // WORDS
     a, b, c, d = _load_scales(
-        scale, minimum, sub_scale, sub_minimum, row, block[None, :], here, 0,
+        scale, inner, row, block[None, :], here, 0,
         IN, SUPER, SUBS, MINIMUM, SUB_SCALE, SUB_MINIMUM,
     )  # fmt: skip
     low, low_added = _combined(a, b, c, d, OFFSET, MINIMUM, SUB_SCALE, SUB_MINIMUM)
     high, high_added = low, low_added
     if SUBS == 2:
         a, b, c, d = _load_scales(
-            scale, minimum, sub_scale, sub_minimum, row, block[None, :], here, 1,
+            scale, inner, row, block[None, :], here, 1,
             IN, SUPER, SUBS, MINIMUM, SUB_SCALE, SUB_MINIMUM,
         )  # fmt: skip
         high, high_added = _combined(a, b, c, d, OFFSET, MINIMUM, SUB_SCALE, SUB_MINIMUM)
@@ -486,25 +436,6 @@ def _widen_kernel(
     tl.store(place, columns.to(out.dtype.element_ty), mask=stored)
 
 
-def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes [outputs, columns] uint8, whose columns are a multiple of 32 -> words as `Packed` has
-    them"""
-    many = 32 // bits
-    by_word = codes.view(len(codes), -1, many, BLOCK // many)  # [outputs, blocks, code, word]
-    words = torch.zeros_like(by_word[:, :, 0], dtype=torch.int32)
-    for i in range(many):
-        words |= by_word[:, :, i].int() << i * bits
-    return words.flatten(1)
-
-
-def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """The inverse of `pack`."""
-    shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
-    by_block = words.view(len(words), -1, 1, bits)  # a block has as many words as codes have bits
-    codes = by_block >> shifts[:, None] & (1 << bits) - 1  # [outputs, blocks, code, word]
-    return codes.to(torch.uint8).flatten(1)
-
-
 def product(
     x: torch.Tensor,  # [rows, in], contiguous, or [rows, 2 * in] with `silu`
     matrix: Packed,
@@ -514,7 +445,7 @@ def product(
     add_to: torch.Tensor | None = None,  # [rows, out], contiguous; added to and returned
 ) -> torch.Tensor:
     """-> [rows, out]"""
-    rows, out_features = x.shape[0], len(matrix.words)
+    rows, out_features = x.shape[0], matrix.outputs
     if silu and rows > 1:
         x, silu = silu_and_mul(x), False
     if rows > FEW_CODE_ROWS:
@@ -551,19 +482,20 @@ def product(
 def widened(
     matrix: Packed,
     dtype: torch.dtype,
-    rows: slice | None = None,  # of the matrix
+    rows: slice | None = None,  # of the matrix, from a multiple of 8 on
     ids: torch.Tensor | None = None,  # [n] int64, rows of the matrix
 ) -> torch.Tensor:
     """The matrix, or some of its rows, in float: [n, in]"""
     if rows is not None:
-        tensors = [None if own is None else own[rows] for own in matrix[:5]]
-        matrix = Packed._make((*tensors, matrix.offset, matrix.bits))
-    count = len(matrix.words) if ids is None else len(ids)
+        eights = slice(rows.start // 8, blocks_of(rows.stop, 8))
+        tensors = (None if own is None else own[eights] for own in matrix[:3])
+        matrix = Packed._make((*tensors, rows.stop - rows.start, *matrix[4:]))
+    count = matrix.outputs if ids is None else len(ids)
     out = torch.empty(count, matrix.columns, dtype=dtype, device=matrix.words.device)
     if count == 0:
         return out
     block_w = 128
-    _widen_kernel[(blocks_of(count, 8), blocks_of(matrix.words.shape[1], block_w))](
+    _widen_kernel[(blocks_of(count, 8), blocks_of(matrix.columns * matrix.bits, 32 * block_w))](
         matrix.words if ids is None else ids, *matrix.pointers, out, count, **matrix.constants,
         CHOSEN=ids is not None, BLOCK_N=8, BLOCK_W=block_w, num_warps=4, **pdl_options(out),
     )  # fmt: skip
@@ -572,7 +504,7 @@ def widened(
 
 def _many_rows(x: torch.Tensor, matrix: Packed, add_to: torch.Tensor | None) -> torch.Tensor:
     """Widen some outputs at a time, and multiply."""
-    outputs = len(matrix.words)
+    outputs = matrix.outputs
     at_once = max(1, _MOST_WIDENED // matrix.columns // 16) * 16
     if at_once >= outputs:
         result = F.linear(x, widened(matrix, x.dtype))

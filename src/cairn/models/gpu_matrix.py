@@ -115,36 +115,30 @@ class Fp8Matrix(GpuMatrix):
 
 class PackedMatrix(GpuMatrix):
     def __init__(self, given: Codes) -> None:
-        from cairn.kernels.few_rows import Form, Matrix, shift_of
-        from cairn.kernels.packed import BLOCK, Packed, pack
-
-        def laid_out(own: torch.Tensor | None) -> torch.Tensor | None:
-            return None if own is None else own.contiguous()
+        from cairn.kernels.few_rows import Form, Matrix
+        from cairn.kernels.packed_layout import BLOCK, packed
 
         self.outputs = given.shape[0]
-        self.packed = Packed(
-            pack(given.codes, given.bits),
-            given.scale.contiguous(),
-            laid_out(given.minimum),
-            laid_out(given.sub_scale),
-            laid_out(given.sub_minimum),
+        self.packed = own = packed(
+            given.codes,
+            given.scale,
+            given.minimum,
+            given.sub_scale,
+            given.sub_minimum,
             given.offset,
             given.bits,
         )
-        own = self.packed
-        outer = own.scale.shape[1]
-        parts = [part is not None for part in own[2:5]]
-        shift = shift_of(own.columns // BLOCK // outer, outer)
+        shift = (own.columns // BLOCK // own.scale.shape[1]).bit_length() - 1
+        has = own.has_minimum, own.has_sub_scale, own.has_sub_minimum
         # Four blocks of 4 bits are multiplied at once; they may have one scale.
-        whole = own.bits == 4 and not any(parts) and shift is not None and shift >= 2
-        form = Form(False, False, own.bits, own.subs, parts[0], parts[1], parts[2], whole)
+        whole = own.bits == 4 and not any(has) and shift >= 2
+        form = Form(False, False, own.bits, own.subs, *has, whole)
         self.for_few_rows = None
         # The kernel multiplies scales by 8192, in float16.
-        if shift is not None and _largest(own.scale) * _largest(own.sub_scale) < 7.9:
-            inner = own.minimum, own.sub_scale, own.sub_minimum
+        if _largest(given.scale) * _largest(given.sub_scale) < 7.9:
             sizes = self.outputs, own.columns
             self.for_few_rows = Matrix(
-                form, own.words, own.scale, shift, *sizes, *inner, offset=own.offset
+                form, own.words, own.scale, shift, *sizes, own.inner, own.offset
             )
 
     @property
@@ -153,7 +147,7 @@ class PackedMatrix(GpuMatrix):
 
     @property
     def nbytes(self) -> int:
-        return sum(own.nbytes for own in self.packed if isinstance(own, torch.Tensor))
+        return sum(own.nbytes for own in self.packed.tensors)
 
     def _by_triton(
         self, x: torch.Tensor, norm: Norm | None, silu: bool, add_to: torch.Tensor | None
@@ -168,11 +162,9 @@ class PackedMatrix(GpuMatrix):
         return packed.widened(self.packed, dtype, ids=ids.long())
 
     def dense(self) -> torch.Tensor:
-        from cairn.kernels.packed import unpack
+        from cairn.kernels.packed_layout import unpacked
 
-        own = self.packed
-        codes = unpack(own.words, own.bits)
-        return Codes(codes, *own[1:5], own.offset, own.bits).dense()
+        return Codes(*unpacked(self.packed), self.packed.offset, self.packed.bits).dense()
 
 
 def _largest(scales: torch.Tensor | None) -> float:
