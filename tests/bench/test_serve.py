@@ -177,7 +177,8 @@ def test_a_server_is_started_measured_twice_and_stopped(
     for one in good["workloads"]:
         assert one["failed"] == 0 and one["seconds"] > 0 and one["output_tokens_per_second"] > 0
         assert 0 < one["first_token_ms_p50"] <= one["first_token_ms_p99"] < 1e3 * one["seconds"]
-        assert one["between_tokens_ms_p50"] <= one["largest_gap_ms"] < 1e3 * one["seconds"]
+        if one["largest_gap_ms"] is not None:  # on a busy machine all tokens may arrive at once
+            assert one["between_tokens_ms_p50"] <= one["largest_gap_ms"] < 1e3 * one["seconds"]
         # Nothing is cached but the prefix that requests of a part share, all but the first.
         shared = 3 * 128 if "prefix" in one["workload"] else 0
         assert one["cached_tokens"] == shared
