@@ -20,7 +20,8 @@ CUDA = torch.device("cuda")
     ("rows", "columns", "kind", "outputs"),
     [(1, 3584, "plain", 3001), (1, 3584, "added", 3001), (1, 11008, "normed", 3001),
      (1, 3584, "gated", 9008), (1, 4096, "added", 16384), (5, 3584, "normed", 3001),
-     (8, 3584, "gated", 3008), (3, 3584, "added", 3001)],
+     (8, 3584, "gated", 3008), (3, 3584, "added", 3001), (9, 3584, "normed", 3001),
+     (29, 3584, "added", 3001)],
 )  # fmt: skip
 def test_few_rows_in_cuda(form: str, rows: int, columns: int, kind: str, outputs: int) -> None:
     if (reason := few_rows.refusal(CUDA)) is not None:

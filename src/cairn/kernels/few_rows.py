@@ -21,7 +21,7 @@ from cairn.kernels.cuda_source import (
     compile_source,
     device_refusal,
 )
-from cairn.kernels.interface import FEW_ROWS
+from cairn.kernels.interface import FEW_CODE_ROWS, FEW_ROWS
 from cairn.kernels.precompile import is_collecting
 from cairn.kernels.processors import processors
 from cairn.kernels.sizes import blocks_of
@@ -35,7 +35,7 @@ _TILE = 16  # rows of the matrix
 
 def row_rungs() -> tuple[int, ...]:
     """Row counts at which products switch to another compiled form."""
-    return 1, 2, FEW_ROWS + 1
+    return 1, 2, FEW_ROWS + 1, FEW_CODE_ROWS + 1
 
 
 class Form(NamedTuple):
@@ -149,12 +149,14 @@ def refusal(device: torch.device) -> str | None:
 
 def serves(x: torch.Tensor, matrix: Matrix) -> bool:
     """Whether there is a kernel for these rows: every warp of a block has columns, and a row fits
-    into shared memory."""
+    into shared memory. Codes are read again for every few rows, up to the number from which on it
+    is better to widen them."""
     form = matrix.form
+    most = FEW_ROWS if form.fp8 else FEW_CODE_ROWS
     chunks, rest = divmod(matrix.columns, form.chunk)
     plan = plan_of(form, 1, 2**31, chunks, x.device)
     fits = _shared(form, 1, plan, chunks) <= MOST_SHARED // plan.blocks - 1024
-    shape = 0 < len(x) <= FEW_ROWS and rest == 0 and chunks >= plan.warps and fits
+    shape = 0 < len(x) <= most and rest == 0 and chunks >= plan.warps and fits
     halves = x.dtype in (torch.bfloat16, torch.float16) and x.data_ptr() % 16 == 0
     return shape and halves and refusal(x.device) is None
 
@@ -267,7 +269,8 @@ def product(
     if out is None:
         outputs = matrix.outputs // 2 if matrix.form.gated else matrix.outputs
         out = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
-    _launch(call_of(x, matrix, out, norm, add=add_to is not None), x)
+    for own, result in zip(x.split(FEW_ROWS), out.split(FEW_ROWS), strict=True):
+        _launch(call_of(own, matrix, result, norm, add=add_to is not None), own)
     return out
 
 
