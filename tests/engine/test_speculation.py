@@ -458,6 +458,25 @@ def test_drafts_of_the_model_stop_early_where_they_are_far_too_slow() -> None:
     assert drive(Pace(hasty=True), 1000, kept=3, slower=1.3) > 980
 
 
+def test_drafts_that_are_never_right_stop_whatever_the_clock_says() -> None:
+    pace = Pace()
+    for _ in range(200):  # steps without drafts were slow, by chance
+        pace.observe(step(64), 64, 0.02)
+    assert 30 < drive(pace, 250, kept=1, slower=1.0, count=64) < 40  # 1 of 64 is as good as none
+    assert drive(Pace(), 250, kept=3, slower=1.0, count=64) > 240
+
+
+def test_a_hiccup_does_not_decide() -> None:
+    """One of the six steps without drafts takes twenty times as long as the others."""
+    pace = Pace()
+    for i in range(600):
+        drafts = pace.drafts(4)
+        hiccup = 20 if i % 6 == 3 and not drafts else 1
+        tokens, slower = (5, 1.6) if drafts else (4, 1)
+        pace.observe(step(4, drafted=3 * drafts), tokens, 0.01 * slower * hiccup)
+    assert not pace.drafts(4)
+
+
 @pytest.mark.parametrize(("first", "then", "pauses"), [(0.86, 1.1, False), (1.3, 0.95, True)])
 def test_the_first_steps_with_drafts_do_not_outweigh_the_rest(
     first: float, then: float, pauses: bool
@@ -468,7 +487,8 @@ def test_the_first_steps_with_drafts_do_not_outweigh_the_rest(
         drafts = pace.drafts(4)
         drafting += drafts
         speed = (first if drafting <= 4 else then) if drafts else 1
-        pace.observe(step(4, drafted=3 if drafts else 0), 4, 0.01 / speed)
+        tokens = 8 if drafts else 4
+        pace.observe(step(4, drafted=3 if drafts else 0), tokens, 0.0025 * tokens / speed)
     assert (drafting < 60) == pauses
 
 

@@ -8,11 +8,12 @@ drafter that is the model itself drafts within the step that checks its drafts.
 
 Drafts that are wrong cost time. A request whose drafts fail several times in a row pauses, longer
 each time. The engine also times itself with and without drafts, and drafts only while that is
-faster (`Pace`).
+faster and more than a few come true (`Pace`).
 """
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Literal
 
 from cairn.engine.drafters.drafter import FIRST_DRAFTS, Drafter
@@ -115,6 +116,12 @@ class Speculation:
 
 _WITH, _WITHOUT = 32, 6
 """Steps that are timed together, with drafts and without."""
+_HICCUP = 2.0
+"""A step that takes longer than this many median steps waited for the system, or compiled a kernel.
+It counts as so many."""
+_LEAST_GAIN = 1.02
+"""Drafts stop if steps with drafts bring fewer tokens than this for each request. They never take
+less time than steps without, so this needs no clock."""
 _FIRST_WITH = 4
 """Steps with drafts that are timed first, if the model drafts. Such steps take about equally long,
 and drafts of all requests are about equally good, so a few show whether drafts are far too slow."""
@@ -149,7 +156,8 @@ class Pace:
     def observe(self, plan: StepPlan, tokens: int, seconds: float) -> None:
         """Note that a step brought this many tokens, this long after the step before it."""
         if plan.only_decodes:
-            self._of(len(plan.advances)).observe(tokens, seconds, drafts=plan.drafted > 0)
+            count = len(plan.advances)
+            self._of(count).observe(count, tokens, seconds, drafts=plan.drafted > 0)
 
     def _of(self, requests: int) -> _Trial:
         return self._trials.setdefault(requests.bit_length(), _Trial(self._hasty))
@@ -160,21 +168,29 @@ class _Speed:
 
     def __init__(self) -> None:
         self.value: float | None = None
-        self.steps = 0  # since the value was taken
-        self._tokens = 0
-        self._seconds = 0.0
+        self.gain = 0.0
+        """Tokens for each request and step, when the value was taken last."""
+        self._requests = self._tokens = 0  # of all steps since
+        self._seconds: list[float] = []  # of each step since
 
-    def add(self, tokens: int, seconds: float) -> None:
-        self.steps += 1
+    @property
+    def steps(self) -> int:
+        """Number of steps since the value was taken."""
+        return len(self._seconds)
+
+    def add(self, requests: int, tokens: int, seconds: float) -> None:
+        self._requests += requests
         self._tokens += tokens
-        self._seconds += seconds
+        self._seconds.append(seconds)
 
     def take(self) -> None:
         """The value is now half that of the steps since, and half the old one."""
-        new = self._tokens / max(self._seconds, 1e-9)
+        most = _HICCUP * median(self._seconds)
+        new = self._tokens / max(sum(min(own, most) for own in self._seconds), 1e-9)
         self.value = new if self.value is None else (self.value + new) / 2
-        self.steps = self._tokens = 0
-        self._seconds = 0.0
+        self.gain = self._tokens / self._requests
+        self._requests = self._tokens = 0
+        self._seconds.clear()
 
 
 class _Trial:
@@ -190,7 +206,7 @@ class _Trial:
         self._pause = self._left = 0  # steps of the last pause, and those that are left
         self._drafted_before = False
 
-    def observe(self, tokens: int, seconds: float, *, drafts: bool) -> None:
+    def observe(self, requests: int, tokens: int, seconds: float, *, drafts: bool) -> None:
         # A step after a check may have waited for it, or be in vain.
         drafts, self._drafted_before = drafts or self._drafted_before, drafts
         if self.phase == "pause":
@@ -199,12 +215,12 @@ class _Trial:
                 self.phase, self._with, self._few = "drafts", _Speed(), self._hasty
         if drafts:
             self._drafting += 1
-            self._with.add(tokens, seconds)
+            self._with.add(requests, tokens, seconds)
             if self._with.steps >= (_FIRST_WITH if self._few else _WITH):
                 self._with.take()
                 self._decide()
         else:
-            self._without.add(tokens, seconds)
+            self._without.add(requests, tokens, seconds)
             if self._without.steps >= _WITHOUT:
                 self._without.take()
                 self._drafting = 0
@@ -221,7 +237,9 @@ class _Trial:
 
     def _decide(self) -> None:
         on, off, few = self._with.value, self._without.value, self._few
-        if off is None or self._drafting >= _BETWEEN:
+        if on is not None and not few and self._with.gain < _LEAST_GAIN:
+            self._stop()
+        elif off is None or self._drafting >= _BETWEEN:
             self.phase = "timing"
         elif on is None or on >= (_MUCH_WORSE if few else _WORSE) * off:
             self.phase, self._few = "drafts", False
@@ -230,5 +248,8 @@ class _Trial:
             else:
                 self._pause = 0
         else:
-            self.phase = "pause"
-            self._pause = self._left = min(max(2 * self._pause, _SHORTEST_PAUSE), _LONGEST_PAUSE)
+            self._stop()
+
+    def _stop(self) -> None:
+        self.phase = "pause"
+        self._pause = self._left = min(max(2 * self._pause, _SHORTEST_PAUSE), _LONGEST_PAUSE)
