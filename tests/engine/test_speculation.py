@@ -499,7 +499,7 @@ def test_more_is_drafted_while_all_drafts_come_true() -> None:
     for right in (7, 15, 14, 0, 3, 7):
         counts.append(speculation.count(own, 20))
         speculation.checked(own, counts[-1], right)
-    assert counts == [7, 15, 15, 7, 3, 15]
+    assert counts == [7, 15, 15, 7, 3, 15] and speculation.ready(own)
     assert speculation.count(own, 20) == 7 and speculation.count(own, 5) == 5
 
 
@@ -509,12 +509,14 @@ def test_a_request_whose_drafts_fail_pauses() -> None:
     own = Request("a", array("q", prompt), SamplingParams(), 0, 999)
     pauses = []
     for _ in range(3):
-        while count := speculation.count(own, 3):
+        while speculation.ready(own):
+            count = speculation.count(own, 3)
             speculation.checked(own, len(speculation.propose(own, count)), 0)
         pauses.append(own.rests_until - len(own.token_ids))
         own.token_ids.extend(prompt * 20)
     assert pauses == [32, 64, 128]
     speculation.checked(own, 3, 1)
     assert own.rest == 0 and speculation.propose(own, speculation.count(own, 2)) == [1, 2]
+    assert speculation.ready(own) and speculation.count(own, 0) == 0
     own.checking = True
-    assert not speculation.count(own, 2)
+    assert not speculation.ready(own)

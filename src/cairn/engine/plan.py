@@ -155,7 +155,9 @@ class StepPlan:
 
 def right_drafts(sampled: Sequence[int], drafts: Sequence[int]) -> int:
     """How many drafts came true: those before the first that was not sampled in its place."""
-    for right, (token, draft) in enumerate(zip(sampled, drafts, strict=False)):
-        if token != draft:
-            return right
-    return len(drafts)
+    right = 0
+    for draft in drafts:
+        if sampled[right] != draft:
+            break
+        right += 1
+    return right

@@ -165,9 +165,10 @@ class Runner:
             self.tables.edit(edit)
             if self._residency is not None and edit.group == self._residency.group:
                 self._residency.edit(edit.slot, edit.first)
-        again = [(own.slot, own.start, own.reached) for own in plan.advances if own.reached]
-        if again:
-            self.drafts.forget(*np.array(again).T)
+        if self.stepper.sparse is not None:
+            again = [(own.slot, own.start, own.reached) for own in plan.advances if own.reached]
+            if again:
+                self.drafts.forget(*np.array(again).T)
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
         """The rows of a plan, with page tables."""

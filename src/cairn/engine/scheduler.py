@@ -329,7 +329,7 @@ class Scheduler:
                 request.pending -= 1
                 tokens = sampled[request.id]
                 if samples > 1:
-                    drafts = guesses.get(request.id, advance.token_ids[-advance.drafted :])
+                    drafts = guesses.get(request.id) or advance.token_ids[1 - samples :]
                     tokens = self._kept(request, tokens, drafts, retracted=retracted)
                 progressed[request] = tokens
                 reason = self._append(request, tokens, now)
@@ -351,8 +351,8 @@ class Scheduler:
         its drafts: up to the first one that is not the draft."""
         right = right_drafts(sampled, drafts)
         kept = sampled[: right + 1]
-        for i, token in enumerate(kept):
-            if token in request.stop_token_ids:
+        for i in range(right):  # nothing follows the last one
+            if kept[i] in request.stop_token_ids:
                 kept = kept[: i + 1]
                 break
         request.checking = False
@@ -362,9 +362,10 @@ class Scheduler:
         elif not retracted:
             request.computed += min(right, len(kept))
         assert self.speculation is not None
-        self.speculation.checked(request, len(drafts), right)
-        self.stats.drafted += len(drafts)
-        self.stats.accepted += right
+        drafted, stats = len(drafts), self.stats
+        self.speculation.checked(request, drafted, right)
+        stats.drafted += drafted
+        stats.accepted += right
         return kept
 
     def _append(self, request: Request, tokens: Sequence[int], now: float) -> FinishReason | None:

@@ -55,20 +55,26 @@ class Speculation:
 
     def wants(self, request: Request) -> bool:
         """Whether to draft for this request now."""
-        return (
-            request.params.speculation
+        length = len(request.token_ids)
+        return (  # what mostly fails comes first: every running request passes here in every step
+            self._pays
+            and length >= request.rests_until
+            and length >= self._least
+            and request.params.speculation
             and request.prompt_scores not in ONLY_PROMPT
             # Masks are made on the host, which does not know the model's drafts in time.
             and not (request.allowed_tokens is not None and self.drafter.by_model)
-            and self._pays
-            and len(request.token_ids) >= max(self._least, request.rests_until)
         )
 
+    def ready(self, request: Request) -> bool:
+        """Whether this request may have drafts in the next step. Not while drafts are being
+        checked: nobody knows yet what they would follow. And not if those of other requests are
+        made, which would wait."""
+        return not (request.checking or request.left_out) and self.wants(request)
+
     def count(self, request: Request, most: int) -> int:
-        """How many tokens to draft for this request now, of at most `most`. None while drafts are
-        being checked: nobody knows yet what they would follow. And none if those of other requests
-        are made, which would wait."""
-        if most <= 0 or request.checking or request.left_out or not self.wants(request):
+        """How many tokens to draft for a request that is ready, of at most `most`."""
+        if most <= 0:
             return 0
         if self.drafter.by_model:
             # Requests draft together, and a step is as long as its longest drafts.
@@ -79,7 +85,7 @@ class Speculation:
     def suggest(self, request: Request) -> list[int]:
         """Drafts of a request that takes allowed tokens only, before it is planned. Its masks are
         to be made for them too."""
-        if self.drafter.by_model:
+        if self.drafter.by_model or not self.ready(request):
             return []
         count = self.count(request, min(self.most, request.end_len - request.num_tokens - 1))
         return self.propose(request, count) if count else []
@@ -91,11 +97,12 @@ class Speculation:
     def propose(self, request: Request, most: int) -> list[int]:
         """At most `most` drafts that would follow the request's newest token."""
         # The newest token may be unknown; then its draft is dropped.
-        unknown = request.pending
-        drafts = list(self.drafter.draft(request.token_ids, most + unknown))[unknown:][:most]
+        unknown, stops, vocab = request.pending, request.stop_token_ids, self._vocab
+        made = self.drafter.draft(request.token_ids, most + unknown)
+        drafts = list(made)[unknown : unknown + most]
         for i, token in enumerate(drafts):
             # Nothing follows a stop token, or what is no token of the model.
-            if token in request.stop_token_ids or not 0 <= token < self._vocab:
+            if not 0 <= token < vocab or token in stops:
                 return drafts[:i]
         return drafts
 

@@ -46,6 +46,7 @@ class Step:
         self._running = running
         # The model drafts, by reading less than everything; all else reads everything.
         self._dense = speculation is not None and speculation.drafter.by_model
+        self._ahead = 0 if speculation is None else speculation.ahead
         self.budget = 0  # rows left for prefill and drafts
         self.reserved = 0  # of them, for prefill
         self.admissions: list[Admission] = []
@@ -74,7 +75,7 @@ class Step:
             self._pairs,
             self._drafted,
             awaited=awaited,
-            ahead=self._speculation.ahead if awaited and self._speculation else 0,
+            ahead=self._ahead if awaited else 0,
         )
 
     # -- prefill ------------------------------------------------------------------------------
@@ -112,7 +113,7 @@ class Step:
     def decode(self, request: Request) -> None:
         """Advance by the newest token and the drafts after it."""
         speculation = self._speculation
-        if speculation is None:
+        if speculation is None or not speculation.ready(request):
             self._advance(request, 1, prefill=False)
             return
         count = speculation.count(request, self._most_drafts(request, speculation))
@@ -173,8 +174,8 @@ class Step:
             self._drafted += drafted
             rows = geometry.rows(stop) - geometry.rows(stop - drafted)
             self.budget = max(self.budget - rows, self.reserved)
-        if samples and speculation and speculation.ahead and speculation.wants(request):
-            room = self._hold_ahead(request, pages, stop + 1 + speculation.ahead)
+        if samples and self._ahead and speculation and speculation.wants(request):
+            room = self._hold_ahead(request, pages, stop + 1 + self._ahead)
         next_ids: tuple[int, ...] = ()
         if scores == "top":
             next_ids = tuple(request.token_ids[start + 1 : min(stop + 1, request.prompt_len)])
