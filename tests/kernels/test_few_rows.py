@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cairn.kernels import few_rows
-from cairn.kernels.cuda_source import KernelUnavailableError, compile_source
+from cairn.kernels.cuda_source import MOST_SHARED, KernelUnavailableError, compile_source
 from cairn.kernels.few_rows import Call, Form, Plan, constants_of
 from tests.kernels.few_rows_case import FewRowsCase, few_rows_case
 
@@ -46,6 +46,18 @@ def emulated(case: FewRowsCase, folder: Path) -> torch.Tensor:
     call = few_rows.call_of(case.x, case.matrix, out, case.norm, add=case.stream is not None)
     launched(call, case.x.dtype, folder)
     return out
+
+
+@pytest.mark.parametrize(
+    ("bits", "columns", "norm"), [(4, 29568, False), (4, 24576, True), (8, 29568, False)]
+)
+def test_a_row_of_a_large_model_fits_into_shared_memory(
+    bits: int, columns: int, norm: bool
+) -> None:
+    """Products without a norm are the widest: those behind gate and up."""
+    form, plan = Form(fp8=False, grouped=False, bits=bits), Plan(8, 4, 2)
+    own = few_rows.shared_bytes(form, 1, plan, columns // form.chunk, norm=norm)
+    assert own <= MOST_SHARED // plan.blocks - 1024
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")

@@ -46,8 +46,8 @@ class Attend:
         key_value: torch.Tensor,
         scoring: Scoring | None = None,
     ) -> torch.Tensor:
-        """`write`, then `forward`, of what `_mixed` returns."""
-        query, key_value = self._mixed(layer, query, key_value)
+        """`write`, then `forward`, of what `_with_hadamard` returns."""
+        query, key_value = self._with_hadamard(layer, query, key_value)
         self.write(layer, key_value)
         return self.forward(layer, query, scoring)
 
@@ -80,7 +80,7 @@ class Attend:
             rows = torch.arange(len(qkv), dtype=torch.int32)
             kept = qkv.new_empty(len(qkv), pool.shape[1], 1, pool.shape[3])
             query = cpu.rotate_and_store(qkv, heads, cos_sin, norm, kept, rows, 0 * rows)
-            query, key_value = self._mixed(layer, query, kept[:, :, 0])
+            query, key_value = self._with_hadamard(layer, query, kept[:, :, 0])
             self._pool.write(layer, *places, key_value)
             return query, query
         from cairn.kernels.rope_kv import rope_kv
@@ -170,7 +170,7 @@ class Attend:
         """Layers with an index must pass it to `latent`."""
         return self._indexed is not None
 
-    def _mixed(
+    def _with_hadamard(
         self, layer: int, query: torch.Tensor, key_value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Query, and keys and values; with a layer in `KVPool.hadamard`, query and keys times a

@@ -248,7 +248,7 @@ class TritonBackend(DenseBackend):
         if shape.value_dim is None and _HeadKernels.reads_few(shape):
             self.graphs = (*DENSE_GRAPHS, Graph("dense", mixed=False, few=True))
             # The output where sequences have few rows. Padding rows belong to no sequence, so
-            # nobody writes them, and they must be numbers.
+            # nobody writes them, and they must be numbers: `begin` clears them.
             size = shape.max_seqs * shape.most_rows, shape.num_heads, shape.head_dim
             self._few_out = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         kernels = _HeadKernels if shape.value_dim is None else _LatentKernels
@@ -319,6 +319,8 @@ class TritonBackend(DenseBackend):
         return _Metadata(rows, lens, tables, blocks, batch, groups)
 
     def begin(self, metadata: _Metadata) -> None:
+        if metadata.batch.few:
+            self._few_out[: metadata.batch.num_rows].zero_()
         if metadata.decode_rows is not None:
             for g in metadata.groups:
                 self._kernels.plan(g, metadata)

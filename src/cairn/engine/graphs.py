@@ -110,13 +110,11 @@ def recorded_sizes(
     Mixed steps that are not dense have up to `selecting_rows` rows, if that is a number."""
     sizes = {}
     for graph in graphs:
-        if graph.mixed and mixed_rows:
+        if graph.mixed:
             most = mixed_rows
             if graph.kind != "dense" and selecting_rows is not None:
                 most = min(most, selecting_rows)
-            sizes[graph] = mixed_sizes(most, seqs, geometry)
-        elif graph.mixed:
-            sizes[graph] = []
+            sizes[graph] = mixed_sizes(most, seqs, geometry) if most else []
         elif graph.few:
             sizes[graph] = [
                 StepSize(rows * count, count)

@@ -13,6 +13,7 @@ faster and more than a few come true (`Pace`).
 
 from __future__ import annotations
 
+from math import inf
 from statistics import median
 from typing import Literal
 
@@ -68,8 +69,8 @@ class Speculation:
 
     def ready(self, request: Request) -> bool:
         """Whether this request may have drafts in the next step. Not while drafts are being
-        checked: nobody knows yet what they would follow. And not if those of other requests are
-        made, which would wait."""
+        checked: nobody knows yet what they would follow. Nor if the model has drafted for other
+        requests and not for this one: they would wait for its drafts."""
         return not (request.checking or request.left_out) and self.wants(request)
 
     def count(self, request: Request, most: int) -> int:
@@ -124,8 +125,8 @@ class Speculation:
 _WITH, _WITHOUT = 32, 6
 """Steps that are timed together, with drafts and without."""
 _HICCUP = 2.0
-"""A step that takes longer than this many median steps waited for the system, or compiled a kernel.
-It counts as so many."""
+"""A step without drafts that takes longer than this many median steps waited for the system, or
+compiled a kernel. It counts as this many."""
 _LEAST_GAIN = 1.02
 """Drafts stop if steps with drafts bring fewer tokens than this for each request. They never take
 less time than steps without, so this needs no clock."""
@@ -190,10 +191,11 @@ class _Speed:
         self._tokens += tokens
         self._seconds.append(seconds)
 
-    def take(self) -> None:
-        """The value is now half that of the steps since, and half the old one."""
-        most = _HICCUP * median(self._seconds)
-        new = self._tokens / max(sum(min(own, most) for own in self._seconds), 1e-9)
+    def take(self, most: float) -> None:
+        """The value is now half that of the steps since, and half the old one. A step counts as at
+        most so many median steps."""
+        longest = most * median(self._seconds)
+        new = self._tokens / max(sum(min(own, longest) for own in self._seconds), 1e-9)
         self.value = new if self.value is None else (self.value + new) / 2
         self.gain = self._tokens / self._requests
         self._requests = self._tokens = 0
@@ -224,12 +226,12 @@ class _Trial:
             self._drafting += 1
             self._with.add(requests, tokens, seconds)
             if self._with.steps >= (_FIRST_WITH if self._few else _WITH):
-                self._with.take()
+                self._with.take(inf)
                 self._decide()
         else:
             self._without.add(requests, tokens, seconds)
             if self._without.steps >= _WITHOUT:
-                self._without.take()
+                self._without.take(_HICCUP)
                 self._drafting = 0
                 if self.phase == "timing":
                     self._decide()

@@ -9,18 +9,15 @@
 //
 // Codes are multiplied in one of three ways:
 //
-// WHOLE_NUMBERS: x has one row, which becomes whole numbers of 15 bits, and blocks of 32 columns have
-// one scale. Codes are the bytes of the left operand. The eight columns of the right one have the
-// inputs of each lane of a quad, in two columns: their high bytes and their low ones, and zeros in the
-// rows of other lanes. So each lane gets the sum of its own columns, which have one scale.
-//
-// Otherwise codes are the last bits of float16 numbers 1024 + code, or the middle bits of
-// 1024 + 16 * code. WHOLE: a step has one scale, and no minimum. These numbers are multiplied
-// themselves, the latter with inputs made as much smaller. What that adds to the sum of a step depends
-// on x alone, and is subtracted.
-//
-// Otherwise one instruction makes code * scale of two codes. What a weight has beside that, which is
-// the same for all columns of a block, is multiplied by the sum of their inputs.
+// - WHOLE_NUMBERS: x has one row, which becomes whole numbers of 15 bits, and blocks of 32 columns have
+//   one scale. Codes are the bytes of the left operand. The eight columns of the right one have the
+//   inputs of each lane of a quad, in two columns: their high bytes and their low ones, and zeros in
+//   the rows of other lanes. So each lane gets the sum of its own columns, which have one scale.
+// - WHOLE: a step has one scale, and no minimum. Codes are the last bits of float16 numbers 1024 + code,
+//   or the middle bits of 1024 + 16 * code, which are multiplied themselves, the latter with inputs
+//   made as much smaller. What that adds to the sum of a step depends on x alone, and is subtracted.
+// - Neither: one instruction makes code * scale of two such numbers. What a weight has beside that,
+//   which is the same for all columns of a block, is multiplied by the sum of their inputs.
 //
 // GATED: the matrix has the outputs of gate, then those of up, and a tile 8 of each. The result is
 // silu(gate) * up.
@@ -151,7 +148,6 @@ DEVICE u32 combined(u32 outer, u32 inner, bool has_inner) {
   const float first = scale * signed_byte(inner);
   return pack_halves(first, SUBS == 2 ? scale * signed_byte(inner >> 8) : first);
 }
-#endif
 
 // Eight times code * scale of two codes: numbers are 1024 + code, or 1024 + 16 * code if `high`.
 struct Widening {
@@ -163,6 +159,7 @@ struct Widening {
         minus(multiply_halves(given, high ? 0xe000e000u : 0xf000f000u)) {}
   DEVICE u32 of(u32 numbers) const { return fma_halves(numbers, scale, minus); }
 };
+#endif
 
 #if WHOLE_NUMBERS
 // sums += the products of a step; `x` has this lane's inputs, if `has` any, `floats` those of the

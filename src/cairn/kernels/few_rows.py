@@ -1,8 +1,8 @@
 """Products of few rows with quantised matrices, in CUDA C++ (few_rows.cu).
 
-They compute the same as the kernels for few rows in `fp8` and `packed`, which serve other GPUs and
-shapes. Tensor cores multiply the loaded numbers directly from registers; Triton would pass them
-through shared memory.
+They compute the same as the kernels for few rows in `fp8` and `packed`, up to rounding. Those serve
+other GPUs and shapes. Tensor cores multiply loaded numbers directly from registers; Triton would
+pass them through shared memory.
 """
 
 from __future__ import annotations
@@ -147,27 +147,28 @@ def refusal(device: torch.device) -> str | None:
     return None
 
 
-def serves(x: torch.Tensor, matrix: Matrix) -> bool:
-    """Whether there is a kernel for these rows: every warp of a block has columns, and a row fits
-    into shared memory. Codes are read again for every few rows, up to the number from which on it
-    is better to widen them."""
+def serves(x: torch.Tensor, matrix: Matrix, *, norm: bool) -> bool:
+    """Whether there is a kernel for these rows: every warp of a block has columns, and a single row
+    fits into shared memory. Codes are read again for every few rows, up to the number from which on
+    it is better to widen them."""
     form = matrix.form
     most = FEW_ROWS if form.fp8 else FEW_CODE_ROWS
     chunks, rest = divmod(matrix.columns, form.chunk)
     plan = plan_of(form, 1, 2**31, chunks, x.device)
-    fits = _shared(form, 1, plan, chunks) <= MOST_SHARED // plan.blocks - 1024
+    room = MOST_SHARED // plan.blocks - 1024
+    fits = len(x) > 1 or shared_bytes(form, 1, plan, chunks, norm=norm) <= room
     shape = 0 < len(x) <= most and rest == 0 and chunks >= plan.warps and fits
     halves = x.dtype in (torch.bfloat16, torch.float16) and x.data_ptr() % 16 == 0
     return shape and halves and refusal(x.device) is None
 
 
-def _shared(form: Form, rows: int, plan: Plan, chunks: int) -> int:
+def shared_bytes(form: Form, rows: int, plan: Plan, chunks: int, *, norm: bool) -> int:
     """Bytes of struct Memory in the source."""
     sums = 2 * plan.warps * _TILE * (1 if rows == 1 else rows + 1) * 4
     if rows > 1:
         return sums
     floats = blocks_of(chunks * form.floats(1), 4) * 16
-    per_column = 4 if form.in_whole_numbers(rows) else 2
+    per_column = 4 if form.in_whole_numbers(rows) and norm else 2
     return sums + blocks_of(plan.warps, 4) * 16 + floats + per_column * chunks * form.chunk
 
 
@@ -195,7 +196,7 @@ class Call(NamedTuple):
     form: Form
     rows: int  # of a block
     plan: Plan
-    prepare: bytes  # the argument of the first kernel, which is left out if empty
+    prepare: bytes  # the argument of the first kernel, if there is one
     prepare_blocks: int
     multiply: bytes
     multiply_blocks: int
@@ -211,11 +212,12 @@ def call_of(
     norm: tuple[torch.Tensor, float] | None = None,
     *,
     add: bool = False,
+    alone: bool | None = None,  # x is the only row of a product; by default, if it is one row
     plan: Plan | None = None,
 ) -> Call:
     form, count, device = matrix.form, len(x), x.device
     chunks = matrix.columns // form.chunk
-    rows = 1 if count == 1 else FEW_ROWS
+    rows = 1 if (count == 1 if alone is None else alone) else FEW_ROWS
     outputs = matrix.outputs // 2 if form.gated else matrix.outputs
     tiles = outputs // 8 if form.gated else blocks_of(outputs, _TILE)
     plan = plan or plan_of(form, rows, tiles, chunks, device)
@@ -241,7 +243,7 @@ def call_of(
             count, tiles, outputs, matrix.scale.shape[1], matrix.shift, add,
         ),
         min(tiles, processors(device) * plan.blocks),
-        _shared(form, rows, plan, chunks),
+        shared_bytes(form, rows, plan, chunks, norm=norm is not None),
         held,
     )  # fmt: skip
 
@@ -269,8 +271,9 @@ def product(
     if out is None:
         outputs = matrix.outputs // 2 if matrix.form.gated else matrix.outputs
         out = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
+    add, alone = add_to is not None, len(x) == 1
     for own, result in zip(x.split(FEW_ROWS), out.split(FEW_ROWS), strict=True):
-        _launch(call_of(own, matrix, result, norm, add=add_to is not None), own)
+        _launch(call_of(own, matrix, result, norm, add=add, alone=alone), own)
     return out
 
 

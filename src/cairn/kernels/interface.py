@@ -22,8 +22,8 @@ LISTED_ROWS = 512
 
 FEW_ROWS = 8
 """Products of at most this many rows use our own kernels, in which a tensor core multiplies tiles
-of 8 rows. With 16 rows cuBLAS is faster. Products of more rows with an FP8 matrix round the rows to
-FP8."""
+of 8 rows. With 16 rows cuBLAS is faster, except for codes. Products of more rows with an FP8 matrix
+round the rows to FP8."""
 
 STREAMED_ROWS = 16
 """The same for matrices in bfloat16 that are large enough, see `streams`."""

@@ -40,7 +40,8 @@ DEVICE void copy_boxes(const TensorMap* map, int row, u8* target, int first, int
     copy_box(shared_address(target) + box * BOX_BYTES, map, box * 64, row, full);
 }
 
-// Initialise all barriers, by one thread; `arrivals` end a phase of full barriers of each piece.
+// Initialise all barriers, by one thread. So many arrivals end a phase of a full barrier, of the first
+// and of the second piece of a buffer.
 DEVICE void init_barriers(Shared& s, int first_arrivals, int second_arrivals) {
   barrier_init(&s.query_full, 1);
   barrier_init(&s.query_empty, 8);

@@ -54,7 +54,7 @@ class GpuMatrix(ABC):
 
         x = x.contiguous()
         own = self.for_few_rows
-        if own is None or not few_rows.serves(x, own):
+        if own is None or not few_rows.serves(x, own, norm=norm is not None):
             return self._by_triton(x, norm, silu, add_to)
         return few_rows.product(silu_and_mul(x) if silu else x, own, norm=norm, add_to=add_to)
 
@@ -63,7 +63,7 @@ class GpuMatrix(ABC):
         from cairn.kernels import few_rows
 
         own = None if self.for_few_rows is None else few_rows.gated(self.for_few_rows)
-        if own is None or not few_rows.serves(x, own):
+        if own is None or not few_rows.serves(x, own, norm=norm is not None):
             return None
         return few_rows.product(x.contiguous(), own, norm=norm)
 
