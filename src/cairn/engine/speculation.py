@@ -193,7 +193,7 @@ class _Speed:
 
     def take(self, most: float) -> None:
         """The value is now half that of the steps since, and half the old one. A step counts as at
-        most so many median steps."""
+        most `most` median steps."""
         longest = most * median(self._seconds)
         new = self._tokens / max(sum(min(own, longest) for own in self._seconds), 1e-9)
         self.value = new if self.value is None else (self.value + new) / 2
