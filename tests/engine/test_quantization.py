@@ -8,6 +8,7 @@ import torch
 from cairn.config import EngineConfig
 from cairn.engine import quantization
 from cairn.engine.quantization import resolve_quantization
+from cairn.kernels import fp8_many
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,9 @@ def test_what_a_gpu_keeps(
     """FP8 by default; codes are slower for several rows, so only if asked for."""
     monkeypatch.setattr(quantization, "use_kernels", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(fp8_many, "library_refusal", lambda _: "torch is old")
     config = EngineConfig(model="any", quantization=choice)
     found = resolve_quantization(config, types, torch.bfloat16, torch.device("cuda"))
     assert found.keep == keeps
+    assert any("torch is old" in note for note in found.notes) == ("FP8" in types)
     assert any("quantization=keep" in note for note in found.notes) == (not keeps)

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from cairn.bench.products import CODE_FORMS
-from cairn.kernels import few_rows
+from cairn.kernels import few_rows, fp8_many
 from tests.kernels import expert_case, fp8_case, packed_case
 from tests.kernels.expert_case import Sizes
 from tests.kernels.few_rows_case import few_rows_case
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
+REAL = Sizes(64, 8, 2048, 768)
 
 
 @pytest.mark.parametrize("form", ["fp8", "fp8-64", "fp8-128", *CODE_FORMS])
@@ -67,12 +68,31 @@ def test_many_rows_with_fp8(rows: int, width: int, group: int) -> None:
     )
 
 
-@pytest.mark.parametrize("rows", [63, 64, 65, 1500])
-def test_many_rows_with_fp8_by_torch(rows: int) -> None:
-    """From 64 rows on, where the number of outputs is a multiple of 16."""
+@pytest.mark.parametrize(("group", "of_blocks"), [(0, False), (128, False), (128, True)])
+@pytest.mark.parametrize("rows", [9, 16, 65, 128, 129, 1500])
+def test_many_rows_with_fp8_by_torch(rows: int, group: int, of_blocks: bool) -> None:
+    """Where the number of outputs is a multiple of 16. With more than 128 rows scales of blocks are
+    taken as they are where outputs and columns have the right sizes. The last has a width that only
+    scales for all columns allow."""
+    for outputs, width in ((1024, 4096), (1040, 4096), (1024, 4224), (1024, 4112)):
+        fp8_case.check_product(
+            rows, width, group, CUDA, torch.bfloat16,
+            adds=True, outputs=outputs, of_blocks=of_blocks, tolerance=1e-2,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("of_blocks", [False, True])
+def test_many_rows_with_scales_of_blocks_in_triton(of_blocks: bool) -> None:
+    """float16 is not multiplied by torch. There are more blocks of rows than a band has."""
     fp8_case.check_product(
-        rows, 4096, 0, CUDA, torch.bfloat16, adds=True, outputs=1024, tolerance=1e-2
+        1100, 4096, 128, CUDA, torch.float16, outputs=1024, of_blocks=of_blocks, tolerance=1e-2
     )
+
+
+def test_torch_multiplies_scales_of_blocks_on_hopper() -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("it is no Hopper GPU")
+    assert fp8_many.library_refusal(CUDA) is None
 
 
 @pytest.mark.parametrize("form", CODE_FORMS)
@@ -92,21 +112,31 @@ def test_widened_codes(form: str) -> None:
     packed_case.check_widened(form, 3584, CUDA)
 
 
+# Numbers almost halfway between two of FP8 may be rounded to either. Those of x in bfloat16 can be
+# exactly halfway, so that the last bit of a scale decides; that changes sums by 2e-3 to 4e-3. FP8
+# tensor cores are inexact to 1e-4, and to 1e-3 where they sum all columns. So some numbers of
+# silu(gate) * up are rounded the other way, by a tenth. In a simulation of both the error ratio is
+# 0.014 to 0.016; 0.013 was measured.
+FLIPPED = 2e-2
+
+
 @pytest.mark.parametrize("group", [0, 32, 128])
 @pytest.mark.parametrize("rows", [1, 4, 5, 200, 1500])
 def test_fp8_experts(rows: int, group: int) -> None:
-    """With norm and sum, on a rank that has some of them, and of a real size."""
-    expert_case.check_experts(
-        Sizes(9, 3, 208, 80),
-        rows,
-        CUDA,
-        torch.bfloat16,
-        fused=True,
-        fp8_group=group,
-        tolerance=1e-2,
-    )
-    real = Sizes(64, 8, 2048, 768)
-    for fused in (False, True):
+    """With norm and sum, on a rank that has some of them, and of a real size. Many rows are rounded
+    to FP8, except with groups of 32 columns."""
+    rounds = rows >= 200 and group != 32
+    for sizes, fused in ((Sizes(9, 3, 272, 80), True), (REAL, False), (REAL, True)):
         expert_case.check_experts(
-            real, rows, CUDA, torch.bfloat16, fused=fused, fp8_group=group, tolerance=1e-2
-        )
+            sizes, rows, CUDA, torch.bfloat16, fused=fused, fp8_group=group,
+            rounds=rounds, tolerance=FLIPPED if rounds else 1e-2,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("group", [0, 128])
+@pytest.mark.parametrize("rows", [192, 1100])
+def test_fp8_experts_with_almost_all_rows_in_one(rows: int, group: int) -> None:
+    expert_case.check_experts(
+        REAL, rows, CUDA, torch.bfloat16,
+        skewed=True, fp8_group=group, rounds=True, tolerance=FLIPPED,
+    )  # fmt: skip

@@ -4,6 +4,7 @@ test_kernels.py."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from typing import Any
@@ -20,6 +21,8 @@ from cairn.kernels import (
     draft_rows,
     experts,
     fp8,
+    fp8_experts,
+    fp8_many,
     gemv,
     index_scan,
     kept_pages,
@@ -52,7 +55,7 @@ from cairn.kernels import (
     top_rows,
     widen_pages,
 )
-from cairn.kernels.interface import HOT_AGES, LISTED_ROWS, MOST_HOT_SLOTS
+from cairn.kernels.interface import BLOCK_OUTPUTS, HOT_AGES, LISTED_ROWS, MOST_HOT_SLOTS
 
 BF16, FP32, I32, I64, FP8, I8 = "*bf16", "*fp32", "*i32", "*i64", "*fp8e4nv", "*i8"
 ATTENTION = {"query": BF16, "pool": BF16, "page_table": I32, "kv_lens": I32, "out": BF16}
@@ -299,12 +302,26 @@ def mixture() -> None:
             experts._product_kernel, types, constants, num_warps=step.warps, num_stages=4
         )
         assert compiled.metadata.shared <= SHARED_MEMORY
+    types |= {"x": FP8, "weight": "tensordesc<fp8e4nv[128,128]>", "scale": FP32, "x_scale": FP32}
+    types |= {"out_scale": FP32, "x_stride": "i32", "out_stride": "i32"}
+    for gated, group in itertools.product((True, False), (0, 128)):
+        constants = {"TOP": 8, "GATED": gated, "GROUP": group, "TMA": True}
+        constants |= {"IN": 2048, "OUT": 768} if gated else {"IN": 768, "OUT": 2048}
+        constants |= {"BLOCK_M": fp8_experts.PAIRS, "BLOCK": 128}
+        own = {**types, "out": FP8 if gated else BF16}
+        own["x"] = FP8 if gated else f"tensordesc<fp8e4nv[{fp8_experts.PAIRS},128]>"
+        kernel = fp8_experts._fp8_product_kernel
+        warps, stages = (8, 2) if gated else (4, 3)
+        options = {"num_warps": warps, "num_stages": stages + (group > 0)}
+        compiled = compile_kernel(kernel, own, constants, **options)
+        assert compiled.metadata.shared <= SHARED_MEMORY
 
 
 def quantised() -> None:
     """Products with FP8 and with codes of 4 and 8 bits."""
     types = {"x": BF16, "weight": FP8, "scale": FP32, "out": BF16, "norm_weight": BF16}
     types |= {"eps": "fp32", "out_features": "i32", "rows": "i32", "x_scale": FP32, "rounded": FP8}
+    types["padded"] = "i32"
     for group in (0, 128):
         constants: dict[str, Any] = {"IN": 4096, "GROUP": group, "NORM": True, "ADD": True}
         tile = {"RUN": 16, "BLOCK_N": 4, "BLOCK_K": 4096, "SILU": False}
@@ -312,12 +329,19 @@ def quantised() -> None:
         tile = {"BLOCK_M": 32, "BLOCK_N": 16, "PARTS": 8, "BLOCK_K": 128}
         compile_kernel(fp8._few_rows_kernel, types, {**constants, **tile}, num_warps=8)
         own = {"IN": 4096, "GROUP": group or 4096, "BLOCK_G": 1, "BLOCK_K": group or 4096}
-        compile_kernel(fp8._round_kernel, types, own)
-        own = {"IN": 4096, "GROUP": group, "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128}
-        compiled = compile_kernel(
-            fp8._many_rows_kernel, {**types, "x": FP8}, own, num_warps=8, num_stages=3
-        )
-        assert compiled.metadata.shared <= SHARED_MEMORY
+        compile_kernel(fp8_many._round_kernel, types, own)
+        for tma in (True, False):
+            own = {"IN": 4096, "GROUP": group, "BLOCKS": group > 0, "TMA": tma}
+            sizes = {"x": fp8_many._BLOCK_ROWS, "weight": BLOCK_OUTPUTS}
+            own |= {"BLOCK_M": sizes["x"], "BLOCK_N": sizes["weight"], "BLOCK_K": 128}
+            operands = {
+                name: f"tensordesc<fp8e4nv[{size},128]>" if tma else FP8
+                for name, size in sizes.items()
+            }
+            kernel = fp8_many._many_rows_kernel
+            given = {**types, **operands}
+            compiled = compile_kernel(kernel, given, own, num_warps=4, num_stages=3)
+            assert compiled.metadata.shared <= SHARED_MEMORY
     types |= {"words": I32, "scale": "*fp16", "inner": "*i8", "ids": I64, "count": "i32"}
     for bits, subs, has_sub in ((4, 1, False), (4, 1, True), (8, 2, True)):
         form: dict[str, Any] = {"IN": 4096, "BITS": bits, "OFFSET": 8, "SUPER": 4, "SUBS": subs}

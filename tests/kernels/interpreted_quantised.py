@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from cairn import LLM
 from cairn.attention.triton_backend import TritonBackend
 from cairn.bench.products import CODE_FORMS
-from cairn.kernels import fp8 as kernels
+from cairn.kernels import fp8_many
 from cairn.models import layers, loader
 from cairn.models.experts import ExpertWeights
 from cairn.models.fp8 import to_fp8
@@ -36,17 +36,53 @@ def test_few_rows(rows: int, group: int, before: str) -> None:
     fp8_case.check_product(rows, 1040, group, CPU, torch.float32, before=before, adds=adds)
 
 
-@pytest.mark.parametrize("group", [0, 64, 128])
-def test_many_rows(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are rounded in torch: the interpreter rounds numbers just below a power of two wrong."""
+@pytest.mark.parametrize(
+    ("group", "of_blocks"), [(0, False), (64, False), (128, False), (128, True)]
+)
+def test_many_rows(group: int, of_blocks: bool) -> None:
+    fp8_case.check_product(
+        70, 208, group, CPU, torch.float32, before="norm", adds=True, outputs=150,
+        of_blocks=of_blocks, tolerance=2e-3,
+    )  # fmt: skip
 
-    def rounded(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-        own = to_fp8(x, group)
-        assert own.scale is not None
-        return own.values, own.scale
 
-    monkeypatch.setattr(kernels, "round_rows", rounded)
-    fp8_case.check_product(70, 208, group, CPU, torch.float32, before="norm", adds=True)
+def test_many_rows_in_bands() -> None:
+    """More blocks of rows than a band has."""
+    fp8_case.check_product(520, 160, 0, CPU, torch.float32, outputs=300, tolerance=2e-3)
+
+
+def scaled_mm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    scale: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """What torch has on a Hopper GPU."""
+
+    def wide(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        for dim in range(2):
+            scale = scale.repeat_interleave(numbers.shape[dim] // scale.shape[dim], dim)
+        return numbers.float() * scale
+
+    assert len(x) % 16 == 0
+    return (wide(x, x_scale) @ wide(weight.t(), scale.t()).t()).to(out_dtype)
+
+
+@pytest.mark.parametrize(("group", "of_blocks"), [(0, False), (128, False), (128, True)])
+@pytest.mark.parametrize("rows", [9, 128, 129])
+def test_many_rows_by_torch(
+    rows: int, group: int, of_blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8_many, "is_hopper", lambda _: True)
+    monkeypatch.setattr(fp8_many, "library_refusal", lambda _: None)
+    monkeypatch.setattr(fp8_many, "_by_triton", None)
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    for outputs, width in ((256, 512), (272, 512), (256, 640), *([(32, 144)] * (group == 0))):
+        fp8_case.check_product(
+            rows, width, group, CPU, torch.bfloat16,
+            outputs=outputs, of_blocks=of_blocks, tolerance=5e-3,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("group", [0, 64, 128])
@@ -55,8 +91,8 @@ def test_rows_that_fp8_has_exactly_stay_as_they_are(group: int) -> None:
     x = torch.randn(3, 208).to(torch.float8_e4m3fn).float()
     x[:, ::50] = 448 / 32
     x[1] = 0
-    numbers, scale = kernels.round_rows(x, group)
-    assert torch.equal(Narrow(numbers, scale, group or 208).dense(), x)
+    numbers, scale = fp8_many.round_rows(x, group)
+    assert torch.equal(Narrow(numbers, scale.t(), group or 208).dense()[:3], x)
 
 
 @pytest.mark.parametrize("form", CODE_FORMS)
@@ -77,6 +113,16 @@ def test_widened_codes(form: str) -> None:
 def test_experts(rows: int, group: int) -> None:
     sizes = Sizes(5, 3, 160, 48)
     expert_case.check_experts(sizes, rows, CPU, torch.float32, fused=True, fp8_group=group)
+
+
+@pytest.mark.parametrize("group", [0, 128])
+@pytest.mark.parametrize("rows", [41, 220])
+def test_experts_with_many_rows(rows: int, group: int) -> None:
+    """Rows are rounded. An expert has one block of pairs, or several."""
+    sizes = Sizes(5, 3, 272, 144)
+    expert_case.check_experts(
+        sizes, rows, CPU, torch.float32, fused=True, fp8_group=group, rounds=True, tolerance=5e-3
+    )
 
 
 def write(kind: str, folder: Path) -> Path:

@@ -25,7 +25,7 @@ from cairn.engine.inputs import Draws
 from cairn.engine.plan import Advance, StepPlan
 from cairn.engine.runner import Runner
 from cairn.engine.warm_up import rehearsals, rehearse_head, rungs_of
-from cairn.kernels import sparse_select
+from cairn.kernels import fp8_many, sparse_select
 from cairn.kernels.packing import pack, unpack
 from cairn.kernels.precompile import KernelForm, collecting
 from cairn.kernels.sampling import sample
@@ -92,6 +92,10 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "windows": ({**TINY_OLMO3, **LARGE}, {"attention_backend": "triton", "page_size": PAGE}),
     "fp8-weights": ({**TINY_LLAMA, **LARGE}, {"attention_backend": "triton", "page_size": PAGE}),
+    "fp8-experts": (
+        {**TINY_EXPERTS, **LARGE},
+        {"attention_backend": "triton", "page_size": PAGE},
+    ),
     "int4-weights": (
         {**TINY_LLAMA, **LARGE, "tie_word_embeddings": True},
         {"attention_backend": "triton", "page_size": PAGE},
@@ -104,6 +108,7 @@ OWN_KERNELS = {
     "fp8-index": "row_attention:_row_attention_kernel",
     "fp8-windows": "widen_pages:_widen_kernel",
     "fp8-weights": "packed:_widen_kernel",  # looks up tokens
+    "fp8-experts": "fp8_experts:_fp8_product_kernel",
     "int4-weights": "packed:_widen_kernel",
 }
 OPTIONS: dict[str, Any] = {
@@ -188,7 +193,7 @@ def rehearsed(runner: Runner) -> Forms:
     if isinstance(backend, TorchBackend):
         seqs, pages = 2, OPTIONS["chunked_prefill_size"] // size
     steps = rehearsals(
-        rungs_of(backend, seqs, pages),
+        rungs_of(runner.stepper.model, backend, seqs, pages),
         page_size=size,
         max_pages=pages,
         chunk=OPTIONS["chunked_prefill_size"],
@@ -223,8 +228,8 @@ def test_lengths_need_no_other_forms(name: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path, config)
     with LLM(folder, kv_cache_gib=0.15, **{**OPTIONS, **options}) as llm:
         runner = llm.engine.runner
-        if name.endswith("-weights"):  # on a CPU no engine rounds them for kernels of a GPU
-            quantize(runner.stepper.model, ROUNDINGS[name.removesuffix("-weights")])
+        if name.endswith(("-weights", "-experts")):  # on a CPU none rounds them for a GPU's kernels
+            quantize(runner.stepper.model, ROUNDINGS[name.split("-")[0]])
         assert most_pages(runner) > 9000
         known = rehearsed(runner)
         long = (most_pages(runner) * (page_size(runner) - 1) - 10, 5)
@@ -233,6 +238,34 @@ def test_lengths_need_no_other_forms(name: str, tmp_path: Path) -> None:
     assert OWN_KERNELS.get(name, "rope_kv:_rope_kv_kernel") in {
         name.removeprefix("cairn.kernels.") for name, _ in found
     }
+    check(found, known)
+
+
+def test_products_of_torch_need_no_other_forms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where torch multiplies FP8, it has run with both kinds of scales when forms are known."""
+    kinds = set()
+
+    def scaled_mm(
+        x: torch.Tensor, weight: torch.Tensor, *scales: torch.Tensor, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        kinds.add(tuple(own.numel() > max(own.shape) for own in scales))
+        return torch.zeros(len(x), weight.shape[1], dtype=out_dtype)
+
+    monkeypatch.setattr(fp8_many, "is_hopper", lambda _: True)
+    monkeypatch.setattr(fp8_many, "library_refusal", lambda _: None)
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    config, options = MODELS["fp8-weights"]
+    config = {**config, "hidden_size": 256, "intermediate_size": 384}
+    with LLM(write_model(tmp_path, config), kv_cache_gib=0.15, **{**OPTIONS, **options}) as llm:
+        runner = llm.engine.runner
+        quantize(runner.stepper.model, ROUNDINGS["fp8"])
+        known = rehearsed(runner)
+        assert kinds == {(False, False), (True, True)}
+        found = forms_of(runner, some_batches(runner, 40))
+    names = {name.removeprefix("cairn.kernels.") for name, _ in found}
+    assert "fp8_many:_round_kernel" in names and "fp8_many:_many_rows_kernel" not in names
     check(found, known)
 
 

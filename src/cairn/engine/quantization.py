@@ -53,7 +53,10 @@ def resolve_quantization(
     keep = choice not in ROUNDINGS
     notes = (f"weights: {named} as in the file",) if keep and named != "F32" else ()
     if device.type == "cuda":
-        return Quantization(keep, notes=(*notes, *_few_rows_note(device)))
+        notes = *notes, *_few_rows_note(device)
+        if choice == "fp8" or (keep and "FP8" in types):
+            notes = *notes, *_many_rows_note(dtype, device)
+        return Quantization(keep, notes=notes)
     try:
         return Quantization(keep, CpuKernels.load(), notes)
     except CpuKernelsUnavailableError as error:
@@ -69,6 +72,16 @@ def _few_rows_note(device: torch.device) -> Iterator[str]:
     reason = few_rows.refusal(device)
     if reason is not None:
         yield f"weights: Triton multiplies few rows with quantised matrices, more slowly; {reason}"
+
+
+def _many_rows_note(dtype: torch.dtype, device: torch.device) -> Iterator[str]:
+    """On a Hopper GPU in bfloat16, for which torch has the fastest products."""
+    from cairn.kernels import fp8_many
+
+    if dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] == 9:
+        reason = fp8_many.library_refusal(device)
+        if reason is not None:
+            yield f"weights: slower products of many rows with FP8 matrices; torch's fail: {reason}"
 
 
 def _refusal(

@@ -28,7 +28,7 @@ from cairn.engine.step_time import step_sizes
 from cairn.engine.stepper import Stepper
 from cairn.kernels.packing import table_width
 from cairn.memory.hisparse import HiSparseCoordinator
-from cairn.models import layers
+from cairn.models import experts, layers
 from cairn.models.interface import LanguageModel
 from cairn.models.loader import Progress
 
@@ -69,7 +69,7 @@ def warm_up(
         # the number of rows, so a few sequences and pages are enough.
         max_seqs, max_pages = 2, min(max_pages, geometry.pages(chunk))
         dense_below = 0
-    rungs = rungs_of(backend, max_seqs, max_pages)
+    rungs = rungs_of(stepper.model, backend, max_seqs, max_pages)
     longest = max_pages * geometry.page_size
     steps = list(
         rehearsals(
@@ -178,11 +178,13 @@ class Rungs:
     """Pages of the longest sequence."""
 
 
-def rungs_of(backend: AttentionBackend, max_seqs: int, max_pages: int) -> Rungs:
+def rungs_of(
+    model: LanguageModel, backend: AttentionBackend, max_seqs: int, max_pages: int
+) -> Rungs:
     """The rungs of all kernels, including the backend's own."""
-    from cairn.kernels import experts, few_rows, fp8, gemv, packed, paged_decode, rope_kv
+    from cairn.kernels import few_rows, fp8, gemv, packed, paged_decode, rope_kv
 
-    rows = {*gemv.row_rungs(), *rope_kv.row_rungs(), *experts.row_rungs()}
+    rows = {*gemv.row_rungs(), *rope_kv.row_rungs(), *experts.row_rungs(model)}
     rows |= {*fp8.row_rungs(), *packed.row_rungs(), *layers.row_rungs()}
     rows |= {*few_rows.row_rungs()}
     seqs, pages = {*paged_decode.seq_rungs(), max_seqs}, {1, max_pages}

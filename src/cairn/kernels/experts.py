@@ -3,7 +3,8 @@
 
 A pair is one row and one of its experts. With few rows every pair reads its expert's weights at the
 speed of memory, one program per few outputs. With more rows, pairs are sorted by expert, and blocks
-of pairs of one expert are multiplied on tensor cores:
+of pairs of one expert are multiplied on tensor cores. With many pairs of each expert, FP8 weights
+are multiplied as they are (`fp8_experts`):
 
     order: [pairs] pair at each place of the sorted order
     slots: [3, slots] expert of each block of BLOCK_M places (-1 for none), its first place, and the
@@ -25,6 +26,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from cairn.kernels import fp8_experts
+from cairn.kernels.fp8_experts import ExpertScales, Sorted
 from cairn.kernels.launch import direct
 from cairn.kernels.norm import rms_norm
 from cairn.kernels.paged_extend import can_describe
@@ -36,15 +39,6 @@ FEW = 4
 
 
 _UNROLLED = tl.constexpr(8)  # most steps over the columns that are compiled one by one
-
-
-class ExpertScales(NamedTuple):
-    """Scales of FP8 weights, for each output and group of columns; see `models/fp8.py`."""
-
-    gate_up: torch.Tensor  # [experts, 2 * inter, groups] float32
-    gate_up_group: int  # columns with one scale; 0 for all
-    down: torch.Tensor  # [experts, hidden, groups] float32
-    down_group: int
 
 
 class _Blocks(NamedTuple):
@@ -60,11 +54,15 @@ class _Blocks(NamedTuple):
 _LADDER = (_Blocks(128, 16, 64, 4, 1024), _Blocks(1024, 64, 64, 4, 1024))
 _LARGEST = _Blocks(2**31, 128, 128, 8, 4096)
 _FLOAT32 = _Blocks(2**31, 16, 32, 4, 1024)  # no tensor cores
+FP8_PAIRS = 24
+"""Least pairs of an expert from which rows are rounded to FP8."""
 
 
-def row_rungs() -> tuple[int, ...]:
-    """Row counts at which `experts` switches to other compiled forms."""
-    return 1, FEW + 1, *(step.most_rows + 1 for step in _LADDER)
+def row_rungs(top: int, count: int) -> tuple[int, ...]:
+    """Row counts at which `experts` switches to other compiled forms, with `top` of `count`
+    experts for each row."""
+    steps = (step.most_rows + 1 for step in _LADDER)
+    return 1, FEW + 1, *steps, blocks_of(FP8_PAIRS * count, top)
 
 
 @triton.jit
@@ -405,6 +403,7 @@ def experts(
     down: torch.Tensor,  # [experts, hidden, inter]
     scales: ExpertScales | None = None,  # of weights in e4m3
     *,
+    count: int = 0,  # experts on all ranks; 0 if all of them are here
     norm: tuple[torch.Tensor, float] | None = None,  # weight [hidden], epsilon: RMS norm of x first
     add_to: torch.Tensor | None = None,  # [rows, hidden], contiguous; added to and returned
 ) -> torch.Tensor:
@@ -420,7 +419,7 @@ def experts(
         return out
     if norm is not None:
         x = rms_norm(x, *norm)
-    parts = _grouped(x, ids, weights, gate_up, down, scales)
+    parts = _grouped(x, ids, weights, gate_up, down, scales, count or len(down))
     block = min(1024, power_of_two(hidden))
     _combine_kernel[(rows, blocks_of(hidden, block))](
         parts, ids, out, WIDTH=hidden, ADD=add_to is not None, BLOCK=block, num_warps=4, **given
@@ -450,7 +449,7 @@ def _few(
     mid = torch.empty(pairs, inter, dtype=x.dtype, device=x.device)
     norm_weight, eps = (x, 0.0) if norm is None else norm
     adds = given.pop("ADD")
-    up_scale, up_group, down_scale, down_group = scales or (gate_up, 0, down, 0)
+    up_scale, up_group, down_scale, down_group = scales[:4] if scales else (gate_up, 0, down, 0)
     given["SCALED"] = scales is not None
     columns, outputs = _tile(hidden, 2048, 4096, up_group)
     _few_gate_up_kernel[(blocks_of(inter, outputs), pairs)](
@@ -484,29 +483,28 @@ def _grouped(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     scales: ExpertScales | None,
+    count: int,
 ) -> torch.Tensor:
     """Sort, then both products -> [rows * per_token, hidden], the weighted output of each pair"""
     rows, hidden = x.shape
-    count, _, inter = down.shape
+    inter = down.shape[2]
     pairs, top = ids.numel(), ids.shape[1]
+    if scales is not None and pairs >= FP8_PAIRS * count and fp8_experts.readable(scales):
+        placed = _sort(ids, len(down), fp8_experts.PAIRS, 4096)
+        return fp8_experts.products(x, placed, weights, gate_up, down, scales)
     half = x.dtype.itemsize == 2
     ladder = (*_LADDER, _LARGEST) if half else (_FLOAT32,)
     step = next(step for step in ladder if rows <= step.most_rows)
-    num_slots = pairs // step.pairs + count
-    order = torch.empty(pairs, dtype=torch.int32, device=x.device)
-    slots = torch.empty(3, num_slots, dtype=torch.int32, device=x.device)
+    order, slots = _sort(ids, len(down), step.pairs, step.sorted_at_once)
+    num_slots = slots.shape[1]
     options = pdl_options(x)
-    _sort_kernel[(count,)](
-        ids, order, slots, pairs, num_slots,
-        BLOCK_M=step.pairs, BLOCK=step.sorted_at_once, num_warps=8, **options,
-    )  # fmt: skip
     mid = torch.empty(pairs, inter, dtype=x.dtype, device=x.device)
     out = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
     block_k = 64 if half else 32
     for gated, source, weight, target in ((True, x, gate_up, mid), (False, mid, down, out)):
         scale, group = weight, 0
         if scales is not None:
-            scale, group = scales[:2] if gated else scales[2:]
+            scale, group = scales[:2] if gated else scales[2:4]
             block_k = min(64, group & -group) if group else 64
         block_n = step.outputs if gated else 2 * step.outputs
         width = source.shape[1]
@@ -521,3 +519,16 @@ def _grouped(
             num_warps=step.warps, num_stages=4 if half else 2, **options,
         )  # fmt: skip
     return out
+
+
+def _sort(ids: torch.Tensor, count: int, block: int, at_once: int) -> Sorted:
+    """Pairs by expert, in blocks of `block` pairs."""
+    pairs = ids.numel()
+    num_slots = pairs // block + count
+    order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
+    slots = torch.empty(3, num_slots, dtype=torch.int32, device=ids.device)
+    _sort_kernel[(count,)](
+        ids, order, slots, pairs, num_slots,
+        BLOCK_M=block, BLOCK=at_once, num_warps=8, **pdl_options(ids),
+    )  # fmt: skip
+    return Sorted(order, slots)

@@ -2,7 +2,7 @@
 
 Every output has a scale for each group of columns, or one for all of them. Few rows are multiplied
 as they are: the kernel reads FP8, at the speed of memory, and widens it in registers. More rows are
-rounded to FP8 first, with a scale for each row and group, and multiplied by the FP8 tensor cores.
+rounded to FP8 first (`fp8_many`).
 `models/fp8.py` has the same products in torch.
 """
 
@@ -13,24 +13,23 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from cairn.kernels import fp8_many
 from cairn.kernels.activation import silu_and_mul
-from cairn.kernels.interface import E4M3_LARGEST, FEW_ROWS
+from cairn.kernels.fp8_many import Prepared, many_rows, tile_columns
+from cairn.kernels.interface import FEW_ROWS
 from cairn.kernels.launch import direct
 from cairn.kernels.norm import rms_norm
-from cairn.kernels.pdl import is_hopper, pdl_options
+from cairn.kernels.pdl import pdl_options
 from cairn.kernels.processors import staying
 from cairn.kernels.sizes import blocks_of, power_of_two
 
 _RUN = 16  # columns that a thread loads at once
 _ONE_ROW_OUTPUTS = 4  # of a tile
-_LIBRARY_ROWS = 64  # from here on torch's own product is faster, where there is one
-_SMALL_TILE_ROWS = 512  # most rows for which many-row products have small tiles
-_LARGEST = tl.constexpr(E4M3_LARGEST)
 
 
 def row_rungs() -> tuple[int, ...]:
     """Row counts at which products switch to another compiled form."""
-    return 1, 2, FEW_ROWS + 1, _SMALL_TILE_ROWS + 1
+    return 1, 2, FEW_ROWS + 1, *fp8_many.row_rungs()
 
 
 @direct
@@ -162,88 +161,12 @@ def _few_rows_kernel(
     tl.store(place, result.to(out.dtype.element_ty), mask=stored)
 
 
-@direct
-@triton.jit
-def _round_kernel(
-    x,  # [rows, IN]
-    rounded,  # [rows, IN] e4m3
-    scale,  # [rows, groups]
-    IN: tl.constexpr,
-    GROUP: tl.constexpr,  # columns with one scale
-    BLOCK_G: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # at least GROUP
-    PDL: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)
-    k = tl.arange(0, BLOCK_K)
-    GROUPS: tl.constexpr = (IN + GROUP - 1) // GROUP
-    at = group[:, None] * GROUP + k[None, :]
-    inside = (at < IN) & (k < GROUP)[None, :]
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    value = tl.load(x + row * IN + at, mask=inside, other=0.0).to(tl.float32)
-    most = tl.max(tl.abs(value), 1)
-    factor = tl.where(most > 0, most / _LARGEST, 1.0)
-    numbers = tl.clamp(value / factor[:, None], -_LARGEST, _LARGEST)
-    tl.store(rounded + row * IN + at, numbers.to(tl.float8e4nv), mask=inside)
-    tl.store(scale + row * GROUPS + group, factor, mask=group < GROUPS)
-
-
-@direct
-@triton.jit(do_not_specialize=["rows"])
-def _many_rows_kernel(
-    x,  # [rows, IN] e4m3
-    x_scale,  # [rows, groups]
-    weight,  # [out_features, IN] e4m3
-    scale,  # [out_features, groups]
-    out,  # [rows, out_features]
-    rows: tl.int32,
-    out_features,
-    IN: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # divides GROUP
-    PDL: tl.constexpr,
-):
-    # Programs that run at the same time share the rows of x, and read neighbouring outputs.
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    seen, there = m < rows, n < out_features
-    GROUPS: tl.constexpr = 1 if GROUP == 0 else (IN + GROUP - 1) // GROUP
-    values = x + m.to(tl.int64)[:, None] * IN
-    weights = weight + n.to(tl.int64)[:, None] * IN
-    x_scales, scales = x_scale + m * GROUPS, scale + n * GROUPS
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, IN, BLOCK_K):
-        at = (start + k)[None, :]
-        a = tl.load(values + at, mask=seen[:, None] & (at < IN), other=0.0)
-        w = tl.load(weights + at, mask=there[:, None] & (at < IN), other=0.0)
-        # Tensor cores sum FP8 products with few bits, so each block's sum is added in float32.
-        part = tl.dot(a, w.T)
-        if GROUP > 0:
-            own_x = tl.load(x_scales + start // GROUP, mask=seen, other=0.0)
-            own = tl.load(scales + start // GROUP, mask=there, other=0.0)
-            part *= own_x[:, None] * own[None, :]
-        acc += part
-    if GROUP == 0:
-        own_x = tl.load(x_scales, mask=seen, other=0.0)
-        acc *= own_x[:, None] * tl.load(scales, mask=there, other=0.0)[None, :]
-    place = out + m.to(tl.int64)[:, None] * out_features + n[None, :]
-    tl.store(place, acc.to(out.dtype.element_ty), mask=seen[:, None] & there[None, :])
-
-
 def product(
     x: torch.Tensor,  # [rows, in], contiguous, or [rows, 2 * in] with `silu`
     weight: torch.Tensor,  # [out, in] e4m3; `in` is a multiple of 16
     scale: torch.Tensor,  # [out, groups] float32
     group: int,  # columns with one scale; 0 for all
+    prepared: Prepared,
     *,
     silu: bool = False,  # each row of x holds gate, then up
     norm: tuple[torch.Tensor, float] | None = None,  # weight [in], epsilon: apply RMS norm to x
@@ -256,7 +179,7 @@ def product(
     if rows > FEW_ROWS:
         if norm is not None:
             x = rms_norm(x, *norm)
-        result = _many_rows(x, weight, scale, group)
+        result = many_rows(x, weight, scale, group, prepared)
         return result if add_to is None else add_to.add_(result)
     out_features, width = weight.shape
     out = add_to
@@ -280,51 +203,6 @@ def product(
     _few_rows_kernel[(blocks_of(out_features, 16),)](
         *given, rows, out_features, **what,
         BLOCK_M=FEW_ROWS, BLOCK_N=16, PARTS=parts,
-        BLOCK_K=_columns(group), num_warps=parts, num_stages=1, **pdl_options(x),
+        BLOCK_K=tile_columns(group), num_warps=parts, num_stages=1, **pdl_options(x),
     )  # fmt: skip
     return out
-
-
-def round_rows(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [rows, in] -> the same in e4m3, and its scales [rows, groups]"""
-    rows, width = x.shape
-    size = group or width
-    groups = blocks_of(width, size)
-    rounded = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
-    block_k = power_of_two(size)
-    block_g = min(power_of_two(groups), max(1, 2048 // block_k))
-    _round_kernel[(rows, blocks_of(groups, block_g))](
-        x, rounded, scale, IN=width, GROUP=size, BLOCK_G=block_g, BLOCK_K=block_k,
-        num_warps=min(16, max(4, block_k // 1024)), **pdl_options(x),
-    )  # fmt: skip
-    return rounded, scale
-
-
-def _many_rows(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, group: int
-) -> torch.Tensor:
-    rows, (out_features, width) = x.shape[0], weight.shape
-    rounded, x_scale = round_rows(x, group)
-    if _has_library(x, out_features) and group == 0:
-        return torch._scaled_mm(rounded, weight.t(), x_scale, scale.t(), out_dtype=x.dtype)
-    out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
-    block_m = 64 if rows <= _SMALL_TILE_ROWS else 128
-    grid = blocks_of(out_features, 128), blocks_of(rows, block_m)
-    _many_rows_kernel[grid](
-        rounded, x_scale, weight, scale, out, rows, out_features,
-        IN=width, GROUP=group, BLOCK_M=block_m, BLOCK_N=128, BLOCK_K=_columns(group),
-        num_warps=4 if block_m == 64 else 8, num_stages=3, **pdl_options(x),
-    )  # fmt: skip
-    return out
-
-
-def _has_library(x: torch.Tensor, out_features: int) -> bool:
-    """Whether torch has a product with a scale for each row and each output."""
-    fits = len(x) >= _LIBRARY_ROWS and out_features % 16 == 0
-    return fits and x.dtype == torch.bfloat16 and is_hopper(x.device)
-
-
-def _columns(group: int) -> int:
-    """Columns of a tile in a tensor-core product: all of them have one scale."""
-    return min(128, group & -group) if group else 128

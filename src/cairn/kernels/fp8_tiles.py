@@ -236,10 +236,17 @@ def narrow(x, scale, pool):
     """-> numbers of 8 bits, for float32 and scales of the same shape"""
     x = tl.div_rn(x, scale)
     if is_int8(pool):
-        # Rounds: float32 has no fractions at 1.5 * 2 ** 23.
-        x = (tl.clamp(x, -127.0, 127.0) + 12582912.0) - 12582912.0
+        x = tl.clamp(x, -127.0, 127.0)
+        x = (x + 12582912.0) - 12582912.0  # rounds: float32 has no fractions at 1.5 * 2 ** 23
     else:
-        x = tl.clamp(x, -448.0, 448.0)
-        if INTERPRETED:
-            x = _as_e4m3(x)
+        x = to_e4m3(x)
     return x.to(pool.dtype.element_ty)
+
+
+@triton.jit
+def to_e4m3(x):
+    """-> float32 rounded to e4m3"""
+    x = tl.clamp(x, -448.0, 448.0)
+    if INTERPRETED:
+        x = _as_e4m3(x)
+    return x.to(tl.float8e4nv)

@@ -44,6 +44,16 @@ FEW_CODE_ROWS = 32
 E4M3_LARGEST = 448.0
 """The largest number that FP8 of type e4m3 has."""
 
+BLOCK_OUTPUTS = 128
+"""Outputs of a block in checkpoints that have scales for blocks of outputs and columns."""
+
+
+def of_blocks(scale: torch.Tensor) -> bool:
+    """Whether the outputs of each block have the same scales [outputs, groups]."""
+    firsts = scale[::BLOCK_OUTPUTS].repeat_interleave(BLOCK_OUTPUTS, 0)
+    return torch.equal(firsts[: len(scale)], scale)
+
+
 Pooling = Literal["hils", "last", "box", "mean", "spread"]
 """How a kernel makes a landmark from a page's keys.
 

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 
 from cairn.errors import ConfigError, LoadError
 from cairn.kernels.cpu import CpuKernels, FloatsPlace
-from cairn.kernels.interface import NARROW_ROWS, Routing
+from cairn.kernels.interface import NARROW_ROWS, Routing, of_blocks
 from cairn.models.blocks import Kept, Stack
 from cairn.models.decoder import MLP, FeedForward
-from cairn.models.fp8 import readable
+from cairn.models.fp8 import readable, to_fp8
 from cairn.models.layers import RMSNorm
 from cairn.models.module import Factory, Module, TensorSlot
 from cairn.models.narrow import Narrow, NarrowMatrix
@@ -77,6 +77,30 @@ def experts(
         return F.linear(F.silu(gate).mul_(up), down[expert])
 
     return by_expert(x, ids, weights, len(gate_up), one)
+
+
+def fp8_experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: Narrow,  # [experts, 2 * inter, hidden]
+    down: Narrow,  # [experts, hidden, inter]
+    spans: tuple[int, int],
+) -> torch.Tensor:
+    """`experts` with FP8 weights, where the inputs of both products are rounded to FP8 with a scale
+    for each row and so many columns: what `kernels/fp8_experts.py` computes."""
+
+    def dense(stack: Narrow, expert: int) -> torch.Tensor:
+        assert stack.scale is not None
+        return Narrow(stack.values[expert], stack.scale[expert], stack.span).dense().to(x.dtype)
+
+    def one(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        rounded = to_fp8(rows, spans[0]).dense().to(x.dtype)
+        gate, up = F.linear(rounded, dense(gate_up, expert)).chunk(2, -1)
+        rounded = to_fp8(F.silu(gate).mul_(up), spans[1]).dense().to(x.dtype)
+        return F.linear(rounded, dense(down, expert))
+
+    return by_expert(x, ids, weights, len(gate_up.values), one)
 
 
 def _one_row(
@@ -235,8 +259,15 @@ class ExpertWeights(Module):
         self._pairs: dict[int, tuple[Stack, Stack]] = {}  # of experts whose parts have all come
         self._kept: KeptExperts | None = None
         self._fp8: dict[str, Narrow] = {}  # stacks in place of `gate_up` and `down`, for kernels
+        self._of_blocks = True  # so far, see `ExpertScales`
         self._any_float = False
         self._fused = factory.fused
+
+    def row_rungs(self, per_token: int) -> tuple[int, ...]:
+        """Row counts at which products switch to other compiled kernels."""
+        from cairn.kernels import experts as kernels
+
+        return kernels.row_rungs(per_token, self._count)
 
     def __call__(
         self,
@@ -273,20 +304,24 @@ class ExpertWeights(Module):
         add_to: torch.Tensor | None = None,
     ) -> torch.Tensor:
         from cairn.kernels import experts as kernels
+        from cairn.kernels.fp8_experts import ExpertScales
 
         matrices, scales = (self.gate_up, self.down), None
         if self._fp8:
             gate_up, down = self._fp8["gate_up"], self._fp8["down"]
             assert gate_up.scale is not None and down.scale is not None
             matrices = gate_up.values, down.values
-            groups = (0 if own.span >= own.shape[-1] else own.span for own in (gate_up, down))
-            scales = kernels.ExpertScales(gate_up.scale, next(groups), down.scale, next(groups))
-        return kernels.experts(x, ids, weights, *matrices, scales, norm=norm, add_to=add_to)
+            groups = [0 if own.span >= own.shape[-1] else own.span for own in (gate_up, down)]
+            scales = ExpertScales(gate_up.scale, groups[0], down.scale, groups[1], self._of_blocks)
+        return kernels.experts(
+            x, ids, weights, *matrices, scales, count=self._count, norm=norm, add_to=add_to
+        )
 
     @property
     def form(self) -> Hashable:
         """What decides which compiled kernels its products need; None in float."""
-        return tuple(stack.span for stack in self._fp8.values()) or None
+        spans = tuple(stack.span for stack in self._fp8.values())
+        return (*spans, self._of_blocks) if spans else None
 
     @property
     def quantised_bytes(self) -> int:
@@ -394,6 +429,8 @@ class ExpertWeights(Module):
         if whole.span != matrix.span:
             raise LoadError("FP8 experts of one layer have scales for different numbers of columns")
         assert whole.scale is not None
+        if self._of_blocks and matrix.scale.shape[1] > 1:
+            self._of_blocks = of_blocks(matrix.scale)
         at = slice(None) if rows is None else rows
         whole.values[expert, at].copy_(matrix.values)
         whole.scale[expert, at].copy_(matrix.scale)
@@ -455,6 +492,16 @@ def _leave(tensor: object) -> None:
     """For tensors of experts that are on another rank."""
 
 
+def row_rungs(model: Module) -> set[int]:
+    """Row counts at which the experts of a model switch to other compiled kernels."""
+    return {
+        rung
+        for _, module in model.named_modules()
+        if isinstance(module, ExpertFeedForward)
+        for rung in module.experts.row_rungs(module.per_token)
+    }
+
+
 class ExpertFeedForward(FeedForward):
     """The chosen experts, and an MLP that every row passes through if `shared` is not 0."""
 
@@ -471,6 +518,7 @@ class ExpertFeedForward(FeedForward):
     ) -> None:
         """`inter` is the width of an expert, `shared` that of the MLP."""
         hidden = spec.dims.hidden_size
+        self.per_token = routing.per_token
         self.gate = Router(hidden, routing, factory, wide=wide_router)
         self.experts = ExpertWeights(hidden, inter, routing.experts, factory)
         self.shared_experts: MLP | None = None

@@ -51,12 +51,12 @@ def draw_fp8(shape: tuple[int, ...], std: float, generator: torch.Generator) -> 
     return Narrow(drawn.to(torch.float8_e4m3fn), scale, shape[-1])
 
 
-def fp8_product(x: torch.Tensor, matrix: Narrow) -> torch.Tensor:
+def fp8_product(x: torch.Tensor, matrix: Narrow, span: int | None = None) -> torch.Tensor:
     """x [rows, columns] @ matrix.T in float32: what `kernels/fp8.py` computes. More than a few rows
-    are rounded to FP8, as the matrix is."""
+    are rounded to FP8, by default with scales for as many columns as those of the matrix."""
     wide = x.float()
     if len(x) > FEW_ROWS:
-        wide = to_fp8(x, matrix.span).dense()
+        wide = to_fp8(x, span or matrix.span).dense()
     return wide @ matrix.dense().t()
 
 

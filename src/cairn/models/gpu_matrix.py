@@ -83,27 +83,31 @@ class GpuMatrix(ABC):
 class Fp8Matrix(GpuMatrix):
     def __init__(self, given: Narrow) -> None:
         from cairn.kernels.few_rows import fp8_matrix
+        from cairn.kernels.fp8_many import prepare
 
         assert given.scale is not None
         self.outputs, columns = given.shape
         self._given, self._numbers, self._scale = given, given.values, given.scale.contiguous()
         self._group = 0 if given.span >= columns else given.span
         self.for_few_rows = fp8_matrix(self._numbers, self._scale, self._group)
+        self._prepared = prepare(self._numbers, self._scale, self._group)
 
     @property
     def form(self) -> Hashable:
-        return "fp8", self._group
+        return "fp8", self._group, self._prepared.form
 
     @property
     def nbytes(self) -> int:
-        return self._given.nbytes
+        own = self._prepared.some, self._prepared.many, self._scale  # may share memory
+        scales = {scale.data_ptr(): scale.nbytes for scale in own if scale is not None}
+        return self._numbers.nbytes + sum(scales.values())
 
     def _by_triton(
         self, x: torch.Tensor, norm: Norm | None, silu: bool, add_to: torch.Tensor | None
     ) -> torch.Tensor:
         from cairn.kernels import fp8
 
-        given = self._numbers, self._scale, self._group
+        given = self._numbers, self._scale, self._group, self._prepared
         return fp8.product(x, *given, norm=norm, silu=silu, add_to=add_to)
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
