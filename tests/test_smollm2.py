@@ -168,11 +168,11 @@ def perplexity(**options: object) -> float:
 
 @pytest.mark.slow
 def test_caches_of_8_bits_keep_the_perplexity(model: str) -> None:
-    """On average the perplexity rises by the divergence, 0.3 % at most. That of 4,096 tokens alone
+    """On average the perplexity rises by the divergence, 0.2 % at most. That of 4,096 tokens alone
     differs from draw to draw of all roundings, by 0.1 % with FP8 (docs/lab-notes.md)."""
     torch.set_num_threads(os.cpu_count() or 1)
     exact, base = logprobs()
-    for cache, most, rise in (("fp8", 0.003, 0.006), ("int8", 0.001, 0.002)):
+    for cache, most, rise in (("fp8", 0.002, 0.005), ("int8", 0.001, 0.002)):
         found, own = logprobs(kv_cache_dtype=cache)
         divergence = (exact.exp() * (exact - found)).sum(-1).mean()
         assert 0 < divergence < most and own < (1 + rise) * base, (cache, divergence, own / base)
@@ -205,12 +205,17 @@ def test_fp8_attention_rounds_more_than_an_fp8_cache(
     write = KVPool.write
 
     def note(
-        pool: KVPool, layer: int, pages: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor
+        pool: KVPool,
+        layer: int,
+        pages: torch.Tensor,
+        offsets: torch.Tensor,
+        rows: torch.Tensor,
+        query: torch.Tensor,
     ) -> None:
         key, value = (float(own.abs().max()) / 448 for own in rows.chunk(2, 1))
         before = most.get(layer, (0.0, 0.0))
         most[layer] = max(key, before[0]), max(value, before[1])
-        write(pool, layer, pages, offsets, rows)
+        write(pool, layer, pages, offsets, rows, query=query)
 
     def rounded(
         query: torch.Tensor,
@@ -235,7 +240,9 @@ def test_fp8_attention_rounds_more_than_an_fp8_cache(
     for attend in (attention, rounded):
         monkeypatch.setattr("cairn.attention.torch_backend.attention", attend)
         with LLM(model, kv_cache_dtype="fp8", **options) as llm:
-            llm.engine.runner.stepper.pool.use_scales(most)
+            pool = llm.engine.runner.stepper.pool
+            pool.use_scales(most)
+            pool.use_hadamard(())  # no layer any more
             found.append(float((exact.exp() * (exact - llm.logprobs(ids))).sum(-1).mean()))
     assert 0.003 < found[0] < 0.012
     assert 1.1 * found[0] < found[1] < 0.019

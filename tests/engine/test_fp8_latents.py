@@ -111,7 +111,7 @@ def write_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the cache hold what rows of FP8 are widened to."""
     write = KVPool.write
 
-    def rounded(pool: KVPool, layer: int, *given: Any) -> None:
+    def rounded(pool: KVPool, layer: int, *given: Any, query: None = None) -> None:
         pages, offsets, rows, *part = given
         write(pool, layer, pages, offsets, exact_latents(rows).float(), *part)
 

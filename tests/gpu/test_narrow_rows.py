@@ -15,6 +15,7 @@ from cairn.kernels.references import rope_kv_reference
 from cairn.kernels.rope_kv import rope_kv
 from tests.helpers import TINY_LATENT, tokens_of, write_model
 from tests.kernels import latent_case, row_case
+from tests.kernels.rope_case import weighed_errors
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -29,28 +30,35 @@ def test_rows_are_stored_as_in_torch(width: int, narrow: torch.dtype) -> None:
     row_case.check_store(width, CUDA, narrow)
 
 
+@pytest.mark.parametrize("hadamard", [True, False])
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
-@pytest.mark.parametrize("rows", [1, 70, 2000])
-def test_keys_and_values_are_stored_as_in_torch(rows: int, dim: int) -> None:
-    """Times a Hadamard matrix, with the best of four scales. In float32, so that rope rounds alike.
-    Where two scales are about as good, either is chosen."""
+@pytest.mark.parametrize(("rows", "heads", "kv_heads"), [(1, 16, 8), (70, 9, 3), (2000, 16, 2)])
+def test_keys_and_values_are_stored_as_in_torch(
+    rows: int, heads: int, kv_heads: int, dim: int, hadamard: bool
+) -> None:
+    """With a Hadamard matrix or norms. In float32, so that rope rounds alike. Where two scales are
+    about as good, either is chosen."""
     torch.manual_seed(0)
-    heads, kv_heads = 9, 3
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=CUDA)
     cos, sin = torch.randn(2, rows, dim, device=CUDA)
+    weights = (None, None) if hadamard else torch.randn(2, dim, device=CUDA).unbind()
     place = torch.randperm(rows, device=CUDA)
     places = (place // 64).int(), (place % 64).int()
     more = -(-4 * 64 // dim)
-    found = []
-    for store in (rope_kv, rope_kv_reference):
-        pages = torch.zeros(-(-rows // 64), 2 * kv_heads, 64 + more, dim, device=CUDA).to(FP8)
-        arguments = qkv, cos, sin, None, None, 0.0, pages, *places, heads
-        query, _ = store(*arguments, hadamard=True)
-        found.append((query, widen(pages, torch.float32)))
-    (query, kept), (expected, expected_kept) = found
-    torch.testing.assert_close(query, expected, rtol=1e-5, atol=1e-4)
-    equal = ((kept - expected_kept).abs() <= 1e-5 * expected_kept.abs()).all(-1)
+    exact = torch.zeros(-(-rows // 64), 2 * kv_heads, 64, dim, device=CUDA)
+    narrow = [torch.nn.functional.pad(exact, (0, 0, 0, more)).to(FP8) for _ in range(2)]
+    queries = []
+    stores = rope_kv, rope_kv_reference, rope_kv_reference
+    for store, pages in zip(stores, (*narrow, exact), strict=True):
+        arguments = qkv, cos, sin, *weights, 1e-6, pages, *places, heads
+        queries.append(store(*arguments, hadamard=hadamard)[0])
+    torch.testing.assert_close(queries[0], queries[1], rtol=1e-5, atol=1e-4)
+    kept, expected = (widen(pages, torch.float32) for pages in narrow)
+    equal = ((kept - expected).abs() <= 1e-5 * expected.abs()).all(-1)
     assert equal.float().mean() > 0.98
+    errors, best = (weighed_errors(pages, exact, places, queries[1]) for pages in narrow)
+    assert (errors <= 1.001 * best).double().mean() > 0.99
+    torch.testing.assert_close(errors.sum(), best.sum(), rtol=1e-3, atol=0)
 
 
 @NARROW

@@ -24,10 +24,11 @@ def test_greedy_text_in_float32_equals_the_cpu() -> None:
     assert answers[0] == answers[1]
 
 
-def test_cuts_of_a_prompt_change_scores_less_than_an_fp8_cache_does() -> None:
+def test_cuts_of_a_prompt_change_scores_no_more_than_other_roundings_would() -> None:
     """By backends that widen pages, in recorded and other steps, and by plain torch. Products of
     other shapes change numbers by a rounding of bfloat16. Where that changes a number of 8 bits,
-    the change grows from layer to layer, at most to that of another draw of all roundings."""
+    the change grows from layer to layer, at most to that of another draw of all roundings: the root
+    of two times what one draw changes."""
     if not pulled_path("smollm2").exists():
         pytest.skip("the model is not here; cairn pull smollm2 fetches it")
     prompt = " ".join(PROMPTS * 20)
@@ -50,7 +51,7 @@ def test_cuts_of_a_prompt_change_scores_less_than_an_fp8_cache_does() -> None:
         ((other - found[1]).square().mean().sqrt() / found[1].std()).item()
         for other in (found[0], *found[2:])
     )
-    assert rounding < 0.2 and max(cuts) < rounding, f"rounding {rounding:.3f}, cuts {cuts}"
+    assert rounding < 0.2 and max(cuts) < 1.5 * rounding, f"rounding {rounding:.3f}, cuts {cuts}"
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int4", "int8", "keep"])

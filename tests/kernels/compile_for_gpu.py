@@ -174,14 +174,15 @@ def main() -> None:
     types |= {"stride": "i32", "projected_stride": "i32", "rows": "i32"}
     types |= {"key_scale": "fp32", "value_scale": "fp32"}
     constants = {**HEADS, "PAGE_SIZE": 64, "NORM": True, "BLOCK_H": 8, "SCORING": False}
-    constants |= {"ADD_QUERY": False, "HADAMARD": True, "ROWS": 4}
-    compile_kernel(rope_kv._rope_kv_kernel, {**types, "pool": FP8}, constants, num_warps=8)
+    constants |= {"ADD_QUERY": False, "HADAMARD": True, "ROWS": 1}
+    compile_kernel(rope_kv._rope_kv_kernel, {**types, "pool": FP8}, constants)
     constants["HADAMARD"] = False
     for scoring in (False, True):
-        constants |= {"SCORING": scoring, "ADD_QUERY": scoring, "ROWS": 4 if scoring else 1}
-        compile_kernel(rope_kv._rope_kv_kernel, types, constants)
-        for pool in (FP8, I8):
-            compile_kernel(rope_kv._rope_kv_kernel, {**types, "pool": pool}, constants)
+        constants |= {"SCORING": scoring, "ADD_QUERY": scoring}
+        compile_kernel(rope_kv._rope_kv_kernel, {**types, "pool": FP8}, constants)
+        many = {**constants, "ROWS": 4 if scoring else 1}
+        for pool in (BF16, I8):
+            compile_kernel(rope_kv._rope_kv_kernel, {**types, "pool": pool}, many)
     types = {"logits": BF16, "temperatures": FP32, "best": FP32, "best_token": I32, "sums": FP32}
     types |= {"stride": "i32"}
     constants = {"VOCAB": 151936, "BLOCKS": 38, "BLOCK": 4096}

@@ -48,13 +48,14 @@ class Attend:
     ) -> torch.Tensor:
         """`write`, then `forward`, of what `_with_hadamard` returns."""
         query, key_value = self._with_hadamard(layer, query, key_value)
-        self.write(layer, key_value)
+        self.write(layer, key_value, query)
         return self.forward(layer, query, scoring)
 
-    def write(self, layer: int, key_value: torch.Tensor) -> None:
+    def write(self, layer: int, key_value: torch.Tensor, query: torch.Tensor | None = None) -> None:
         """Store the new rows in the first part of the layer's layout: for keys and values
-        [rows, 2 * kv_heads, head_dim], keys first."""
-        self._pool.write(layer, *self._places(layer), key_value)
+        [rows, 2 * kv_heads, head_dim], keys first. With `query` [rows, heads, head_dim], keys of
+        e4m3 get scales that suit it."""
+        self._pool.write(layer, *self._places(layer), key_value, query=query)
 
     def write_rotated(
         self,
@@ -81,7 +82,7 @@ class Attend:
             kept = qkv.new_empty(len(qkv), pool.shape[1], 1, pool.shape[3])
             query = cpu.rotate_and_store(qkv, heads, cos_sin, norm, kept, rows, 0 * rows)
             query, key_value = self._with_hadamard(layer, query, kept[:, :, 0])
-            self._pool.write(layer, *places, key_value)
+            self.write(layer, key_value, query)
             return query, query
         from cairn.kernels.rope_kv import rope_kv
 

@@ -7,8 +7,8 @@ Scales of a page take whole rows at the end of the slice, so that they are copie
 slice. Latent rows are copied one by one, so each has its scales at its end, and is padded to a
 multiple of 16 bytes.
 
-A scale depends on its row alone, or it is that of the checkpoint. For int8 it is the smallest with
-which the numbers fit. For keys and values of e4m3 it is the best of four (`best_scales`). For
+A scale depends on its own token alone, or it is that of the checkpoint. For int8 it is the smallest
+with which the numbers fit. For keys and values of e4m3 it is the best of eight (`best_scales`). For
 latent rows and index keys of e4m3 it is the smallest power of two: widened numbers are then exact
 in bfloat16.
 
@@ -31,7 +31,8 @@ MOST = {FP8: 448.0, torch.int8: 127.0}
 """The largest number of each type."""
 SPAN = 128  # columns of a latent row that share a scale
 LEAST_SCALE = 2.0**-40  # smaller numbers count as zero
-SCALES = 4  # that are tried for a row of e4m3
+SCALES = 8  # that are tried for a row of e4m3
+QUERY_WEIGHT = 32.0  # of an error along the query, see docs/lab-notes.md
 
 
 def is_narrow(dtype: torch.dtype | None) -> bool:
@@ -51,26 +52,42 @@ def page_rows(pages: torch.Tensor) -> int:
 
 
 def quantize(
-    rows: torch.Tensor, given: torch.Tensor | None = None, dtype: torch.dtype = FP8
+    rows: torch.Tensor,
+    given: torch.Tensor | None = None,
+    dtype: torch.dtype = FP8,
+    query: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows [..., dim] of 8 bits, and their scales [...] float32. Scales are those in `given`, which
-    can be broadcast to [...], where it is not 0; numbers that do not fit are clipped."""
+    can be broadcast to [...], where it is not 0; numbers that do not fit are clipped. `query`
+    is for `best_scales`; int8 ignores it."""
     wide, most = rows.float(), MOST[dtype]
-    scales = best_scales(wide) if dtype == FP8 else _smallest_scales(wide, dtype)
+    scales = best_scales(wide, query) if dtype == FP8 else _smallest_scales(wide, dtype)
     if given is not None:
         scales = torch.where(given > 0, given, scales)
     wide = (wide / scales[..., None]).clamp(-most, most)
     return (wide if dtype == FP8 else wide.round()).to(dtype), scales
 
 
-def best_scales(rows: torch.Tensor) -> torch.Tensor:
-    """The scales [...] for float32 rows [..., dim] of e4m3: of the smallest one times 1, 1.25, 1.5
-    and 1.75, that with the least squared error. Twice a scale rounds the same way."""
+def best_scales(rows: torch.Tensor, query: torch.Tensor | None = None) -> torch.Tensor:
+    """The scales [...] for float32 rows [..., dim] of e4m3: of the smallest one times 8/8 to 15/8,
+    that with the least squared error. Twice a scale rounds the same way.
+
+    `query` [..., dim] is a vector like the queries that will read the row. The part of the error
+    along it, which changes their scores, counts `QUERY_WEIGHT` times more; along zero, not at all.
+    For keys it is the sum of the token's own queries of their kv head: much of all queries of
+    a head lies along one direction.
+    """
     smallest = (rows.abs().amax(-1) / MOST[FP8]).clamp(min=LEAST_SCALE)
+    if query is not None:
+        query = torch.nn.functional.normalize(query.float(), dim=-1)
     errors = []
     for factor in (1 + i / SCALES for i in range(SCALES)):
         wide = rows / (smallest * factor)[..., None]
-        errors.append((wide - wide.to(FP8).float()).square().sum(-1) * factor**2)
+        lost = wide - wide.to(FP8).float()
+        error = lost.square().sum(-1)
+        if query is not None:
+            error += QUERY_WEIGHT * (lost * query).sum(-1).square()
+        errors.append(error * factor**2)
     return smallest * (1 + torch.stack(errors).argmin(0) / SCALES)
 
 
@@ -158,10 +175,16 @@ def store_rows(
     offsets: torch.Tensor,
     rows: torch.Tensor,
     given: torch.Tensor | None = None,
+    query: torch.Tensor | None = None,
 ) -> None:
     """Store rows [n, ..., dim] in pages [pages, ..., rows, dim] of any type: row i in page
     `places[i]`, as its row `offsets[i]`. `given` is for `quantize`. Pages of 8 bits that are wider
-    than the rows keep latent rows."""
+    than the rows keep latent rows.
+
+    With keys and values [n, 2 * kv_heads, dim], keys first, `query` [n, heads, dim] has the queries
+    of the same tokens as keys are multiplied with them. Pages of e4m3 then have scales that suit
+    them (`best_scales`).
+    """
     if is_narrow(pages.dtype) and pages.dim() == 3 and pages.is_cuda and find_spec("triton"):
         from cairn.kernels.store_rows import store_narrow_rows
 
@@ -177,7 +200,10 @@ def store_rows(
     stored, scales = rows_and_scales(pages)
     if pages.dim() == 3:  # index keys
         given = _smallest_scales(rows.float(), pages.dtype)
-    rows, own = quantize(rows, given, pages.dtype)
+    if query is not None:
+        sums = query.unflatten(1, (rows.shape[1] // 2, -1)).sum(2)
+        query = torch.cat((sums, torch.zeros_like(sums)), 1)  # none for values
+    rows, own = quantize(rows, given, pages.dtype, query)
     stored.movedim(-2, 1)[places, offsets] = rows
     scales.movedim(-1, 1)[places, offsets] = own
 

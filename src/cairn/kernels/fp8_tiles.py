@@ -12,13 +12,14 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from cairn.kernels.fp8_rows import FP8, LEAST_SCALE, MOST
+from cairn.kernels.fp8_rows import FP8, LEAST_SCALE, MOST, QUERY_WEIGHT
 from cairn.kernels.fp8_rows import SCALES as _SCALES
 from cairn.kernels.fp8_rows import SPAN as _SPAN
 
 SPAN = tl.constexpr(_SPAN)
 SCALES = tl.constexpr(_SCALES)
 _LEAST = tl.constexpr(LEAST_SCALE)
+_QUERY_WEIGHT = tl.constexpr(QUERY_WEIGHT)
 _MOST, _MOST_INT8 = MOST[FP8], MOST[torch.int8]
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
@@ -202,18 +203,25 @@ def scale_of(most, pool):
 
 
 @triton.jit
-def best_scale(x, pool):
-    """-> scales [n] of keys or values x [n, columns] float32, as `fp8_rows.quantize` has them"""
+def best_scale(x, query, pool):
+    """-> scales [n] of keys or values x [n, columns] float32, as `fp8_rows.quantize` has them;
+    query is of the same shape, or None"""
     LARGEST: tl.constexpr = most_of(pool)
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), LARGEST), _LEAST)
     if not is_int8(pool):
         smallest = scale
         least = tl.full(scale.shape, float("inf"), tl.float32)
+        if query is not None:
+            weight = _QUERY_WEIGHT / tl.maximum(tl.sum(query * query, 1), 1e-24)
         for i in tl.static_range(SCALES):
             factor = 1 + i / SCALES
             wide = x * inverse_of(smallest * factor)[:, None]
             lost = wide - _as_e4m3(wide)
-            error = tl.sum(lost * lost, 1) * (factor * factor)
+            error = tl.sum(lost * lost, 1)
+            if query is not None:
+                along = tl.sum(lost * query, 1)
+                error += weight * along * along
+            error *= factor * factor
             scale = tl.where(error < least, smallest * factor, scale)
             least = tl.minimum(error, least)
     return scale

@@ -160,7 +160,7 @@ def rope_kv_reference(
         query, key = multiply(query), multiply(key)
     rows = torch.cat((key, value), 1)
     given = torch.tensor(scales, device=pool.device).repeat_interleave(kv_heads)
-    store_rows(pool, pages.long(), offsets.long(), rows, given)
+    store_rows(pool, pages.long(), offsets.long(), rows, given, query)
     return query, query if scoring is None else scored.to(qkv.dtype)
 
 

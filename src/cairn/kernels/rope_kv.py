@@ -2,7 +2,8 @@
 
 It applies norm and rotation to query and key heads and writes keys and values to their pages. The
 queries that score pages get norm and rotation in the same pass. For keys of e4m3 it also
-multiplies query and key heads by a Hadamard matrix (see `fp8_rows`).
+multiplies query and key heads by a Hadamard matrix, and adds up the queries that read a key, for
+its scale (see `fp8_rows`).
 """
 
 from __future__ import annotations
@@ -12,19 +13,20 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from cairn.kernels.fp8_rows import page_rows, takes_hadamard
-from cairn.kernels.fp8_tiles import best_scale, has_scales, narrow, slice_size
+from cairn.kernels.fp8_rows import FP8, page_rows, takes_hadamard
+from cairn.kernels.fp8_tiles import best_scale, has_scales, is_int8, narrow, slice_size
 from cairn.kernels.interface import ScoringHeads
 from cairn.kernels.launch import direct
 from cairn.kernels.pdl import pdl_options
 from cairn.kernels.sizes import blocks_of
 
-_MANY_ROWS = 1024  # from here on, programs that take several rows still fill the device
+_SOME_ROWS = 128  # from here on, programs that take more heads still fill the device
+_MANY_ROWS = 1024  # the same for several rows
 
 
 def row_rungs() -> tuple[int, ...]:
     """Row counts at which `rope_kv` switches to another compiled form."""
-    return 1, _MANY_ROWS
+    return 1, _SOME_ROWS, _MANY_ROWS
 
 
 @triton.constexpr_function
@@ -42,6 +44,30 @@ def _hadamard(x):
         low, high = tl.split(tl.reshape(x, (N, SIZE // 2, 2)))
         x = tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 2, 1)), (N, SIZE))
     return x
+
+
+@triton.jit
+def _sum_of_heads(
+    heads,  # [n] pointers to the first head of each sum
+    low,  # [half] columns of a head's first half
+    read,  # [n, half] what to load; the rest is zero
+    eps,
+    GROUP: tl.constexpr,  # heads of a sum
+    DIM: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """-> both halves [n, half] float32 of the sum of heads, normalized without a weight"""
+    a = tl.zeros(read.shape, tl.float32)
+    b = tl.zeros(read.shape, tl.float32)
+    for g in tl.static_range(GROUP):
+        places = heads[:, None] + g * DIM + low[None, :]
+        x = tl.load(places, mask=read, other=0.0).to(tl.float32)
+        y = tl.load(places + DIM // 2, mask=read, other=0.0).to(tl.float32)
+        if NORM:
+            scale = tl.rsqrt(tl.sum(x * x + y * y, 1) / DIM + eps)[:, None]
+            x, y = x * scale, y * scale
+        a, b = a + x, b + y
+    return a, b
 
 
 @direct
@@ -80,7 +106,10 @@ def _rope_kv_kernel(
     if PDL:
         gdc_launch_dependents()
     HALF: tl.constexpr = DIM // 2
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    E4M3: tl.constexpr = has_scales(pool) and not is_int8(pool)
+    first_head = tl.program_id(1) * BLOCK_H
+    head = first_head + tl.arange(0, BLOCK_H)
     low = tl.arange(0, triton.next_power_of_2(HALF))  # columns of a head's first half
     high = HALF + low
     in_half = low < HALF
@@ -97,16 +126,12 @@ def _rope_kv_kernel(
             source = tl.where(is_scoring, scored, head)
             with_query = inside | scores
     if NORM:
-        low_weight = tl.where(
-            is_query,
-            tl.load(q_weight + low, mask=in_half, other=0.0)[None, :],
-            tl.load(k_weight + low, mask=in_half, other=0.0)[None, :],
-        )
-        high_weight = tl.where(
-            is_query,
-            tl.load(q_weight + high, mask=in_half, other=0.0)[None, :],
-            tl.load(k_weight + high, mask=in_half, other=0.0)[None, :],
-        )
+        q_low = tl.load(q_weight + low, mask=in_half, other=0.0)[None, :]
+        q_high = tl.load(q_weight + high, mask=in_half, other=0.0)[None, :]
+        own = tl.load(k_weight + low, mask=in_half, other=0.0)[None, :]
+        low_weight = tl.where(is_query, q_low, own)
+        own = tl.load(k_weight + high, mask=in_half, other=0.0)[None, :]
+        high_weight = tl.where(is_query, q_high, own)
         if SCORING:
             own = tl.load(scoring_weight + low, mask=in_half, other=0.0)[None, :]
             low_weight = tl.where(is_scoring[:, None], own, low_weight)
@@ -140,7 +165,7 @@ def _rope_kv_kernel(
         high_sin = tl.load(sin + row * DIM + high, mask=known, other=0.0).to(tl.float32)[None, :]
         x = tl.where(is_value, x, a * low_cos + b * low_sin).to(out.dtype.element_ty)
         y = tl.where(is_value, y, b * high_cos + a * high_sin).to(out.dtype.element_ty)
-        if HADAMARD:
+        if HADAMARD and first_head < HEADS + KV_HEADS:  # some are queries or keys
             a, b = _hadamard(x.to(tl.float32)), _hadamard(y.to(tl.float32))
             x = tl.where(is_value, x, ((a + b) * DIM**-0.5).to(x.dtype))
             y = tl.where(is_value, y, ((a - b) * DIM**-0.5).to(y.dtype))
@@ -158,11 +183,25 @@ def _rope_kv_kernel(
         if not has_scales(pool):
             tl.store(place + low[None, :], x.to(pool.dtype.element_ty), mask=kept)
             tl.store(place + high[None, :], y.to(pool.dtype.element_ty), mask=kept)
-        elif (tl.program_id(1) + 1) * BLOCK_H > HEADS:  # not only queries
+        elif first_head + BLOCK_H > HEADS and first_head < HEADS + 2 * KV_HEADS:  # some are stored
             first, second = x.to(tl.float32), y.to(tl.float32)
             both = tl.reshape(tl.join(first, second), (BLOCK_H, 2 * x.shape[1]))
+            if E4M3 and first_head < HEADS + KV_HEADS and key_scale == 0:
+                reading = qkv + row * stride + (head - HEADS) * (GROUP * DIM)
+                read = ((head >= HEADS) & (head < HEADS + KV_HEADS))[:, None] & known[None, :]
+                a, b = _sum_of_heads(reading, low, read, eps, GROUP, DIM, NORM)
+                if NORM:
+                    a, b = a * q_low.to(tl.float32), b * q_high.to(tl.float32)
+                a, b = a * low_cos + b * low_sin, b * high_cos + a * high_sin
+                if HADAMARD:
+                    a, b = _hadamard(a), _hadamard(b)
+                    a, b = a + b, a - b
+                query = tl.reshape(tl.join(a, b), both.shape)
+                row_scale = best_scale(both, query, pool)
+            else:
+                row_scale = best_scale(both, None, pool)
             given = tl.where(head < HEADS + KV_HEADS, key_scale, value_scale)
-            row_scale = tl.where(given > 0, given, best_scale(both, pool))
+            row_scale = tl.where(given > 0, given, row_scale)
             stored = (head >= HEADS) & (head < HEADS + 2 * KV_HEADS) & there
             scales = (slices + PAGE_SIZE * DIM).to(tl.pointer_type(tl.float32), bitcast=True)
             tl.store(scales + offset, row_scale, mask=stored)
@@ -194,13 +233,14 @@ def rope_kv(
     kv_heads, page_size, dim = pool.shape[1] // 2, page_rows(pool), pool.shape[3]
     out = torch.empty(rows, heads, dim, dtype=qkv.dtype, device=qkv.device)
     scored = out if scoring is None else torch.empty_like(out)
-    own_rows = 4 if rows >= _MANY_ROWS else 1
+    # The choice of a scale for e4m3 is long: several rows in a program are no faster then.
+    own_rows = 4 if rows >= _MANY_ROWS and pool.dtype != FP8 else 1
     block_h = 8
     warps = max(1, min(4, block_h * dim // 256))
     if hadamard:
         assert scoring is None and takes_hadamard(dim)
         # A thread has two neighbours, and gets others by shuffles within its warp.
-        block_h = 8 if own_rows > 1 else 4
+        block_h = 8 if rows >= _SOME_ROWS else 4
         warps = max(1, min(4, block_h * dim // 128))
     total = heads + 2 * kv_heads + (0 if scoring is None else heads)
     _rope_kv_kernel[(blocks_of(rows, own_rows), blocks_of(total, block_h))](

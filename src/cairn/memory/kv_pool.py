@@ -133,11 +133,13 @@ class KVPool(PagePool):
         offsets: torch.Tensor,  # [rows] row within its page
         rows: torch.Tensor,  # [rows, *row shape], for keys and values keys first
         name: str | None = None,
+        query: torch.Tensor | None = None,
     ) -> None:
-        """Store new rows of a part, by default the first part of the layer's layout."""
+        """Store new rows of a part, by default the first part of the layer's layout. `query` is for
+        `store_rows`; without it scales of e4m3 suit the rows alone."""
         parts = self._parts[layer]
         tensor = next(iter(parts.values())) if name is None else parts[name]
-        store_rows(tensor, pages, offsets, rows, self._given.get(layer))
+        store_rows(tensor, pages, offsets, rows, self._given.get(layer), query)
 
     def slices(
         self, layer: int, ids: torch.Tensor, heads: torch.Tensor, units: int = 1
