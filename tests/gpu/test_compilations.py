@@ -43,6 +43,10 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp8": ({**TINY_LLAMA, **LARGE}, {"quantization": "fp8"}),
     "fp8-experts": ({**TINY_EXPERTS, **LARGE}, {"quantization": "fp8"}),
     "int4": ({**TINY_LLAMA, **LARGE, "tie_word_embeddings": True}, {"quantization": "int4"}),
+    "codes": (
+        {**TINY_LLAMA, **LARGE, "hidden_size": 256, "intermediate_size": 1024},
+        {"quantization": "int4"},
+    ),
     "latents": ({**TINY_LATENT, **LARGE}, {}),
     "index": ({**TINY_LATENT, **LARGE, **INDEX}, {}),
     "index-8-bits": ({**TINY_LATENT, **LARGE, **INDEX}, {"kv_cache_dtype": "int8"}),

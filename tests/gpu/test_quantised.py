@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from cairn.bench.products import CODE_FORMS
-from cairn.kernels import few_rows, fp8_many
+from cairn.kernels import code_rows, few_rows, fp8_many
+from cairn.kernels.interface import FEW_ROWS
 from tests.kernels import expert_case, fp8_case, packed_case
 from tests.kernels.expert_case import Sizes
 from tests.kernels.few_rows_case import few_rows_case
@@ -22,26 +23,32 @@ REAL = Sizes(64, 8, 2048, 768)
     [(1, 3584, "plain", 3001), (1, 3584, "added", 3001), (1, 11008, "normed", 3001),
      (1, 3584, "gated", 9008), (1, 4096, "added", 16384), (5, 3584, "normed", 3001),
      (8, 3584, "gated", 3008), (3, 3584, "added", 3001), (9, 3584, "normed", 3001),
-     (29, 3584, "added", 3001)],
+     (29, 3584, "added", 3001), (64, 4096, "gated", 9008), (100, 11008, "added", 4096)],
 )  # fmt: skip
 def test_few_rows_in_cuda(form: str, rows: int, columns: int, kind: str, outputs: int) -> None:
-    if (reason := few_rows.refusal(CUDA)) is not None:
+    is_fp8 = form.startswith("fp8")
+    if (reason := (few_rows if is_fp8 else code_rows).refusal(CUDA)) is not None:
         pytest.skip(reason)
+    if is_fp8 and rows > FEW_ROWS:
+        pytest.skip("torch multiplies so many rows")
     case = few_rows_case(form, rows, columns, CUDA, kind=kind, outputs=outputs)
+    assert case.matrix.serves(case.x)
     for _ in range(3):  # again and again without a wait between them
         stream = None if case.stream is None else case.stream.clone()
-        found = few_rows.product(case.x, case.matrix, norm=case.norm, add_to=stream)
+        found = case.matrix.product(case.x, norm=case.norm, add_to=stream)
     case.check(found)
 
 
-def test_few_rows_in_float16_and_with_numbers_that_are_not_finite() -> None:
-    if (reason := few_rows.refusal(CUDA)) is not None:
+@pytest.mark.parametrize(("form", "rows"), [("fp8", 3), ("Q4_0", 3), ("Q4_0", 1), ("AWQ", 20)])
+def test_few_rows_in_float16_and_with_numbers_that_are_not_finite(form: str, rows: int) -> None:
+    if (reason := (few_rows if form == "fp8" else code_rows).refusal(CUDA)) is not None:
         pytest.skip(reason)
-    case = few_rows_case("fp8", 3, 1088, CUDA, torch.float16, outputs=100)
-    case.check(few_rows.product(case.x, case.matrix))
-    case.x[1, 5] = torch.nan
-    found = few_rows.product(case.x, case.matrix)
-    assert found[1].isnan().all() and not found[::2].isnan().any()
+    case = few_rows_case(form, rows, 1280, CUDA, torch.float16, outputs=100)
+    case.check(case.matrix.product(case.x))
+    bad = rows // 2
+    case.x[bad, 5] = torch.nan
+    found = case.matrix.product(case.x)
+    assert found[bad].isnan().all() and not found[torch.arange(rows) != bad].isnan().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

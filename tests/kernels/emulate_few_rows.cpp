@@ -2,25 +2,15 @@
 
 #include "emulated.hpp"
 
-#include "few_rows_inputs.cuh"
+#include "product_rows.cuh"
 #include "few_rows.cu"
 
-// 0, or 1 if a block came to a standstill, or 2 if the arguments have another size.
-template <typename Given, void (*KERNEL)(const Given)>
-int run_all(const Given* given, int bytes, int blocks) {
-  if (bytes != sizeof(Given)) return 2;
-  gridDim.x = blocks;
-  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
-    if (!run_block<const Given, KERNEL>(*given, THREADS)) return 1;
-  return 0;
-}
-
 #if ROWS > 1
-extern "C" int prepare_all(const RowArguments* given, int bytes, int blocks) {
-  return run_all<RowArguments, prepare_rows>(given, bytes, blocks);
+extern "C" int prepare_all(const RowArguments* given, int bytes, int blocks, int shared) {
+  return run_all<RowArguments, prepare_rows>(given, bytes, blocks, shared, THREADS);
 }
 #endif
 
-extern "C" int multiply_all(const Arguments* given, int bytes, int blocks) {
-  return run_all<Arguments, few_rows>(given, bytes, blocks);
+extern "C" int multiply_all(const Arguments* given, int bytes, int blocks, int shared) {
+  return run_all<Arguments, few_rows>(given, bytes, blocks, shared, THREADS);
 }

@@ -50,9 +50,11 @@ struct Meeting {
 struct Copy {
   u8* memory;  // of its block
   u32 target;
-  const TensorMap* map;
+  const TensorMap* map;  // or null: bytes that follow each other
   int column, row;
   u64* barrier;
+  const void* source;
+  u32 bytes;
 };
 static std::vector<Meeting> warps, blocks;
 static std::vector<Copy> copies;
@@ -202,17 +204,20 @@ inline void unpack(u32 both, float& low, float& high) {
   low = wide(both & 0xffff);
   high = wide(both >> 16);
 }
-// Exact until it is rounded.
-inline u32 fma_halves(u32 a, u32 b, u32 c) {
-  u32 result = 0;
-  for (int shift = 0; shift < 32; shift += 16) {
-    const double product = double(half_to_float(a >> shift)) * half_to_float(b >> shift);
-    result |= u32(to_half(product + half_to_float(c >> shift))) << shift;
-  }
-  return result;
+inline float from_half(u16 x) { return half_to_float(x); }
+inline u32 fma_pairs(u32 a, u32 b, u32 c) {
+  float x[6];
+  unpack(a, x[0], x[1]);
+  unpack(b, x[2], x[3]);
+  unpack(c, x[4], x[5]);
+  return pack(double(x[0]) * x[2] + x[4], double(x[1]) * x[3] + x[5]);
 }
 inline u32 masked_or(u32 bits, u32 mask, u32 more) { return bits & mask | more; }
-inline u32 multiply_halves(u32 a, u32 b) { return fma_halves(a, b, 0); }
+inline u32 multiply_pairs(u32 a, u32 b) { return fma_pairs(a, b, 0); }
+inline u32 add_pairs(u32 a, u32 b) {
+  const u32 one = pack(1, 1);
+  return fma_pairs(a, one, b);
+}
 inline void widen_fp8(u32 four, u32& first, u32& second) {
   float numbers[4];
   for (int i = 0; i < 4; ++i) {
@@ -290,26 +295,6 @@ inline void multiply_bytes(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 }
 inline float largest(float a, float b) { return a != a || b != b ? NAN : max(a, b); }
 
-inline float to_tf32(float x) { return __uint_as_float(__float_as_uint(x) + 0x1000 & ~0x1fffu); }
-inline void multiply_four(float (&c)[4], float a0, float a1, float b) {
-  struct Brought {
-    float* c;
-    float a[2], b;
-  } own{c, {a0, a1}, b};
-  meet_warp(&own, [](auto& all) {
-    for (int lane = 0; lane < 32; ++lane) {
-      for (int i = 0; i < 4; ++i) {
-        float sum = 0;
-        for (int k = 0; k < 4; ++k) {
-          const auto* left = static_cast<Brought*>(all[lane / 4 * 4 + k]);
-          sum += left->a[i / 2] * static_cast<Brought*>(all[(lane % 4 * 2 + i % 2) * 4 + k])->b;
-        }
-        static_cast<Brought*>(all[lane])->c[i] += sum;
-      }
-    }
-  });
-}
-
 template <bool TRANSPOSED>
 void load_four(u32 (&result)[4], u32 address) {
   struct Brought {
@@ -360,6 +345,16 @@ inline void barrier_wait(u64* barrier, u32 phase = 0) {
 inline void fence_for_copies() {}
 
 inline void copy_now(const Copy& copy, bool poison) {
+  if (copy.map == nullptr) {
+    u8* to = copy.memory + copy.target;
+    if (poison) {
+      std::memset(to, 0xff, copy.bytes);
+    } else {
+      std::memcpy(to, copy.source, copy.bytes);
+      change_barrier(copy.barrier, 0, -int(copy.bytes));
+    }
+    return;
+  }
   const u64* map = copy.map->words;
   for (u64 row = 0; row < map[3]; ++row) {
     for (u64 chunk = 0; chunk < map[2] / 8; ++chunk) {
@@ -377,6 +372,11 @@ inline void copy_now(const Copy& copy, bool poison) {
 inline void copy_box(u32 target, const TensorMap* map, int column, int row, u64* barrier) {
   if (target % 1024 || map->words[2] != 64) abort();
   copies.push_back({own_memory(ring), target, map, column, row, barrier});
+  copy_now(copies.back(), true);
+}
+inline void copy_bytes(u32 target, const void* source, u32 bytes, u64* barrier) {
+  if (target % 16 || reinterpret_cast<u64>(source) % 16 || bytes % 16) abort();
+  copies.push_back({own_memory(ring), target, nullptr, 0, 0, barrier, source, bytes});
   copy_now(copies.back(), true);
 }
 
@@ -607,4 +607,18 @@ bool run_block(const Arguments& given, int threads, int together = 1) {
   }
   blockIdx.x = first_block;
   return true;
+}
+
+// All blocks of a launch, `together` at a time: 0, or 1 if one came to a standstill, or 2 if the
+// arguments have another size, or 3 if one wrote beyond the shared memory it asked for.
+template <typename Given, void (*KERNEL)(const Given)>
+int run_all(const Given* given, int bytes, int blocks, int shared, int threads, int together = 1) {
+  if (bytes != sizeof(Given)) return 2;
+  gridDim.x = blocks;
+  for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x += together) {
+    if (!run_block<const Given, KERNEL>(*given, threads, together)) return 1;
+    for (u32 i = 0; i < together * BLOCK_BYTES; ++i)
+      if (i % BLOCK_BYTES >= shared && ring[i] != 0xff) return 3;
+  }
+  return 0;
 }

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import torch
 
 from cairn.bench.products import random_codes
-from cairn.kernels import few_rows
+from cairn.kernels.code_rows import CodeMatrix
 from cairn.kernels.references import gemv_reference, silu_and_mul_reference
 from cairn.models.blocks import Kept
 from cairn.models.fp8 import to_fp8
-from cairn.models.gpu_matrix import gpu_matrix
+from cairn.models.gpu_matrix import FewRows, gpu_matrix
 
 
 @dataclass
 class FewRowsCase:
-    matrix: few_rows.Matrix
+    matrix: FewRows
     x: torch.Tensor
     norm: tuple[torch.Tensor, float] | None
     stream: torch.Tensor | None
@@ -24,7 +24,10 @@ class FewRowsCase:
 
     def check(self, found: torch.Tensor) -> None:
         errors = (found.double() - self.expected).norm(dim=1) / self.expected.norm(dim=1)
-        assert errors.max() < 4e-3, f"error ratio {errors.max():.1e}"  # one rounding to bfloat16
+        # The result is rounded to bfloat16; several rows with codes also after their norm, which
+        # counts twice if gate and up are multiplied.
+        most = 8e-3 if isinstance(self.matrix, CodeMatrix) and self.norm else 4e-3
+        assert errors.max() < most, f"error ratio {errors.max():.1e}"
 
 
 def few_rows_case(
@@ -51,7 +54,7 @@ def few_rows_case(
     matrix = gpu_matrix(given).for_few_rows
     assert matrix is not None
     if kind == "gated":
-        matrix = few_rows.gated(matrix)
+        matrix = matrix.gated()
         assert matrix is not None
     wide = torch.randn(rows, columns, device=device)
     x = (wide * torch.logspace(-3, 3, rows, device=device)[:, None]).to(dtype)

@@ -38,6 +38,7 @@ _KINDS = {
     "matrix products": (
         *("nvjet", "gemm", "gemv", "cutlass", "splitk", "cublas"),
         *("_one_row_kernel", "few_rows", "_many_rows_kernel", "_streamed_kernel", "_narrow_kernel"),
+        *("code_row", "code_tiles", "prepare_codes", "prepare_rows"),
         *("_round_kernel", "_widen_kernel"),
     ),
     "sampling": ("_blocks_kernel", "_pick_kernel", "argmax", "softmax", "sort"),

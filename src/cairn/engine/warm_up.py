@@ -182,11 +182,11 @@ def rungs_of(
     model: LanguageModel, backend: AttentionBackend, max_seqs: int, max_pages: int
 ) -> Rungs:
     """The rungs of all kernels, including the backend's own."""
-    from cairn.kernels import few_rows, fp8, gemv, packed, paged_decode, rope_kv
+    from cairn.kernels import code_rows, few_rows, fp8, gemv, packed, paged_decode, rope_kv
 
     rows = {*gemv.row_rungs(), *rope_kv.row_rungs(), *experts.row_rungs(model)}
     rows |= {*fp8.row_rungs(), *packed.row_rungs(), *layers.row_rungs()}
-    rows |= {*few_rows.row_rungs()}
+    rows |= {*few_rows.row_rungs(), *code_rows.row_rungs()}
     seqs, pages = {*paged_decode.seq_rungs(), max_seqs}, {1, max_pages}
     own = backend.rungs(max_seqs, max_pages) if isinstance(backend, SparseBackend) else None
     if own is not None:
@@ -201,9 +201,10 @@ def rungs_of(
 
 def rehearse_head(model: LanguageModel) -> None:
     """The output head multiplies only rows that are sampled or scored, any number of them."""
-    from cairn.kernels import few_rows, fp8, packed
+    from cairn.kernels import code_rows, few_rows, fp8, packed
 
-    rungs = {*few_rows.row_rungs(), *fp8.row_rungs(), *packed.row_rungs()}
+    rungs = {*few_rows.row_rungs(), *code_rows.row_rungs()}
+    rungs |= {*fp8.row_rungs(), *packed.row_rungs()}
     model.rehearse_head(sorted(rungs))
 
 

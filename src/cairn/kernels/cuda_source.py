@@ -23,7 +23,7 @@ from cairn.errors import CairnError
 MOST_SHARED = 232448  # most bytes of shared memory per block with compute capability 9.0
 ALL_SHARED = 233472  # bytes per multiprocessor; CUDA reserves 1,024 of them per block
 
-_SHARED_SIZE = 8  # value of CUfunction_attribute
+_SHARED_SIZE, _SHARED_SHARE = 8, 9  # values of CUfunction_attribute
 _CLUSTER, _PDL = 4, 6  # values of CUlaunchAttributeID
 _BFLOAT16, _FLOAT16 = 9, 6  # values of CUtensorMapDataType
 _SWIZZLE_128B, _PROMOTE_256B = 3, 3
@@ -138,8 +138,17 @@ class CudaKernel:
     """A kernel from a cubin, loaded on one device. Its one argument is a struct, given as bytes."""
 
     def __init__(
-        self, cubin: bytes, name: str, threads: int, shared_bytes: int, device: torch.device
+        self,
+        cubin: bytes,
+        name: str,
+        threads: int,
+        shared_bytes: int,
+        device: torch.device,
+        *,
+        copies: bool = False,
     ) -> None:
+        """`copies`: it loads almost everything by copies to shared memory, so the L1 cache can be
+        small. Then blocks of the next such kernel find room beside its own."""
         try:
             self._driver = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
@@ -156,6 +165,8 @@ class CudaKernel:
                 self.call("cuModuleLoadData", ctypes.byref(module), cubin)
                 self.call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
                 self.call("cuFuncSetAttribute", function, _SHARED_SIZE, shared_bytes)
+                if copies:
+                    self.call("cuFuncSetAttribute", function, _SHARED_SHARE, 100)
         except RuntimeError as error:
             raise KernelUnavailableError(
                 f"{error}; is the driver older than NVRTC, or a file in {cache_folder()} damaged?"

@@ -1,8 +1,8 @@
-"""Products of few rows with quantised matrices, in CUDA C++ (few_rows.cu).
+"""Products of few rows with FP8 matrices, in CUDA C++ (few_rows.cu).
 
-They compute the same as the kernels for few rows in `fp8` and `packed`, up to rounding. Those serve
-other GPUs and shapes. Tensor cores multiply loaded numbers directly from registers; Triton would
-pass them through shared memory.
+They compute the same as the kernels for few rows in `fp8`, up to rounding. Those serve other GPUs
+and shapes. Tensor cores multiply loaded numbers directly from registers; Triton would pass them
+through shared memory.
 """
 
 from __future__ import annotations
@@ -21,50 +21,28 @@ from cairn.kernels.cuda_source import (
     compile_source,
     device_refusal,
 )
-from cairn.kernels.interface import FEW_CODE_ROWS, FEW_ROWS
+from cairn.kernels.interface import FEW_ROWS, Norm
 from cairn.kernels.precompile import is_collecting
 from cairn.kernels.processors import processors
 from cairn.kernels.sizes import blocks_of
 
 _FOLDER = Path(__file__).parent
-_ROWS = "2Q2if4x"  # struct Rows in the source
-_ROW_ARGUMENTS = struct.Struct(f"{_ROWS}3Q")  # struct RowArguments
-_ARGUMENTS = struct.Struct(f"{_ROWS}7Q6i")  # struct Arguments
+_ROW_ARGUMENTS = struct.Struct("2Qif3Q")  # struct RowArguments in the source
+_ARGUMENTS = struct.Struct(f"{_ROW_ARGUMENTS.format}3Q6i")  # struct Arguments
 _TILE = 16  # rows of the matrix
+_CHUNK = 64  # columns of a step
 
 
 def row_rungs() -> tuple[int, ...]:
     """Row counts at which products switch to another compiled form."""
-    return 1, 2, FEW_ROWS + 1, FEW_CODE_ROWS + 1
+    return 1, 2, FEW_ROWS + 1
 
 
 class Form(NamedTuple):
     """How numbers are stored; macros of the source, which explains them."""
 
-    fp8: bool
     grouped: bool
-    bits: int = 8
-    subs: int = 1
-    minimum: bool = False
-    sub_scale: bool = False
-    sub_minimum: bool = False
-    whole: bool = False
     gated: bool = False
-
-    def in_whole_numbers(self, rows: int) -> bool:
-        """WHOLE_NUMBERS in the source."""
-        return rows == 1 and not self.fp8 and self.subs == 1
-
-    def floats(self, rows: int) -> int:
-        """Of a chunk; FLOATS in the source."""
-        if self.in_whole_numbers(rows):
-            return 8
-        return 1 + (0 if self.fp8 else 1 if self.whole else 4 * self.subs)
-
-    @property
-    def chunk(self) -> int:
-        """Columns of 64 bytes."""
-        return 512 // self.bits
 
 
 class Plan(NamedTuple):
@@ -75,55 +53,80 @@ class Plan(NamedTuple):
     blocks: int
 
 
-def plan_of(form: Form, rows: int, tiles: int, chunks: int, device: torch.device) -> Plan:
+def plan_of(rows: int, tiles: int, chunks: int, device: torch.device) -> Plan:
     """As many blocks as have enough registers. Where there are too few tiles for that, blocks are
     larger, if all warps have columns."""
-    few = tiles <= processors(device) * (1 if form.fp8 else 3)
-    if rows == 1 and few and chunks >= 16:
+    if rows == 1 and tiles <= processors(device) and chunks >= 16:
         return Plan(16, 4, 1)
-    return Plan(8, 4, 3 if form.fp8 and rows == 1 else 2)
+    return Plan(8, 4, 3 if rows == 1 else 2)
 
 
-def shift_of(per_scale: int, scales: int) -> int | None:
-    """For `Matrix`; None if the kernel cannot find the scales of a column."""
-    if scales == 1:
-        return 31
-    return per_scale.bit_length() - 1 if per_scale.bit_count() == 1 else None
-
-
-class Matrix(NamedTuple):
+class Fp8FewRows(NamedTuple):
     """A matrix [outputs, columns] as the kernel reads it."""
 
     form: Form
     weight: torch.Tensor
-    scale: torch.Tensor  # [outputs, scales], or as `Packed` has it
-    shift: int  # 2**shift chunks (FP8) or blocks of 32 columns (codes) have one scale
-    outputs: int
-    columns: int
-    inner: torch.Tensor | None = None
-    offset: int = 0
+    scale: torch.Tensor  # [outputs, scales]
+    shift: int  # 2**shift chunks have one scale
+
+    @classmethod
+    def of(
+        cls,
+        weight: torch.Tensor,  # [outputs, columns] e4m3
+        scale: torch.Tensor,  # [outputs, groups]
+        group: int,  # columns with one scale; 0 for all
+    ) -> Fp8FewRows | None:
+        """None if the kernel cannot read it."""
+        chunks, rest = divmod(group, _CHUNK)
+        if scale.shape[1] == 1:
+            return cls(Form(group > 0), weight, scale, 31)
+        if rest or chunks.bit_count() != 1:
+            return None
+        return cls(Form(True), weight, scale, chunks.bit_length() - 1)
 
     @property
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        return self.weight, self.scale, self.inner
+    def columns(self) -> int:
+        return self.weight.shape[1]
 
+    @property
+    def outputs(self) -> int:
+        """Of a product."""
+        return len(self.weight) // 2 if self.form.gated else len(self.weight)
 
-def fp8_matrix(
-    weight: torch.Tensor,  # [outputs, columns] e4m3
-    scale: torch.Tensor,  # [outputs, groups]
-    group: int,  # columns with one scale; 0 for all
-) -> Matrix | None:
-    """None if the kernel cannot read it."""
-    form = Form(True, group > 0)
-    chunks, rest = divmod(group, form.chunk)
-    shift = None if rest else shift_of(chunks, scale.shape[1])
-    if shift is None:
-        return None
-    return Matrix(form, weight, scale, shift, *weight.shape)
+    def gated(self) -> Fp8FewRows | None:
+        """The same matrix of gate and up, for silu(gate) * up; None if the kernel has no such
+        tiles."""
+        if len(self.weight) % 16:
+            return None
+        return self._replace(form=self.form._replace(gated=True))
+
+    def serves(self, x: torch.Tensor) -> bool:
+        """Whether there is a kernel for these rows: every warp of a block has columns, and a single
+        row fits into shared memory."""
+        chunks, rest = divmod(self.columns, _CHUNK)
+        plan = plan_of(1, 2**31, chunks, x.device)
+        fits = len(x) > 1 or shared_bytes(1, plan, chunks) <= MOST_SHARED // plan.blocks - 1024
+        shape = 0 < len(x) <= FEW_ROWS and rest == 0 and chunks >= plan.warps and fits
+        halves = x.dtype in (torch.bfloat16, torch.float16) and x.data_ptr() % 16 == 0
+        return shape and halves and refusal(x.device) is None
+
+    def product(
+        self,
+        x: torch.Tensor,  # [rows, in], contiguous; `serves` it
+        *,
+        norm: Norm | None = None,
+        add_to: torch.Tensor | None = None,  # [rows, out], contiguous; added to and returned
+    ) -> torch.Tensor:
+        """-> [rows, out]; half as many if gated"""
+        out = add_to
+        if out is None:
+            out = torch.empty(len(x), self.outputs, dtype=x.dtype, device=x.device)
+        _launch(call_of(x, self, out, norm, add=add_to is not None), x)
+        return out
 
 
 def source() -> str:
-    names = "hopper.cuh", "few_rows_inputs.cuh", "few_rows.cu"
+    names = "hopper.cuh", "product_rows.cuh", "few_rows.cu"
     return "".join((_FOLDER / name).read_text() for name in names)
 
 
@@ -141,35 +144,18 @@ def refusal(device: torch.device) -> str | None:
     if reason is not None:
         return reason
     try:
-        _kernels(Form(fp8=True, grouped=False), 1, Plan(8, 4, 3), torch.bfloat16, device)
+        _kernels(Form(grouped=False), 1, Plan(8, 4, 3), torch.bfloat16, device)
     except KernelUnavailableError as error:
         return str(error)
     return None
 
 
-def serves(x: torch.Tensor, matrix: Matrix, *, norm: bool) -> bool:
-    """Whether there is a kernel for these rows: every warp of a block has columns, and a single row
-    fits into shared memory. Codes are read again for every few rows, up to the number from which on
-    it is better to widen them."""
-    form = matrix.form
-    most = FEW_ROWS if form.fp8 else FEW_CODE_ROWS
-    chunks, rest = divmod(matrix.columns, form.chunk)
-    plan = plan_of(form, 1, 2**31, chunks, x.device)
-    room = MOST_SHARED // plan.blocks - 1024
-    fits = len(x) > 1 or shared_bytes(form, 1, plan, chunks, norm=norm) <= room
-    shape = 0 < len(x) <= most and rest == 0 and chunks >= plan.warps and fits
-    halves = x.dtype in (torch.bfloat16, torch.float16) and x.data_ptr() % 16 == 0
-    return shape and halves and refusal(x.device) is None
-
-
-def shared_bytes(form: Form, rows: int, plan: Plan, chunks: int, *, norm: bool) -> int:
+def shared_bytes(rows: int, plan: Plan, chunks: int) -> int:
     """Bytes of struct Memory in the source."""
     sums = 2 * plan.warps * _TILE * (1 if rows == 1 else rows + 1) * 4
     if rows > 1:
         return sums
-    floats = blocks_of(chunks * form.floats(1), 4) * 16
-    per_column = 4 if form.in_whole_numbers(rows) and norm else 2
-    return sums + blocks_of(plan.warps, 4) * 16 + floats + per_column * chunks * form.chunk
+    return sums + blocks_of(plan.warps, 4) * 16 + blocks_of(chunks, 4) * 16 + 2 * chunks * _CHUNK
 
 
 class _Kernels(NamedTuple):
@@ -207,43 +193,39 @@ class Call(NamedTuple):
 
 def call_of(
     x: torch.Tensor,
-    matrix: Matrix,
+    matrix: Fp8FewRows,
     out: torch.Tensor,
-    norm: tuple[torch.Tensor, float] | None = None,
+    norm: Norm | None = None,
     *,
     add: bool = False,
-    alone: bool | None = None,  # x is the only row of a product; by default, if it is one row
-    plan: Plan | None = None,
 ) -> Call:
     form, count, device = matrix.form, len(x), x.device
-    chunks = matrix.columns // form.chunk
-    rows = 1 if (count == 1 if alone is None else alone) else FEW_ROWS
-    outputs = matrix.outputs // 2 if form.gated else matrix.outputs
+    chunks, outputs = matrix.columns // _CHUNK, matrix.outputs
+    rows = 1 if count == 1 else FEW_ROWS
     tiles = outputs // 8 if form.gated else blocks_of(outputs, _TILE)
-    plan = plan or plan_of(form, rows, tiles, chunks, device)
+    plan = plan_of(rows, tiles, chunks, device)
     held: tuple[torch.Tensor, ...] = ()
     if rows > 1:
         held = (
             torch.empty(rows, matrix.columns, dtype=torch.float16, device=device),
-            torch.empty(chunks, form.floats(rows), rows, dtype=torch.float32, device=device),
+            torch.empty(chunks, rows, dtype=torch.float32, device=device),
             torch.empty(rows, plan.warps, dtype=torch.float32, device=device),
         )
     made = [own.data_ptr() for own in held] or [0, 0, 0]
     norm_weight, eps = (0, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
-    of_rows = x.data_ptr(), norm_weight, matrix.columns, matrix.offset, eps
+    of_rows = x.data_ptr(), norm_weight, matrix.columns, eps, *made
     return Call(
         form,
         rows,
         plan,
-        _ROW_ARGUMENTS.pack(*of_rows, *made) if rows > 1 else b"",
+        _ROW_ARGUMENTS.pack(*of_rows) if rows > 1 else b"",
         count,
         _ARGUMENTS.pack(
-            *of_rows, *made,
-            *(0 if own is None else own.data_ptr() for own in matrix.tensors), out.data_ptr(),
+            *of_rows, matrix.weight.data_ptr(), matrix.scale.data_ptr(), out.data_ptr(),
             count, tiles, outputs, matrix.scale.shape[1], matrix.shift, add,
         ),
         min(tiles, processors(device) * plan.blocks),
-        shared_bytes(form, rows, plan, chunks, norm=norm is not None),
+        shared_bytes(rows, plan, chunks),
         held,
     )  # fmt: skip
 
@@ -257,28 +239,3 @@ def _launch(call: Call, x: torch.Tensor) -> None:
     kernels.multiply.launch(
         (call.multiply_blocks,), call.multiply, shared_bytes=call.shared, pdl=True
     )
-
-
-def product(
-    x: torch.Tensor,  # [rows, in], contiguous; `serves` it
-    matrix: Matrix,
-    *,
-    norm: tuple[torch.Tensor, float] | None = None,  # weight [in], epsilon: apply RMS norm to x
-    add_to: torch.Tensor | None = None,  # [rows, out], contiguous; added to and returned
-) -> torch.Tensor:
-    """-> [rows, out]; half as many if gated"""
-    out = add_to
-    if out is None:
-        outputs = matrix.outputs // 2 if matrix.form.gated else matrix.outputs
-        out = torch.empty(len(x), outputs, dtype=x.dtype, device=x.device)
-    add, alone = add_to is not None, len(x) == 1
-    for own, result in zip(x.split(FEW_ROWS), out.split(FEW_ROWS), strict=True):
-        _launch(call_of(own, matrix, result, norm, add=add, alone=alone), own)
-    return out
-
-
-def gated(matrix: Matrix) -> Matrix | None:
-    """The same matrix of gate and up, for silu(gate) * up; None if the kernel has no such tiles."""
-    if matrix.outputs % 16:
-        return None
-    return matrix._replace(form=matrix.form._replace(gated=True))

@@ -40,6 +40,13 @@ DEVICE u32 pack_bfloats(float low, float high) {
   return result;
 }
 
+// A float16 number, whatever the model's type is.
+DEVICE float from_half(u16 number) {
+  float result;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(number));
+  return result;
+}
+
 // The same in the model's type.
 DEVICE u32 pack(float low, float high) {
   return HALF ? pack_halves(low, high) : pack_bfloats(low, high);
@@ -143,6 +150,15 @@ DEVICE void copy_box(u32 target, const TensorMap* map, int column, int row, u64*
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%3, %4}], [%2];" ::"r"(target),
       "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row)
+      : "memory");
+}
+
+// Copy bytes to shared memory; their number and both addresses are multiples of 16.
+DEVICE void copy_bytes(u32 target, const void* source, u32 bytes, u64* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          target),
+      "l"(source), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
 }
 
@@ -323,16 +339,27 @@ DEVICE void grow_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-// Arithmetic on two float16 at once.
-DEVICE u32 multiply_halves(u32 a, u32 b) {
+// Arithmetic on two numbers of the model's type at once.
+#if HALF
+#define PAIR "f16x2"
+#else
+#define PAIR "bf16x2"
+#endif
+DEVICE u32 add_pairs(u32 a, u32 b) {
   u32 result;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  asm("add.rn." PAIR " %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
   return result;
 }
 
-DEVICE u32 fma_halves(u32 a, u32 b, u32 c) {
+DEVICE u32 multiply_pairs(u32 a, u32 b) {
   u32 result;
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  asm("mul.rn." PAIR " %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+
+DEVICE u32 fma_pairs(u32 a, u32 b, u32 c) {
+  u32 result;
+  asm("fma.rn." PAIR " %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
   return result;
 }
 
@@ -356,19 +383,4 @@ DEVICE void load_once(u32 (&result)[4], const void* from) {
   asm("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
       : "=r"(result[0]), "=r"(result[1]), "=r"(result[2]), "=r"(result[3])
       : "l"(from));
-}
-
-// Round to the numbers that products with tf32 take.
-DEVICE float to_tf32(float x) {
-  u32 result;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(result) : "f"(x));
-  return __uint_as_float(result);
-}
-
-// c += a @ b, where a is 16 x 4 and b is 4 x 8, in tf32.
-DEVICE void multiply_four(float (&c)[4], float a0, float a1, float b) {
-  asm("mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 "
-      "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(__float_as_uint(a0)), "r"(__float_as_uint(a1)), "r"(__float_as_uint(b)));
 }

@@ -20,6 +20,9 @@ MOST_SCORES = 2**21 - 128
 LISTED_ROWS = 512
 """Most rows of a step with chunks that a kernel lists, so that the step can be recorded."""
 
+Norm = tuple[torch.Tensor, float]
+"""Weight and epsilon of an RMS norm, for products that apply one to their rows first."""
+
 FEW_ROWS = 8
 """Products of at most this many rows use our own kernels, in which a tensor core multiplies tiles
 of 8 rows. With 16 rows cuBLAS is faster, except for codes. Products of more rows with an FP8 matrix
@@ -37,9 +40,6 @@ def streams(outputs: int, columns: int) -> bool:
 
 NARROW_ROWS = 16
 """Products of at most this many rows with a matrix of few outputs in float32 use our own kernel."""
-
-FEW_CODE_ROWS = 32
-"""Products of more rows with a matrix of codes widen the matrix in memory."""
 
 E4M3_LARGEST = 448.0
 """The largest number that FP8 of type e4m3 has."""

@@ -13,7 +13,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cairn.kernels.activation import silu_and_mul
-from cairn.kernels.interface import FEW_CODE_ROWS
 from cairn.kernels.launch import direct
 from cairn.kernels.norm import rms_norm
 from cairn.kernels.packed_layout import Packed
@@ -22,12 +21,13 @@ from cairn.kernels.processors import staying
 from cairn.kernels.sizes import blocks_of, power_of_two
 
 _ONE_ROW_OUTPUTS = 4  # of a tile
+_FEW_ROWS = 32  # products of more rows widen the matrix in memory
 _MOST_WIDENED = 2**25  # weights that are in float at the same time
 
 
 def row_rungs() -> tuple[int, ...]:
     """Row counts at which products switch to another compiled form."""
-    return 1, 2, 9, 17, FEW_CODE_ROWS + 1
+    return 1, 2, 9, 17, _FEW_ROWS + 1
 
 
 _SHRUNK = tl.constexpr(2.0**43)  # what products of `_tiny` and `_grown` lack
@@ -448,7 +448,7 @@ def product(
     rows, out_features = x.shape[0], matrix.outputs
     if silu and rows > 1:
         x, silu = silu_and_mul(x), False
-    if rows > FEW_CODE_ROWS:
+    if rows > _FEW_ROWS:
         if norm is not None:
             x = rms_norm(x, *norm)
         return _many_rows(x, matrix, add_to)

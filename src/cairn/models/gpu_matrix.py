@@ -5,19 +5,28 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
+from cairn.kernels.interface import Norm
 from cairn.models.blocks import Codes, Kept, stacked
 from cairn.models.fp8 import readable
 from cairn.models.narrow import Narrow
 
-if TYPE_CHECKING:
-    from cairn.kernels import few_rows
 
-Norm = tuple[torch.Tensor, float]
-"""Weight and epsilon of an RMS norm."""
+class FewRows(Protocol):
+    """A matrix as kernels in CUDA C++ read it, which multiply few rows."""
+
+    def serves(self, x: torch.Tensor) -> bool:
+        """Whether there is a kernel for these rows."""
+
+    def product(
+        self, x: torch.Tensor, *, norm: Norm | None = None, add_to: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
+
+    def gated(self) -> FewRows | None:
+        """The same matrix of gate and up, for silu(gate) * up; None if it cannot be."""
 
 
 def can_store(weight: Kept) -> bool:
@@ -27,8 +36,8 @@ def can_store(weight: Kept) -> bool:
 
 class GpuMatrix(ABC):
     outputs: int
-    for_few_rows: few_rows.Matrix | None
-    """What the kernel in CUDA C++ reads, if it can."""
+    for_few_rows: FewRows | None
+    """None if no kernel in CUDA C++ can read it."""
 
     @property
     @abstractmethod
@@ -49,23 +58,18 @@ class GpuMatrix(ABC):
     ) -> torch.Tensor:
         """x [rows, columns] -> [rows, outputs]. With `silu`, x is twice as wide, and silu(first
         half) * second half is multiplied."""
-        from cairn.kernels import few_rows
         from cairn.kernels.activation import silu_and_mul
 
         x = x.contiguous()
         own = self.for_few_rows
-        if own is None or not few_rows.serves(x, own, norm=norm is not None):
+        if own is None or not own.serves(x):
             return self._by_triton(x, norm, silu, add_to)
-        return few_rows.product(silu_and_mul(x) if silu else x, own, norm=norm, add_to=add_to)
+        return own.product(silu_and_mul(x) if silu else x, norm=norm, add_to=add_to)
 
     def gated(self, x: torch.Tensor, norm: Norm | None) -> torch.Tensor | None:
         """silu(first half of the outputs) * second half, in one kernel; None if there is none."""
-        from cairn.kernels import few_rows
-
-        own = None if self.for_few_rows is None else few_rows.gated(self.for_few_rows)
-        if own is None or not few_rows.serves(x, own, norm=norm is not None):
-            return None
-        return few_rows.product(x.contiguous(), own, norm=norm)
+        own = None if self.for_few_rows is None else self.for_few_rows.gated()
+        return own.product(x.contiguous(), norm=norm) if own and own.serves(x) else None
 
     @abstractmethod
     def _by_triton(
@@ -82,14 +86,14 @@ class GpuMatrix(ABC):
 
 class Fp8Matrix(GpuMatrix):
     def __init__(self, given: Narrow) -> None:
-        from cairn.kernels.few_rows import fp8_matrix
+        from cairn.kernels.few_rows import Fp8FewRows
         from cairn.kernels.fp8_many import prepare
 
         assert given.scale is not None
         self.outputs, columns = given.shape
         self._given, self._numbers, self._scale = given, given.values, given.scale.contiguous()
         self._group = 0 if given.span >= columns else given.span
-        self.for_few_rows = fp8_matrix(self._numbers, self._scale, self._group)
+        self.for_few_rows = Fp8FewRows.of(self._numbers, self._scale, self._group)
         self._prepared = prepare(self._numbers, self._scale, self._group)
 
     @property
@@ -119,11 +123,11 @@ class Fp8Matrix(GpuMatrix):
 
 class PackedMatrix(GpuMatrix):
     def __init__(self, given: Codes) -> None:
-        from cairn.kernels.few_rows import Form, Matrix
-        from cairn.kernels.packed_layout import BLOCK, packed
+        from cairn.kernels.code_rows import CodeMatrix
+        from cairn.kernels.packed_layout import packed
 
         self.outputs = given.shape[0]
-        self.packed = own = packed(
+        self.packed = packed(
             given.codes,
             given.scale,
             given.minimum,
@@ -132,22 +136,17 @@ class PackedMatrix(GpuMatrix):
             given.offset,
             given.bits,
         )
-        shift = (own.columns // BLOCK // own.scale.shape[1]).bit_length() - 1
-        has = own.has_minimum, own.has_sub_scale, own.has_sub_minimum
-        # Four blocks of 4 bits are multiplied at once; they may have one scale.
-        whole = own.bits == 4 and not any(has) and shift >= 2
-        form = Form(False, False, own.bits, own.subs, *has, whole)
         self.for_few_rows = None
-        # The kernel multiplies scales by 8192, in float16.
-        if _largest(given.scale) * _largest(given.sub_scale) < 7.9:
-            sizes = self.outputs, own.columns
-            self.for_few_rows = Matrix(
-                form, own.words, own.scale, shift, *sizes, own.inner, own.offset
-            )
+        # The kernels have weights in float16, eight times as large.
+        weight = _largest(given.scale) * _largest(given.sub_scale) * 2**given.bits
+        if given.minimum is not None:
+            weight += _largest(given.minimum) * _largest(given.sub_minimum)
+        if 8 * weight < torch.finfo(torch.float16).max:
+            self.for_few_rows = CodeMatrix.of(self.packed)
 
     @property
     def form(self) -> Hashable:
-        return tuple(self.packed.constants.items())
+        return self.for_few_rows is not None, *self.packed.constants.items()
 
     @property
     def nbytes(self) -> int:
