@@ -136,7 +136,7 @@ class EngineConfig:
         "auto",
         "Keep matrices as they are in the file, convert them to the model's type (none), or round "
         "them to fp8, int8 or int4, with embedding and output head in int8. auto keeps them where "
-        "kernels read them, on CUDA only FP8.",
+        "fast kernels read them: on CPUs, on Hopper GPUs, and FP8 on others.",
         "auto",
         "keep",
         "none",

@@ -8,27 +8,38 @@ import torch
 from cairn.config import EngineConfig
 from cairn.engine import quantization
 from cairn.engine.quantization import resolve_quantization
-from cairn.kernels import fp8_many
+from cairn.kernels import code_rows, few_rows, fp8_many
 
 
 @pytest.mark.parametrize(
-    ("types", "choice", "keeps"),
+    ("types", "choice", "slow", "keeps"),
     [
-        (("FP8",), "auto", True),
-        (("Q4_K", "Q6_K"), "auto", False),
-        (("Q4_K", "Q6_K"), "keep", True),
-        (("INT4",), "auto", False),
+        (("FP8",), "auto", "it has 9.0", True),
+        (("Q4_K", "Q6_K"), "auto", "it has 9.0", False),
+        (("Q4_K", "Q6_K"), "keep", "it has 9.0", True),
+        (("INT4",), "auto", "it has 9.0", False),
+        (("Q4_K", "Q6_K"), "auto", None, True),
+        (("AWQ",), "auto", None, True),
     ],
 )
 def test_what_a_gpu_keeps(
-    types: tuple[str, ...], choice: str, keeps: bool, monkeypatch: pytest.MonkeyPatch
+    types: tuple[str, ...],
+    choice: str,
+    slow: str | None,
+    keeps: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """FP8 by default; codes are slower for several rows, so only if asked for."""
+    """FP8 always. Codes where the fast kernels run; elsewhere several rows are slower, so only if
+    asked for."""
+    of_codes, of_fp8 = (None, slow) if "FP8" in types else (slow, None)
+    monkeypatch.setattr(code_rows, "refusal", lambda _: of_codes)
+    monkeypatch.setattr(few_rows, "refusal", lambda _: of_fp8)
     monkeypatch.setattr(quantization, "use_kernels", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(fp8_many, "library_refusal", lambda _: "torch is old")
     config = EngineConfig(model="any", quantization=choice)
     found = resolve_quantization(config, types, torch.bfloat16, torch.device("cuda"))
     assert found.keep == keeps
+    assert any("it has 9.0" in note for note in found.notes) == (slow is not None)
     assert any("torch is old" in note for note in found.notes) == ("FP8" in types)
     assert any("quantization=keep" in note for note in found.notes) == (not keeps)

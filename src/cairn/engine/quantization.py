@@ -47,13 +47,22 @@ def resolve_quantization(
     if refusal is not None:
         return Quantization(notes=(f"weights: {named} is dequantised; {refusal}",))
     if device.type == "cuda" and choice == "auto" and any(name != "FP8" for name in types):
-        # Kernels read codes of 4 to 8 bits faster than bfloat16 for one row, slower for several.
-        note = f"weights: {named} is dequantised; quantization=keep needs less memory"
-        return Quantization(notes=(f"{note} and is slower for several requests at once",))
+        slow = _few_rows_refusal(choice, types, device)
+        if slow is not None:
+            note = f"weights: {named} is dequantised; quantization=keep needs less memory and is"
+            return Quantization(notes=(f"{note} slower for several requests at once; {slow}",))
     keep = choice not in ROUNDINGS
-    notes = (f"weights: {named} as in the file",) if keep and named != "F32" else ()
+    experts = ""
+    if device.type == "cuda" and any(name != "FP8" for name in types):
+        experts = "; experts, if there are any, are dequantised"
+    notes: tuple[str, ...] = ()
+    if keep and named != "F32":
+        notes = (f"weights: {named} as in the file{experts}",)
     if device.type == "cuda":
-        notes = *notes, *_few_rows_note(device)
+        slow = _few_rows_refusal(choice, types, device)
+        if slow is not None:
+            note = "weights: Triton multiplies few rows with quantised matrices, more slowly"
+            notes = *notes, f"{note}; {slow}"
         if choice == "fp8" or (keep and "FP8" in types):
             notes = *notes, *_many_rows_note(dtype, device)
         return Quantization(keep, notes=notes)
@@ -66,12 +75,16 @@ def resolve_quantization(
         return Quantization(keep, None, (f"products run in torch, slowly: {error}",))
 
 
-def _few_rows_note(device: torch.device) -> Iterator[str]:
-    from cairn.kernels import few_rows
+def _few_rows_refusal(choice: str, types: tuple[str, ...], device: torch.device) -> str | None:
+    """Why few rows are multiplied by Triton's kernels; None if there are faster ones."""
+    from cairn.kernels import code_rows, few_rows
 
-    reason = few_rows.refusal(device)
-    if reason is not None:
-        yield f"weights: Triton multiplies few rows with quantised matrices, more slowly; {reason}"
+    rounded = choice in ROUNDINGS
+    is_fp8 = choice == "fp8" if rounded else "FP8" in types
+    # Rounded to FP8, embedding and output head are codes.
+    has_codes = rounded or any(name != "FP8" for name in types)
+    reason = few_rows.refusal(device) if is_fp8 else None
+    return code_rows.refusal(device) if reason is None and has_codes else reason
 
 
 def _many_rows_note(dtype: torch.dtype, device: torch.device) -> Iterator[str]:
