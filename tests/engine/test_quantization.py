@@ -36,7 +36,7 @@ def test_what_a_gpu_keeps(
     monkeypatch.setattr(few_rows, "refusal", lambda _: of_fp8)
     monkeypatch.setattr(quantization, "use_kernels", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(fp8_many, "library_refusal", lambda _: "torch is old")
+    monkeypatch.setattr(fp8_many, "torch_refusal", lambda _: "torch is old")
     config = EngineConfig(model="any", quantization=choice)
     found = resolve_quantization(config, types, torch.bfloat16, torch.device("cuda"))
     assert found.keep == keeps

@@ -99,7 +99,7 @@ def test_many_rows_with_scales_of_blocks_in_triton(of_blocks: bool) -> None:
 def test_torch_multiplies_scales_of_blocks_on_hopper() -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("it is no Hopper GPU")
-    assert fp8_many.library_refusal(CUDA) is None
+    assert fp8_many.torch_refusal(CUDA) is None
 
 
 @pytest.mark.parametrize("form", CODE_FORMS)

@@ -75,7 +75,7 @@ def test_many_rows_by_torch(
     rows: int, group: int, of_blocks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fp8_many, "is_hopper", lambda _: True)
-    monkeypatch.setattr(fp8_many, "library_refusal", lambda _: None)
+    monkeypatch.setattr(fp8_many, "torch_refusal", lambda _: None)
     monkeypatch.setattr(fp8_many, "_by_triton", None)
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     for outputs, width in ((256, 512), (272, 512), (256, 640), *([(32, 144)] * (group == 0))):

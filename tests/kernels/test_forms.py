@@ -254,7 +254,7 @@ def test_products_of_torch_need_no_other_forms(
         return torch.zeros(len(x), weight.shape[1], dtype=out_dtype)
 
     monkeypatch.setattr(fp8_many, "is_hopper", lambda _: True)
-    monkeypatch.setattr(fp8_many, "library_refusal", lambda _: None)
+    monkeypatch.setattr(fp8_many, "torch_refusal", lambda _: None)
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     config, options = MODELS["fp8-weights"]
     config = {**config, "hidden_size": 256, "intermediate_size": 384}

@@ -92,7 +92,7 @@ def _many_rows_note(dtype: torch.dtype, device: torch.device) -> Iterator[str]:
     from cairn.kernels import fp8_many
 
     if dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] == 9:
-        reason = fp8_many.library_refusal(device)
+        reason = fp8_many.torch_refusal(device)
         if reason is not None:
             yield f"weights: slower products of many rows with FP8 matrices; torch's fail: {reason}"
 

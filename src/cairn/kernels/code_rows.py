@@ -20,7 +20,7 @@ from cairn.kernels.cuda_source import (
     compile_source,
     device_refusal,
 )
-from cairn.kernels.interface import Norm
+from cairn.kernels.interface import Norm, is_loadable
 from cairn.kernels.norm import rms_norm
 from cairn.kernels.packed_layout import BLOCK, Packed
 from cairn.kernels.precompile import is_collecting
@@ -163,8 +163,7 @@ class CodeMatrix(NamedTuple):
     def serves(self, x: torch.Tensor) -> bool:
         """Whether there are kernels for these rows."""
         shape = 0 < len(x) <= _MOST_ROWS and self.packed.columns % self.form.chunk == 0
-        halves = x.dtype in (torch.bfloat16, torch.float16) and x.data_ptr() % 16 == 0
-        return shape and halves and refusal(x.device) is None
+        return shape and is_loadable(x) and refusal(x.device) is None
 
     def product(
         self,

@@ -21,7 +21,7 @@ from cairn.kernels.cuda_source import (
     compile_source,
     device_refusal,
 )
-from cairn.kernels.interface import FEW_ROWS, Norm
+from cairn.kernels.interface import FEW_ROWS, Norm, is_loadable
 from cairn.kernels.precompile import is_collecting
 from cairn.kernels.processors import processors
 from cairn.kernels.sizes import blocks_of
@@ -107,8 +107,7 @@ class Fp8FewRows(NamedTuple):
         plan = plan_of(1, 2**31, chunks, x.device)
         fits = len(x) > 1 or shared_bytes(1, plan, chunks) <= MOST_SHARED // plan.blocks - 1024
         shape = 0 < len(x) <= FEW_ROWS and rest == 0 and chunks >= plan.warps and fits
-        halves = x.dtype in (torch.bfloat16, torch.float16) and x.data_ptr() % 16 == 0
-        return shape and halves and refusal(x.device) is None
+        return shape and is_loadable(x) and refusal(x.device) is None
 
     def product(
         self,

@@ -186,7 +186,7 @@ def prepare(weight: torch.Tensor, scale: torch.Tensor, group: int) -> Prepared:
         return Prepared(has_blocks)
     some = many = scale.t() if group == 0 else None
     grouped = group in (0, _LIBRARY_GROUP) and columns % _LIBRARY_GROUP == 0
-    if grouped and library_refusal(weight.device) is None:
+    if grouped and torch_refusal(weight.device) is None:
         some = scale.t().expand(columns // _LIBRARY_GROUP, outputs).contiguous()
         # One scale for each block of outputs will do if four groups can be read at once.
         if has_blocks and outputs % BLOCK_OUTPUTS == 0 and columns % (4 * group) == 0:
@@ -270,7 +270,7 @@ def _by_library(x: RoundedRows, weight: torch.Tensor, for_library: torch.Tensor)
 
 
 @cache
-def library_refusal(device: torch.device) -> str | None:
+def torch_refusal(device: torch.device) -> str | None:
     """Why torch's products with scales of 128 columns are not used on a GPU, or None. They are
     tried once: they need a Hopper GPU, and CUDA 12.9 or newer."""
     draw = torch.Generator(device).manual_seed(0)

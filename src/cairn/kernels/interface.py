@@ -23,6 +23,12 @@ LISTED_ROWS = 512
 Norm = tuple[torch.Tensor, float]
 """Weight and epsilon of an RMS norm, for products that apply one to their rows first."""
 
+
+def is_loadable(x: torch.Tensor) -> bool:
+    """Whether kernels in CUDA C++ can load rows: they have 16 bits, and are aligned."""
+    return x.dtype in (torch.bfloat16, torch.float16) and x.data_ptr() % 16 == 0
+
+
 FEW_ROWS = 8
 """Products of at most this many rows use our own kernels, in which a tensor core multiplies tiles
 of 8 rows. With 16 rows cuBLAS is faster, except for codes. Products of more rows with an FP8 matrix
