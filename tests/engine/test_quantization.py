@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from cairn import LLM
 from cairn.config import EngineConfig
 from cairn.engine import quantization
-from cairn.engine.quantization import resolve_quantization
+from cairn.engine.quantization import resolve_quantization, width_notes
 from cairn.kernels import code_rows, few_rows, fp8_many
+from cairn.models.layers import Linear
+from cairn.models.loader import quantize
+from cairn.models.quantize import ROUNDINGS
+from tests.helpers import TINY_LLAMA, write_model
 
 
 @pytest.mark.parametrize(
@@ -43,3 +50,21 @@ def test_what_a_gpu_keeps(
     assert any("it has 9.0" in note for note in found.notes) == (slow is not None)
     assert any("torch is old" in note for note in found.notes) == ("FP8" in types)
     assert any("quantization=keep" in note for note in found.notes) == (not keeps)
+
+
+@pytest.mark.parametrize(("width", "is_slow"), [(64, True), (256, False)])
+def test_widths_that_fast_kernels_do_not_read_are_noted(
+    width: int, is_slow: bool, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width}
+    folder = write_model(tmp_path, {**TINY_LLAMA, **sizes})
+    with LLM(folder, device="cpu", dtype="bfloat16", kv_cache_gib=0.01) as llm:
+        model = llm.engine.runner.stepper.model
+        for _, own in model.named_modules():
+            if isinstance(own, Linear):
+                own._fused = True  # stored as for a GPU
+        assert not list(width_notes(model))
+        quantize(model, ROUNDINGS["int4"])
+        notes = list(width_notes(model))
+    assert bool(notes) == is_slow
+    assert all("multiples of 128" in note for note in notes)

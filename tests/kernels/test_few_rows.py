@@ -150,6 +150,7 @@ def test_blocks_of_two_products_fit_beside_each_other_but_not_two_of_one(
 ) -> None:
     """Those that add to the stream. Without a norm they are wider: behind gate and up."""
     matrix = CodeMatrix.of(PackedMatrix(random_codes(form, 16, columns)).packed)
+    assert matrix is not None
     plan = code_rows.row_plan(matrix, normed=norm)
     assert plan is not None and plan.depth >= 2
     x = torch.zeros(1, columns, dtype=torch.bfloat16)

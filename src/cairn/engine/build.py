@@ -18,7 +18,7 @@ from cairn.engine.graphs import most_decode_rows
 from cairn.engine.hisparse_options import prompt_stages, selectors
 from cairn.engine.locate import sampling_defaults
 from cairn.engine.memory_plan import MemoryPlan, plan_memory
-from cairn.engine.quantization import resolve_quantization
+from cairn.engine.quantization import resolve_quantization, width_notes
 from cairn.engine.resolve import EngineChoices, resolve, resolve_device, resolve_dtype
 from cairn.engine.runner import Runner
 from cairn.engine.scheduler import Scheduler
@@ -211,7 +211,7 @@ def load_model(
     rounding = ROUNDINGS.get(config.quantization)
     if weights is None and rounding is not None and device.type == "cuda" and parallel.size == 1:
         fill_dummy(model, config.seed, rounding)
-        return model, notes
+        return model, [*notes, *width_notes(model)]
     if weights is None:
         fill_dummy(model, config.seed)
     else:
@@ -220,7 +220,7 @@ def load_model(
         # Makers of a quantised checkpoint have decided what embedding and output head need.
         ends = quantization_method(source.config) is None
         notes.append(str(quantize(model, rounding, ends=ends)))
-    return model, notes
+    return model, [*notes, *width_notes(model)]
 
 
 def _weights(config: EngineConfig, source: ModelSource) -> WeightSource:

@@ -10,6 +10,8 @@ import torch
 from cairn.config import EngineConfig
 from cairn.errors import ConfigError
 from cairn.kernels.cpu import CpuKernels, CpuKernelsUnavailableError
+from cairn.models.interface import LanguageModel
+from cairn.models.layers import Linear
 from cairn.models.loader import use_kernels
 from cairn.models.quantize import ROUNDINGS
 
@@ -73,6 +75,17 @@ def resolve_quantization(
             note = f"weights: {named} in float32, multiplied by torch, because {error}"
             return Quantization(notes=(note,))
         return Quantization(keep, None, (f"products run in torch, slowly: {error}",))
+
+
+def width_notes(model: LanguageModel) -> Iterator[str]:
+    """Which quantised matrices have widths that only Triton's kernels multiply."""
+    linears = [own for _, own in model.named_modules() if isinstance(own, Linear)]
+    slow = sum(own.is_slow for own in linears)
+    if slow:
+        yield (
+            f"weights: Triton multiplies few rows with {slow} of {len(linears)} matrices, more "
+            "slowly; faster kernels need columns in multiples of 128 (4 bits) or 64 (8 bits)"
+        )
 
 
 def _few_rows_refusal(choice: str, types: tuple[str, ...], device: torch.device) -> str | None:

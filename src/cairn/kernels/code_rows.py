@@ -132,11 +132,13 @@ class CodeMatrix(NamedTuple):
     packed: Packed
 
     @classmethod
-    def of(cls, packed: Packed) -> CodeMatrix:
+    def of(cls, packed: Packed) -> CodeMatrix | None:
+        """None if the kernels cannot read it: columns are no multiple of a chunk."""
         has = packed.has_minimum, packed.has_sub_scale, packed.has_sub_minimum
         per_scale = packed.columns // BLOCK // packed.scale.shape[1]
         shift = per_scale.bit_length() - 1
-        return cls(Form(packed.bits, shift, packed.subs, *has), packed)
+        form = Form(packed.bits, shift, packed.subs, *has)
+        return None if packed.columns % form.chunk else cls(form, packed)
 
     def gated(self) -> CodeMatrix | None:
         """The same matrix of gate and up, for silu(gate) * up; None if the kernels have no such
@@ -162,8 +164,7 @@ class CodeMatrix(NamedTuple):
 
     def serves(self, x: torch.Tensor) -> bool:
         """Whether there are kernels for these rows."""
-        shape = 0 < len(x) <= _MOST_ROWS and self.packed.columns % self.form.chunk == 0
-        return shape and is_loadable(x) and refusal(x.device) is None
+        return 0 < len(x) <= _MOST_ROWS and is_loadable(x) and refusal(x.device) is None
 
     def product(
         self,

@@ -1,4 +1,5 @@
-// Products x @ W.T of 2 to 64 rows with a matrix of codes of 4 or 8 bits.
+// Products x @ W.T of up to 64 rows with a matrix of codes of 4 or 8 bits; code_row.cu has one row, if it
+// can.
 //
 // `prepare_codes` scales each row of x by a power of two, makes it float16, and sorts its columns as
 // tensor cores take them. In `code_tiles` a block has a tile of OUTPUTS outputs. If there are few tiles,

@@ -76,7 +76,9 @@ class Fp8FewRows(NamedTuple):
         scale: torch.Tensor,  # [outputs, groups]
         group: int,  # columns with one scale; 0 for all
     ) -> Fp8FewRows | None:
-        """None if the kernel cannot read it."""
+        """None if the kernel cannot read it: columns or groups are no multiple of a chunk."""
+        if weight.shape[1] % _CHUNK:
+            return None
         chunks, rest = divmod(group, _CHUNK)
         if scale.shape[1] == 1:
             return cls(Form(group > 0), weight, scale, 31)
@@ -103,10 +105,10 @@ class Fp8FewRows(NamedTuple):
     def serves(self, x: torch.Tensor) -> bool:
         """Whether there is a kernel for these rows: every warp of a block has columns, and a single
         row fits into shared memory."""
-        chunks, rest = divmod(self.columns, _CHUNK)
+        chunks = self.columns // _CHUNK
         plan = plan_of(1, 2**31, chunks, x.device)
         fits = len(x) > 1 or shared_bytes(1, plan, chunks) <= MOST_SHARED // plan.blocks - 1024
-        shape = 0 < len(x) <= FEW_ROWS and rest == 0 and chunks >= plan.warps and fits
+        shape = 0 < len(x) <= FEW_ROWS and chunks >= plan.warps and fits
         return shape and is_loadable(x) and refusal(x.device) is None
 
     def product(

@@ -195,6 +195,11 @@ class GpuStack:
     def nbytes(self) -> int:
         return sum(matrix.nbytes for matrix in self._matrices)
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether Triton's kernels multiply few rows on all GPUs."""
+        return any(matrix.for_few_rows is None for matrix in self._matrices)
+
     def product(
         self,
         x: torch.Tensor,

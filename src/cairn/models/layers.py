@@ -395,6 +395,11 @@ class Linear(Module):
         return self._stored.form if isinstance(self._stored, GpuStack) else None
 
     @property
+    def is_slow(self) -> bool:
+        """As `GpuStack.is_slow`."""
+        return isinstance(self._stored, GpuStack) and self._stored.is_slow
+
+    @property
     def quantised_bytes(self) -> int:
         return 0 if self._stored is None else self._stored.nbytes
 
