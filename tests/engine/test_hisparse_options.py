@@ -270,6 +270,28 @@ def test_a_prompt_of_a_million_tokens_in_three_gib(monkeypatch: pytest.MonkeyPat
     assert plan.num_pages[-1] > 8192 // 64
 
 
+def test_the_default_host_pool_leaves_room_for_requests() -> None:
+    """Index keys of host pages stay on the device; they may take half of its budget."""
+    options: dict[str, Any] = {"kv_cache_gib": 0.05, "enable_hisparse": True, "device": "cpu"}
+    with LLM(GOLDENS / "hf_deepseek_v32_yarn_groups", **options) as llm:
+        assert llm.generate([1, 2, 3], max_tokens=4, ignore_eos=True).token_ids
+
+
+@pytest.mark.parametrize("preset", ["dsv32-slice-long", "glm5-slice"])
+def test_dense_rows_beside_a_tier_of_rows_are_read_by_kernels(
+    preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The window of frames is no window of attention, so it is no reason against a kernel."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    spec = read_spec(ConfigReader(PRESETS[preset], preset))
+    config = EngineConfig(model=preset, enable_hisparse=True, context_length=100_000)
+    choices = resolve(config, spec, torch.bfloat16, torch.device("cuda"))
+    assert choices.dense[0].name == "triton" and "torch" not in [
+        kind.name for kind in choices.dense
+    ]
+    assert not choices.attention.warnings
+
+
 GIB = 2**30
 
 

@@ -39,7 +39,7 @@ def test_logits_are_those_of_all_rows(llm: LLM, monkeypatch: pytest.MonkeyPatch)
     page = runner._choices.geometry.page_size
     found = []
     for cut in (1, 10**9):
-        monkeypatch.setattr(decoder, "_CUT_ROWS", cut)
+        monkeypatch.setattr(decoder, "CUT_ROWS", cut)
         table = np.arange(1, 17)[None] + (0 if cut == 1 else 16)
         for new, total, sampled in ((8 * page, 8 * page, 0), (300, 8 * page + 300, 1)):
             host = StepInputs.made_up(page, [new], [total], [table] * len(runner.tables.pages))

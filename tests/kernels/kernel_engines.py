@@ -61,7 +61,7 @@ def rerun_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepGraphs, "_capture", capture)
     monkeypatch.setattr(StepGraphs, "_aside", nullcontext)
     monkeypatch.setattr(sampler, "has_kernels", lambda _: True)
-    monkeypatch.setattr(decoder, "_CUT_ROWS", 8)
+    monkeypatch.setattr(decoder, "CUT_ROWS", 8)
 
 
 def use_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:

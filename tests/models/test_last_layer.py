@@ -43,7 +43,7 @@ def test_tokens_are_those_of_whole_layers(
 
     monkeypatch.setattr(Attend, "forward", note)
     for least in (8, 10**9):
-        monkeypatch.setattr(decoder, "_CUT_ROWS", least)
+        monkeypatch.setattr(decoder, "CUT_ROWS", least)
         with LLM(tmp_path, device="cpu", chunked_prefill_size=64, threads=1, **options) as llm:
             results = [llm.generate(one, max_tokens=12, ignore_eos=True) for one in prompts]
         answers.append([result.token_ids for result in results])
@@ -68,7 +68,7 @@ def test_a_dense_backend_computes_sampled_rows_for_hsa(
     monkeypatch.setattr(TorchBackend, "forward_rows", some)
     answers = []
     for least in (8, 10**9):
-        monkeypatch.setattr(decoder, "_CUT_ROWS", least)
+        monkeypatch.setattr(decoder, "CUT_ROWS", least)
         with LLM(
             tmp_path,
             **{"device": "cpu", "chunked_prefill_size": 64, "threads": 1, "page_size": 16},

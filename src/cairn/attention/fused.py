@@ -19,7 +19,13 @@ def attention(
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention output, [..., rows, dim]."""
-    # Torch's fused kernel for heads this wide gives wrong results for some numbers of rows.
-    wide = query.device.type == "cuda" and query.shape[-1] > _MOST_FUSED
-    with sdpa_kernel(SDPBackend.MATH) if wide else nullcontext():
+    with sdpa_kernel(_cuda_kernels(query)) if query.device.type == "cuda" else nullcontext():
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+
+
+def _cuda_kernels(query: torch.Tensor) -> list[SDPBackend]:
+    """The kernels that torch may choose from. cuDNN's is never among them: it plans for 0.1 s at
+    every new shape. Fused kernels give wrong results for some numbers of rows if heads are wide."""
+    if query.shape[-1] > _MOST_FUSED:
+        return [SDPBackend.MATH]
+    return [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

@@ -17,9 +17,16 @@ from cairn.engine.engine import Engine
 from cairn.engine.graphs import most_decode_rows
 from cairn.engine.hisparse_options import prompt_stages, selectors
 from cairn.engine.locate import sampling_defaults
+from cairn.engine.memory_budget import GIB
 from cairn.engine.memory_plan import MemoryPlan, plan_memory
 from cairn.engine.quantization import resolve_quantization, width_notes
-from cairn.engine.resolve import EngineChoices, resolve, resolve_device, resolve_dtype
+from cairn.engine.resolve import (
+    EngineChoices,
+    resolve,
+    resolve_device,
+    resolve_dtype,
+    unbounded_frames,
+)
 from cairn.engine.runner import Runner
 from cairn.engine.scheduler import Scheduler
 from cairn.engine.speculation import Speculation
@@ -192,6 +199,10 @@ def load_model(
     parallel: Parallel,
 ) -> tuple[LanguageModel, list[str]]:
     """The model, or one rank's part of it, and notes for the user about how it was loaded."""
+    if device.type == "cuda" and missing_module("triton", "triton") is None:
+        from cairn.kernels.precompile import start_compiling
+
+        start_compiling()  # so that its imports overlap with reading the weights
     if config.model_impl == "transformers":
         if source.folder is None or config.load_format == "dummy":
             raise ConfigError(
@@ -247,6 +258,7 @@ def build_runner(
 ) -> tuple[Runner, list[str]]:
     """What one rank runs, and notes for the user about how it runs on a GPU."""
     groups, sparse, device = choices.groups, choices.sparse, choices.device
+    weights = _allocated(device)
     # A recorded mixed step has one more sequence, for padding.
     landmark_rows = model.spec.sparsity is not None
     max_seqs = most_decode_rows(memory.limits.max_running_requests, landmark_rows) + 1
@@ -260,10 +272,7 @@ def build_runner(
         notes = pool.use_hadamard(() if sparse is None else sparse.layers)
     if device.type == "cuda":
         notes.append(choices.dense_reason)
-    # The window of the frame group only says which frames may be freed. Dense attention must not
-    # apply it: dense attention reads the missing pages from the stage.
-    unbounded = (g if g.copy_of is None else replace(g, window=None) for g in groups)
-    dense_shape = replace(shape, groups=tuple(unbounded))
+    dense_shape = unbounded_frames(shape)
     wide_pool = WidePool(dense_shape)
     dense = dense_backend(choices.dense, dense_shape, pool, wide_pool)
     notes.extend(dense.notes)
@@ -293,6 +302,7 @@ def build_runner(
         notes.extend(backend.notes)
     runner = kind(choices, memory, model, pool, backend, tier, parallel)
     if device.type == "cuda":
+        cache = _allocated(device) - weights
         unrecorded = choices.unrecorded
         if unrecorded is None and not backend.graphs:
             unrecorded = f"attention backend {backend.name} cannot be recorded"
@@ -300,7 +310,29 @@ def build_runner(
             runner.warm_up(records=unrecorded is None, progress=progress)
         if unrecorded is not None:
             notes.append(f"steps are not recorded as CUDA graphs: {unrecorded}")
+        notes.append(_memory_note(runner, weights, cache))
     return runner, notes
+
+
+def _allocated(device: torch.device) -> int:
+    """Bytes of all tensors on a GPU; 0 on other devices."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _memory_note(runner: Runner, weights: int, cache: int) -> str:
+    """What the GPU's memory is used for."""
+    stepper = runner.stepper
+    graphs = 0 if stepper.graphs is None else stepper.graphs.memory_bytes()
+    free, total = torch.cuda.mem_get_info(stepper.device)
+    parts = {
+        "weights": weights,
+        "KV cache and its buffers": cache,
+        "CUDA graphs": graphs,
+        "activations": stepper.activation_bytes,
+        "free": free,
+    }
+    told = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
+    return f"GiB of {total / GIB:.1f} on the GPU: {told}"
 
 
 def _build_tier(

@@ -165,6 +165,8 @@ class StepGraphs:
         self._device = device
         self._graphs: dict[tuple[Graph, StepSize], _Recorded] = {}
         self._shared: torch.Tensor | None = None  # [samples, vocab]
+        self._stream: torch.cuda.Stream | None = None  # of all captures
+        self._pool: Any = None  # of the allocator, for all graphs
         self._sent_tables: np.ndarray | None = None  # those of the run before
 
     def rehearse(self, rows: Sequence[int], seqs: Sequence[int]) -> None:
@@ -178,21 +180,22 @@ class StepGraphs:
                 if size is not None:
                     self._step(graph, size, tables)[0]()
 
-    def record(self) -> None:
+    def record(self, reserve: int = 0) -> None:
+        """Record all steps, except sizes that would leave less than `reserve` bytes of the device
+        free. Steps of these sizes run without a graph."""
         # The collector may free a graph of another engine; CUDA forbids that during a capture.
         gc.collect()
         collecting = gc.isenabled()
         gc.disable()
         try:
-            self._record()
+            self._record(reserve)
         finally:
             if collecting:
                 gc.enable()
 
-    def _record(self) -> None:
-        pool = None
+    def _record(self, reserve: int) -> None:
         if self._device.type == "cuda":
-            pool = torch.cuda.graph_pool_handle()
+            self._pool = torch.cuda.graph_pool_handle()
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
         every = self._all_tables()
@@ -202,14 +205,43 @@ class StepGraphs:
         for size, graph in sorted(steps, reverse=True):
             call, packed, tables = self._step(graph, size, every)
             if graph not in run:  # the first run of each kind sets up libraries
+                if not self._fits(call, reserve):
+                    self._sizes[graph].remove(size)
+                    continue
                 run.add(graph)
-                with self._aside():
-                    call()
             if graph.mixed or graph.few or graph.kind == "both":
                 # There are many of these graphs, so their logits share one buffer.
                 call = partial(self._into_shared, call)
-            captured, (logits, tokens) = self._capture(call, pool)
+            captured, (logits, tokens) = self._capture(call)
             self._graphs[graph, size] = _Recorded(captured, packed, tables, logits, tokens)
+
+    def _fits(self, call: Call, reserve: int) -> bool:
+        """Run a step without a graph. Returns whether the device has room for its tensors beside
+        `reserve` bytes."""
+        if self._device.type != "cuda":
+            call()
+            return True
+        before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        try:
+            with self._aside():
+                call()
+            torch.cuda.synchronize(self._device)
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            torch.cuda.empty_cache()
+        needed = torch.cuda.max_memory_allocated(self._device) - before
+        # Graphs before this one hold memory that it will reuse.
+        held, free = self.memory_bytes(), torch.cuda.mem_get_info(self._device)[0]
+        return needed + reserve <= free + held
+
+    def memory_bytes(self) -> int:
+        """Bytes of the device that recorded steps hold for their tensors."""
+        if self._pool is None:
+            return 0
+        segments = torch.cuda.memory_snapshot(self._pool)  # type: ignore[no-untyped-call]
+        return sum(segment["total_size"] for segment in segments)
 
     def _into_shared(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         logits, tokens = call()
@@ -256,22 +288,27 @@ class StepGraphs:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Run the body on a separate stream, as CUDA requires for recording."""
-        current = torch.cuda.current_stream(self._device)
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        """Run the body on a separate stream, as CUDA requires for recording.
+
+        All captures share it: the allocator reuses a block only on the stream that it was made
+        for, so with a stream for each capture no graph would reuse the memory of another.
+        """
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        current, stream = torch.cuda.current_stream(self._device), self._stream
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             yield
         current.wait_stream(stream)
 
     def _capture(
-        self, call: Call, pool: Any
+        self, call: Call
     ) -> tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, torch.Tensor]]:
         """A graph of what the call launches, and the call's result, which replays overwrite."""
         graph = torch.cuda.CUDAGraph()
         # `torch.cuda.graph` would empty the allocator's cache every time.
         with self._aside():
-            graph.capture_begin(pool)
+            graph.capture_begin(self._pool)
             try:
                 result = call()
             finally:

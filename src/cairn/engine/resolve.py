@@ -83,9 +83,14 @@ class EngineChoices:
         return self.attention.sparse
 
     @property
+    def dense_shape(self) -> AttentionShape:
+        """The shape for dense backends."""
+        return unbounded_frames(self.shape)
+
+    @property
     def buffer_bytes(self) -> int:
         """Bytes that attention keeps on the device beside the KV cache."""
-        backend, widened = self.attention.backend, widened_bytes(self.dense, self.shape)
+        backend, widened = self.attention.backend, widened_bytes(self.dense, self.dense_shape)
         if backend is None or self.kernel_refusal is not None:
             return widened
         return widened + backend.buffer_bytes(self.shape)
@@ -153,7 +158,9 @@ def resolve(
             # Prompt rows read their pages from the stage, other rows find theirs by selection.
             cuts_at_prompt=sparse.dense_prompt_below > 0,
         )
-    dense, reason = resolve_backends(attention.dense, shape)
+    dense, reason = resolve_backends(attention.dense, unbounded_frames(shape))
+    if device.type == "cuda" and any(kind.name == "torch" for kind in dense):
+        attention = replace(attention, warnings=(*attention.warnings, _slow_note(reason)))
     if sparse is not None and attention.backend is not None:
         if (why := attention.backend.unavailable_reason(device)) is not None:
             raise ConfigError(
@@ -176,6 +183,17 @@ def resolve(
         drafter=drafter,
         draft_tokens=0 if drafter is None else config.speculative_tokens or drafter.tokens,
     )
+
+
+def unbounded_frames(shape: AttentionShape) -> AttentionShape:
+    """The same shape without the window of a host tier's frames. That window only says which frames
+    may be freed; dense attention reads the missing pages from the stage."""
+    groups = (g if g.copy_of is None else replace(g, window=None) for g in shape.groups)
+    return replace(shape, groups=tuple(groups))
+
+
+def _slow_note(reason: str) -> str:
+    return f"dense attention runs in plain torch on CUDA, many times slower than kernels; {reason}"
 
 
 def _drafter(config: EngineConfig) -> type[Drafter] | None:

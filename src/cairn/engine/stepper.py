@@ -69,6 +69,8 @@ class Stepper:
         self._top_logprobs: list[int | None] = [None] * num_slots
         self.graphs: StepGraphs | None = None
         """Recorded steps; None if none are recorded."""
+        self.activation_bytes = 0
+        """Most bytes that tensors of a step without a graph take on the device."""
 
     def admit(self, admission: Admission) -> None:
         self.sampler.admit(admission)
@@ -77,11 +79,11 @@ class Stepper:
     # -- recorded steps -----------------------------------------------------------------------
 
     @torch.inference_mode()
-    def record_graphs(self, most_rows: int) -> None:
+    def record_graphs(self, most_rows: int, reserve: int = 0) -> None:
         """Record the kinds of steps that the backend supports; mixed ones have up to `most_rows`
-        rows."""
+        rows, or fewer to leave `reserve` bytes of the device free."""
         self.graphs = self.make_graphs(most_rows)
-        self.graphs.record()
+        self.graphs.record(reserve)
 
     def make_graphs(self, most_rows: int) -> StepGraphs:
         """Graphs of these steps, not recorded yet."""

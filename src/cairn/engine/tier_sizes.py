@@ -12,7 +12,7 @@ The device budget is spent in this order:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cairn.engine.hisparse_options import HiSparseOptions, prompt_stages
@@ -55,7 +55,7 @@ def size_tier(choices: EngineChoices) -> TierSizes:
 
     Raises ConfigError if one request does not fit.
     """
-    tier = _Tier.of(choices)
+    tier = _Tier.of(choices).fitting()
     if not tier.host_pages:
         raise ConfigError(
             f"enable_hisparse: {tier.host_bytes / GIB:.6f} GiB of host memory hold no page, which "
@@ -120,6 +120,19 @@ class _Tier:
             numbers // per_page - 2,
         )
         return cls(choices, budget, host_bytes, host_pages, hot, most_running, swap)
+
+    def fitting(self) -> _Tier:
+        """The same with fewer host pages, if what the device keeps of each of them would leave less
+        than half of the budget to requests. A size that the user asked for stays."""
+        options = self.choices.hisparse
+        assert options is not None
+        if options.host_gib is not None or options.host_to_device_ratio is not None:
+            return self
+        per_page = sum(replace(self, host_pages=1).kept().values())
+        room = self.budget - max(self.budget // 2, sum(self.spent(1, 1).values()))
+        if not 0 < room < per_page * self.host_pages:
+            return self
+        return replace(self, host_pages=room // per_page)
 
     @property
     def frame_bytes(self) -> int:

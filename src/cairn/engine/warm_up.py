@@ -29,6 +29,7 @@ from cairn.engine.stepper import Stepper
 from cairn.kernels.packing import table_width
 from cairn.memory.hisparse import HiSparseCoordinator
 from cairn.models import experts, layers
+from cairn.models.decoder import CUT_ROWS
 from cairn.models.interface import LanguageModel
 from cairn.models.loader import Progress
 
@@ -78,7 +79,7 @@ def warm_up(
             max_pages=max_pages,
             chunk=chunk,
             dense_below=dense_below,
-            overflowing=overflowing_seqs(choices.dense, choices.shape, longest),
+            overflowing=overflowing_seqs(choices.dense, choices.dense_shape, longest),
         )
     )
     most_recorded = min(geometry.rows(_MOST_RECORDED_TOKENS), chunk)
@@ -94,16 +95,35 @@ def warm_up(
     moments = [begin, time.perf_counter()]
     compile_all(forms, progress)
     moments.append(time.perf_counter())
-    for step in steps:
-        if step.for_real:
-            step.run(stepper, choices, tiered=tiered)
+    with _Peak(stepper.device) as activations:
+        for step in steps:
+            if step.for_real:
+                step.run(stepper, choices, tiered=tiered)
     moments.append(time.perf_counter())
     if records:
-        stepper.record_graphs(most_recorded)
+        stepper.record_graphs(most_recorded, activations.bytes)
         rehearse_drafts()
     moments.append(time.perf_counter())
+    stepper.activation_bytes = activations.bytes
     parts = ("list kernels", f"load or compile {len(forms)} kernels", "run steps", "record graphs")
     return dict(zip(parts, np.diff(moments).tolist(), strict=True))
+
+
+class _Peak:
+    """Inside, measures the most bytes that tensors take on the device at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self.bytes = device, 0
+
+    def __enter__(self) -> _Peak:
+        if self._device.type == "cuda":
+            self._before = torch.cuda.memory_allocated(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._device.type == "cuda":
+            self.bytes = torch.cuda.max_memory_allocated(self._device) - self._before
 
 
 @contextmanager
@@ -129,6 +149,9 @@ class Rehearsal:
     """Rows of each sequence that are already in the cache."""
     prompt: bool
     """The rows belong to a prompt; otherwise they are generated."""
+    scored: int = 0
+    """Rows that pass the last layer, the last ones of the step; by default those that are sampled.
+    The last layer computes no other rows in long steps."""
     for_real: bool = False
     """Also run it with kernels launched."""
 
@@ -155,7 +178,10 @@ class Rehearsal:
         for resident in (False, True) if tiered else (False,):
             host = self.inputs(groups, page_size, resident=resident)
             inputs = host.send(device, stepper.reads_generations)
-            wanted = to_device(host.sampled_rows, device)
+            rows = host.sampled_rows
+            if self.scored:
+                rows = np.arange(host.batch.num_rows - self.scored, host.batch.num_rows)
+            wanted = to_device(rows, device)
             logits = stepper.forward(inputs, backend.prepare(inputs.batch), wanted)
             temperatures = torch.zeros(len(wanted), device=device)
             seeds = torch.zeros(len(wanted), dtype=torch.int64, device=device)
@@ -236,6 +262,10 @@ def rehearsals(
     for count in rungs.rows:
         if 1 < count <= min(longest, max(chunk, *rungs.seqs)):
             yield Rehearsal([count], [0], prompt=True)
+            # Prompts with log-probabilities: all rows, and a part of them.
+            yield Rehearsal([count], [0], prompt=True, scored=count)
+            if (rows := max(CUT_ROWS, 4 * count)) <= min(longest, chunk):
+                yield Rehearsal([rows], [0], prompt=True, scored=count)
     if 0 < overflowing <= max(rungs.seqs):
         yield Rehearsal([2] * overflowing, [longest - 2] * overflowing, prompt=True)
     most = min(chunk, longest)

@@ -27,7 +27,7 @@ from cairn.models.split import rank_spec
 Stream = torch.Tensor | None
 """The residual stream without the last addition; None where there is none yet."""
 
-_CUT_ROWS = 32
+CUT_ROWS = 32
 """Rows of the smallest step whose last layer computes only the rows that are asked for."""
 _REPLAYED_ROWS = 8
 """Rows of the largest step that is recorded on a CPU. With more rows the kernels take much longer
@@ -344,7 +344,7 @@ class Decoder(Module):
         if self._replays is not None and len(added) <= _REPLAYED_ROWS:
             found = attend.replayable()
         if found is None or self._replays is None:
-            if wanted is None or len(added) < max(_CUT_ROWS, 4 * len(wanted)):
+            if wanted is None or len(added) < max(CUT_ROWS, 4 * len(wanted)):
                 hidden = self.norm.add(*self._through_layers(added, angles, attend))[0]
                 return hidden if wanted is None else hidden[wanted]
             added, stream = self._through_layers(added, angles, attend, wanted)
