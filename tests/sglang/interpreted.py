@@ -8,9 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+from cairn.kernels import sparse_decode, sparse_scratch
 from tests.sglang.lanes import VOCAB, Lane
 
 QUEST = {"policy": "quest", "topk": 1, "window": 4, "sinks": 0, "layers": "1", "prefill": "sparse"}
+
+
+@pytest.fixture(autouse=True)
+def two_strips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU is filled with up to 64 programs per sequence and head. The interpreter runs one after
+    the other, and the few pages here leave all but the first without candidates."""
+    for module in (sparse_decode, sparse_scratch):
+        monkeypatch.setattr(module, "strips_of", lambda shape, seqs: 2)
 
 
 @pytest.mark.parametrize(

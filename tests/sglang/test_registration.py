@@ -97,7 +97,7 @@ def test_the_doctor_sees_a_plug_in_that_is_left_out_or_fails(tmp_path: Path) -> 
 def test_what_cannot_be_is_refused_at_the_start(tmp_path: Path) -> None:
     folder = write_plain(tmp_path / "llama", "llama")
     cases: tuple[tuple[dict[str, Any], tuple[str, ...], str], ...] = (
-        ({"top_k": 3}, ("--page-size", "16"), "cairn_hsa has top_k; known: policy, topk"),
+        ({"top_k": 3}, ("--page-size", "16"), "cairn_hsa has top_k; known: policy, unit_size"),
         ({}, (), "page_size is 1, with which every row would be a page"),
     )
     for options, flags, message in cases:

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from cairn import LLM
+from cairn.sparsity import selection
 from tests.helpers import GOLDENS, tokens_of
-from tests.sglang.served import NEEDS_SGLANG, TOLERANCE, Served, assert_same, copy_model, serve
+from tests.sglang.served import (
+    NEEDS_SGLANG,
+    TOLERANCE,
+    Answer,
+    Served,
+    assert_same,
+    copy_model,
+    serve,
+)
 
 pytestmark = [pytest.mark.slow, NEEDS_SGLANG]
+
+NEAR_TIE = 2e-6
+"""Two pages whose ranks differ by less are in either order in float32."""
 
 
 def golden(case: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -37,6 +51,39 @@ def hils(
     pool = ("--max-total-tokens", str(70 * tokens), "--max-running-requests", "8")
     with serve(folder, config["vocab_size"], folder / "log", {}, *flags, *pool) as served:
         yield served, case
+
+
+@contextlib.contextmanager
+def near_ties_reversed() -> Iterator[list[int]]:
+    """Cairn's engine selects the page just below the top k instead of the last one above, where
+    their ranks are a near tie. Yields the number of these, one entry per call."""
+    ties: list[int] = []
+    top_positions = selection.top_positions
+
+    def reversed_positions(ranks: torch.Tensor, k: int) -> torch.Tensor:
+        if ranks.shape[-1] > k:
+            order = ranks.sort(dim=-1, descending=True, stable=True)
+            last, next_best = order.values[..., k - 1 : k], order.values[..., k : k + 1]
+            close = last - next_best < NEAR_TIE
+            ties.append(int(close.sum()))
+            last = last.masked_fill(close, float("-inf"))
+            ranks = ranks.scatter(-1, order.indices[..., k - 1 : k], last)
+        return top_positions(ranks, k)
+
+    with patch.object(selection, "top_positions", reversed_positions):
+        yield ties
+
+
+def assert_same_selections(answer: Answer, prompt: list[int], llm: LLM) -> None:
+    """As `assert_same`. Rounding decides a near tie, in Cairn's engine too, where it depends on
+    --chunked-prefill-size. So an answer with one must be the same, at every token, as one of the
+    two selections gives."""
+    try:
+        assert_same(answer, prompt, llm)
+    except AssertionError:
+        with near_ties_reversed() as ties:
+            assert_same(answer, prompt, llm)
+        assert sum(ties) == 1
 
 
 def test_golden_logits(hils: tuple[Served, str]) -> None:
@@ -79,6 +126,6 @@ def test_recycled_pages_with_landmark_rows(hils: tuple[Served, str]) -> None:
     prompts = [tokens_of(300, seed=n, vocab=vocab) for n in range(8)]
     with LLM(GOLDENS / case, device="cpu", dtype="float32", kv_cache_gib=0.05) as llm:
         for prompt in prompts:
-            assert_same(served.generate(prompt, 20), prompt, llm)
+            assert_same_selections(served.generate(prompt, 20), prompt, llm)
         for prompt, answer in zip(prompts, served.batch(prompts, 20), strict=True):
-            assert_same(answer, prompt, llm)
+            assert_same_selections(answer, prompt, llm)
