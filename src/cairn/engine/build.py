@@ -199,10 +199,6 @@ def load_model(
     parallel: Parallel,
 ) -> tuple[LanguageModel, list[str]]:
     """The model, or one rank's part of it, and notes for the user about how it was loaded."""
-    if device.type == "cuda" and missing_module("triton", "triton") is None:
-        from cairn.kernels.precompile import start_compiling
-
-        start_compiling()  # so that its imports overlap with reading the weights
     if config.model_impl == "transformers":
         if source.folder is None or config.load_format == "dummy":
             raise ConfigError(
