@@ -49,7 +49,7 @@ def rerun_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let steps that were recorded run again where CUDA would replay them. Kernels look up tokens,
     and the last layer computes only the rows that are asked for, in short prompts too."""
 
-    def capture(own: StepGraphs, call: Callable[[], Any], pool: Any) -> tuple[_Rerun, Any]:
+    def capture(own: StepGraphs, call: Callable[[], Any]) -> tuple[_Rerun, Any]:
         rerun = _Rerun(call)
         step: Any = call
         if len(step.args) == 1:  # its logits go to a place that steps share
