@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from cairn.bench.client_speed import client_speed
 from cairn.bench.http_stream import HttpError, Reply
 from cairn.bench.load import draw_requests, due_times, parse_load, redraw
+from cairn.bench.spawned import Spawned, spawn
 from cairn.bench.workloads import seeded
 from cairn.cli.main import main
+from tests.patience import PATIENCE, tries, wait_for_end
 
 
 @pytest.mark.parametrize(
@@ -227,3 +231,73 @@ def test_a_server_that_dies_is_reported_with_its_output(folder: Path, tmp_path: 
     (result,) = json.loads(output.read_text())["results"]
     first, second = result["workloads"]  # and no warm ones
     assert first["failed"] == 0 and second["failed"] == 2 and second["first_error"]
+
+
+def children(pid: int) -> list[int]:
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in found]
+
+
+def wait_for_streams(folder: Path) -> None:
+    """Until a server that prints to a file in this folder answers requests."""
+    (log,) = folder.glob("cairn-bench-*/output.txt")
+    address = re.search(r"API: (http://[^/]+)", log.read_text())
+    assert address is not None
+    for _ in tries():
+        stats = httpx.get(f"{address[1]}/stats", timeout=PATIENCE).json()["stats"]
+        if stats is not None and stats["running"]:
+            return
+    raise AssertionError("no request was sent")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 130)]
+)
+@pytest.mark.parametrize("moment", ["starting tiny", "tiny is ready"])
+def test_a_signal_to_the_benchmark_alone_stops_its_server(
+    folder: Path, tmp_path: Path, moment: str, number: signal.Signals, code: int
+) -> None:
+    bench = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "cairn.cli.main", "bench", "serve", "--vocab-size=256"),
+            "--workload=1000x10:4000+concurrency=2",
+            f"--spawn=tiny=--model {folder} --device cpu --threads 1",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    with bench:
+        assert bench.stderr is not None and bench.stdout is not None
+        assert any(moment in line for line in bench.stderr)
+        (server,) = children(bench.pid)
+        processes = [server]
+        if "ready" in moment:
+            wait_for_streams(tmp_path)
+            processes += children(server)
+            assert len(processes) > 1
+        bench.send_signal(number)
+        assert bench.wait(PATIENCE) == code
+        assert "Traceback" not in bench.stderr.read()
+        assert bench.stdout.read() == ""  # no results
+    for pid in processes:
+        wait_for_end(pid)
+    assert not list(tmp_path.glob("cairn-bench-*"))
+
+
+def test_the_exit_code_of_a_stopped_server_is_known(folder: Path) -> None:
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with spawn([f"--model={folder}", "--device=cpu", "--threads=1"]) as server:
+        server.wait_until_ready()
+        assert server.stop() == 0
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+
+
+def test_a_killed_process_has_no_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cairn.bench.spawned._STOP_SECONDS", 0)
+    process = subprocess.Popen(["sleep", "600"])
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)  # SIGTERM waits from now on
+    assert Spawned(process, tmp_path / "output.txt").stop() is None
+    assert process.returncode == -signal.SIGKILL

@@ -229,12 +229,12 @@ async def _send_load(
         start = time.perf_counter()
         replies = await asyncio.gather(*waiting)
     return [
-        _read(reply, begin, start, index, request)
+        read_reply(reply, begin, start, index, request)
         for (begin, reply), (index, request) in zip(replies, asked, strict=True)
     ]
 
 
-def _read(reply: Reply, begin: float, start: float, part: int, asked: Asked) -> Sent:
+def read_reply(reply: Reply, begin: float, start: float, part: int, asked: Asked) -> Sent:
     """Parse an answer; `start` is that of the workload."""
     sent = Sent(part, len(asked.prompt), asked.output_len, begin - start)
     moments: list[float] = []
@@ -246,9 +246,10 @@ def _read(reply: Reply, begin: float, start: float, part: int, asked: Asked) -> 
                 raise HttpError(str(event["error"]))
             usage = event.get("usage") or usage
             # An event without text may stand for a token whose bytes are not complete yet. The
-            # event with the finish reason stands for no token.
-            choices = event["choices"]
-            if any(one.get("text") or one.get("finish_reason") is None for one in choices):
+            # event with the finish reason stands for a token only if it brings one.
+            brought = (one.get("text") or one.get("token_ids") for one in event["choices"])
+            reasons = (one.get("finish_reason") for one in event["choices"])
+            if any(brought) or any(reason is None for reason in reasons):
                 tokens += 1
                 if not moments or moment > moments[-1]:
                     moments.append(moment)
@@ -270,7 +271,7 @@ def _read(reply: Reply, begin: float, start: float, part: int, asked: Asked) -> 
 # -- reporting --------------------------------------------------------------------------------
 
 
-def _summary(sent: list[Sent]) -> dict[str, Any]:
+def summarize(sent: list[Sent]) -> dict[str, Any]:
     """The numbers of one workload on one server in one pass, of requests that did not fail."""
     good = [one for one in sent if one.error is None]
     first = percentiles([one.first_token for one in good if one.first_token is not None], 50, 99)
@@ -296,7 +297,7 @@ def _summary(sent: list[Sent]) -> dict[str, Any]:
 
 def _brief(sent: list[Sent]) -> str:
     """The numbers that matter most, told as soon as a workload ends: a later one may take long."""
-    summary = _summary(sent)
+    summary = summarize(sent)
     forms = {
         "seconds": "{:.2f} s",
         "output_tokens_per_second": "{:,.0f} tokens/s",
@@ -323,7 +324,7 @@ def _show(arguments: argparse.Namespace, loads: Sequence[Load], servers: Sequenc
         fields = asdict(server)
         requests.append(fields.pop("passes"))
         workloads = [
-            {"workload": load.spec, "pass": name, **_summary(sent)}
+            {"workload": load.spec, "pass": name, **summarize(sent)}
             for name, lists in server.passes.items()
             for load, sent in zip(loads, lists, strict=False)  # fewer if it died
         ]
@@ -346,7 +347,7 @@ def _table(index: int, load: Load, servers: Sequence[Server]) -> Table:
             lists = server.passes.get(name, [])
             columns.append(lists[index] if index < len(lists) else [])
             table.add_column(f"{server.label}, {name}", justify="right")
-    summaries = [_summary(sent) if sent else {} for sent in columns]
+    summaries = [summarize(sent) if sent else {} for sent in columns]
     for title, key, form in _ROWS:
         values = [summary.get(key) for summary in summaries]
         if any(values) or key not in _ONLY_IF_ANY:

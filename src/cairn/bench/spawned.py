@@ -9,12 +9,15 @@ import argparse
 import contextlib
 import json
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models
@@ -66,14 +69,63 @@ class Spawned:
         self.seconds_to_ready = time.perf_counter() - self._begin
         return found[1]
 
-    def stop(self) -> None:
-        """Ask the process to end, and kill it if it does not."""
-        self._process.terminate()
+    def stop(self) -> int | None:
+        """Ask the process to end; returns its exit code, or None if it had to be killed."""
         try:
-            self._process.wait(_STOP_SECONDS)
+            self._process.terminate()
+            return self._process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self._kill()
+            return None
+        except BaseException:  # a second signal: whoever sent it does not want to wait
+            self._kill()
+            raise
+
+    def _kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class _Interrupts:
+    """Raises SystemExit on SIGTERM and KeyboardInterrupt on SIGINT, so that `finally` runs.
+
+    Signals that come before `deliver` is called wait for it: an exception while a process is being
+    started would leave that process behind.
+    """
+
+    def __init__(self) -> None:
+        self._delivers = False
+        self._pending: int | None = None
+
+    def receive(self, number: int, _: FrameType | None) -> None:
+        self._pending = number
+        if self._delivers:
+            self.deliver()
+
+    def deliver(self) -> None:
+        self._delivers = True
+        number, self._pending = self._pending, None
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if number is not None:
+            raise SystemExit(128 + number)  # as a shell reports a process that a signal ended
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[_Interrupts]:
+    """Handles SIGTERM and SIGINT, except those that this process ignores. Only the main thread
+    can; in others nothing is changed."""
+    received = _Interrupts()
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, received.receive)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def check_flags(flags: Sequence[str]) -> None:
@@ -92,8 +144,9 @@ def check_flags(flags: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def spawn(flags: Sequence[str]) -> Iterator[Spawned]:
-    """`cairn serve` with these flags, on a free port unless they name one; stopped at the end."""
-    with tempfile.TemporaryDirectory(prefix="cairn-bench-") as name:
+    """`cairn serve` with these flags, on a free port unless they name one; stopped at the end,
+    which SIGTERM and SIGINT bring about too."""
+    with tempfile.TemporaryDirectory(prefix="cairn-bench-") as name, _interrupts() as interrupts:
         folder, preset = Path(name), _preset(flags)
         if preset is not None:
             _write_preset(folder, PRESETS[preset])
@@ -104,6 +157,7 @@ def spawn(flags: Sequence[str]) -> Iterator[Spawned]:
             process = subprocess.Popen([*command, *flags], stdout=output, stderr=output)
         server = Spawned(process, log)
         try:
+            interrupts.deliver()
             yield server
         finally:
             server.stop()
