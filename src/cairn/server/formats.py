@@ -40,6 +40,8 @@ class FormOptions:
     continuous_usage: bool = False
     token_ids: bool = False
     """Add the ids of the prompt's and the answer's tokens."""
+    every_token: bool = False
+    """An event of a stream for each token, with its id: without a tokenizer there is no text."""
     prompt_logprobs: bool = False
     echo: Sequence[str] | None = None
     """What answers begin with, one text for each prompt."""
@@ -71,7 +73,8 @@ class Format:
         self.options = options
         self.token_texts = token_texts
         self.head = {"id": answer_id, "created": int(time.time()), "model": model}
-        self.plain = not (options.parsers or options.token_ids or options.continuous_usage)
+        self._with_ids = options.token_ids or (options.streams and options.every_token)
+        self.plain = not (options.parsers or self._with_ids or options.continuous_usage)
         """A token that brings only text has only text to say: `add_text` may be used."""
         if options.echo is not None:
             for choice in choices:
@@ -125,7 +128,7 @@ class Format:
         choice.calls += new.calls
         scores: Scores = []
         reads: Reads = []
-        ids = [token] if self.options.token_ids and choice.tokens else []
+        ids = [token] if self._with_ids and choice.tokens else []
         if detail is not None and detail.start is not None and self.options.scores_echo:
             scores += self._prompt_scores(choice)
         if detail is not None and detail.logprob is not None and choice.tokens:
@@ -219,7 +222,7 @@ class OpenAIFormat(Format):
             choice.offset += sum(len(self.token_texts.text(s.token_id)) for s in scores)
         if reads:
             chunk["cairn"] = {"reads": reads}
-        if self.options.token_ids:
+        if self._with_ids:
             chunk["token_ids"] = ids
         if choice.reason is not None:
             chunk.update(self._end(choice))

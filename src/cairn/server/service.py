@@ -300,6 +300,7 @@ class Service:
             with_usage=with_usage,
             continuous_usage=with_usage and bool(stream and stream.continuous_usage_stats),
             token_ids=bool(body.return_token_ids),
+            every_token=text.tokenizer is None,
             prompt_logprobs=body.prompt_logprobs is not None,
             trace=trace,
         )
