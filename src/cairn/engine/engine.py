@@ -40,6 +40,9 @@ class EngineStats:
     scheduler_seconds: float = 0.0  # planning and committing; part of step_seconds
     computed_tokens: int = 0
     generated_tokens: int = 0  # kept, or sampled for a request that had ended
+    longest_prefill_step: float = 0.0
+    """Seconds of the longest step with prefill: from the end of the step before it, or from its own
+    launch if the device was idle, to its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +261,7 @@ class Engine:
         The result is empty if no step was finished.
         """
         begin = time.perf_counter()
-        if not self._busy:
+        if not self._busy or self.stalled:
             self._last_finish = begin
         finished = self._in_flight
         if finished is not None and finished.plan.awaited:
@@ -289,8 +292,8 @@ class Engine:
         ran = time.perf_counter()
         if self.scheduler.limits.max_step_seconds is not None and not plan.only_decodes:
             # Steps that only decode may run from graphs, at a different cost.
-            seconds = ran - max(planned, self._last_finish)
-            self.scheduler.step_time.observe(plan.rows, plan.pairs, seconds)
+            since_planned = ran - max(planned, self._last_finish)
+            self.scheduler.step_time.observe(plan.rows, plan.pairs, since_planned)
         self._take_scores(plan, result)
         dropped = sum(
             own.samples > 0 and self.scheduler.get(own.request_id) is None for own in plan.advances
@@ -301,8 +304,11 @@ class Engine:
         else:
             progress = [Progress(request, tuple(tokens)) for request, tokens in kept.items()]
         tokens = sum(map(len, kept.values()))
+        seconds = ran - self._last_finish
         if self.scheduler.speculation is not None:
-            self.scheduler.speculation.pace.observe(plan, tokens, ran - self._last_finish)
+            self.scheduler.speculation.pace.observe(plan, tokens, seconds)
+        if seconds > self.stats.longest_prefill_step and plan.has_prefill:
+            self.stats.longest_prefill_step = seconds
         self._last_finish = ran
         self.stats.steps += 1
         self.stats.scheduler_seconds += time.perf_counter() - ran

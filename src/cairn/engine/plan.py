@@ -149,6 +149,12 @@ class StepPlan:
         """Every request computes one token, and the drafted ones behind it."""
         return all(own.stop - own.start == 1 + own.drafted for own in self.advances)
 
+    @property
+    def has_prefill(self) -> bool:
+        """A request computes rows of its prompt, or computes again what a retraction cost it."""
+        prompt_rows = any(own.start < own.prompt_len for own in self.advances)
+        return prompt_rows or not self.only_decodes
+
     def __bool__(self) -> bool:
         return bool(self.advances)
 

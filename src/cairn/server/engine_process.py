@@ -346,6 +346,7 @@ class EngineLoop(Driver[int]):
             held_pages=self._reads.held,
             start_compilations=compiled.start,
             serving_compilations=compiled.serving,
+            longest_prefill_step=totals.longest_prefill_step,
             tier=self._tier(),
         )
 

@@ -154,6 +154,11 @@ class Metrics(Collector):
         running, waiting = (0, 0) if stats is None else (stats.running, stats.waiting)
         yield GaugeMetricFamily("cairn_running_requests", "Choices in the batch.", running)
         yield GaugeMetricFamily("cairn_waiting_requests", "Choices in the queue.", waiting)
+        yield GaugeMetricFamily(
+            "cairn_longest_prefill_step_seconds",
+            "Longest step with prefill since the engine started.",
+            0.0 if stats is None else stats.longest_prefill_step,
+        )
         pages = GaugeMetricFamily("cairn_pages", "Pages by state.", labels=("group", "state"))
         for group in [] if stats is None else stats.pages:
             for state in ("free", "cached", "owned"):

@@ -135,6 +135,7 @@ class Stats(msgspec.Struct, frozen=True):
     held_pages: int  # pages they had behind them
     start_compilations: int  # kernels compiled before the engine was ready
     serving_compilations: int  # and since then, while a request waited
+    longest_prefill_step: float  # seconds of the longest step with prefill
     tier: Tier | None = None
 
 
