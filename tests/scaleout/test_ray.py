@@ -48,7 +48,7 @@ def test_answers_pass_through(app: RayProcess) -> None:
         streamed = client.post("/v1/chat/completions", json={**chat, "stream": True})
         assert streamed.headers["content-type"].startswith("text/event-stream")
         assert streamed.text.endswith("data: [DONE]\n\n")
-        refused = client.post("/v1/completions", json={"prompt": "a", "top_k": 0})
+        refused = client.post("/v1/completions", json={"prompt": "a", "top_k": -2})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "top_k"
         assert client.get("/nothing").status_code == 404
         large = client.post("/v1/completions", json={"prompt": "a" * 2**20})

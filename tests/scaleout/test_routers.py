@@ -168,7 +168,7 @@ def test_keys_and_refusals_pass_through(kind: str, folder: Path, tmp_path: Path)
         body = {"model": server.model, "prompt": "hello", "max_tokens": 4}
         assert client.post("/v1/completions", json=body).status_code == 401
         client.headers = httpx.Headers(front.headers)
-        wrong, much = {**body, "top_k": 0}, {**body, "n": 3}
+        wrong, much = {**body, "top_k": -2}, {**body, "n": 3}
         refused = [client.post("/v1/completions", json=wrong).status_code for _ in range(12)]
         assert refused == [400] * 12
         assert client.post("/v1/completions", json=much).status_code == 429
